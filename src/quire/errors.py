@@ -1,0 +1,135 @@
+"""Every error Quire raises on purpose.
+
+An operating error says what failed, what was needed and what there was (in the user's unit), who holds the rest, a
+change that would work, and a code to search for. It refuses one thing and changes nothing else. A broken invariant of
+our own is an `AssertionError`, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of all operating errors.
+
+    `code` is stable and searchable; `status` is the HTTP status a server answers with; `exit_code` is what the command
+    line exits with (2: does not fit or bad input, 3: refused combination, 4: integrity).
+    """
+
+    code = "QUIRE-00"
+    status = 500
+    exit_code = 2
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        self.message = message
+        self.fix = fix
+        super().__init__(f"{self.code}: {message}" + (f" Fix: {fix}" if fix else ""))
+
+
+class InvalidInput(QuireError, ValueError):
+    """A setting, request body, file or argument that cannot be understood or is out of range."""
+
+    code = "QUIRE-INPUT-01"
+    status = 400
+
+
+class ContextTooLong(InvalidInput):
+    """A request longer than the model's context, whatever the memory."""
+
+    code = "QUIRE-CONTEXT-01"
+
+
+class RequestTooLarge(InvalidInput):
+    """A request that this server's KV memory can never hold, even alone."""
+
+    code = "QUIRE-FIT-02"
+    status = 413
+
+
+class PlanError(QuireError, ValueError):
+    """A budget in which the pools cannot be built; raised before anything is allocated."""
+
+    code = "QUIRE-PLAN-01"
+
+
+class OutOfPages(QuireError, MemoryError):
+    """An allocation that does not fit now. Nothing was changed.
+
+    `wanted`, `free` and `evictable` are pages of `group`; evicting everything evictable would leave
+    `free + evictable` pages, so `wanted - free - evictable` is what running requests would have to give back.
+    """
+
+    code = "QUIRE-PAGES-01"
+    status = 503
+
+    def __init__(self, *, group: str, wanted: int, free: int, evictable: int = 0, held_by: str = "") -> None:
+        self.group = group
+        self.wanted = wanted
+        self.free = free
+        self.evictable = evictable
+        holder = f"; {held_by}" if held_by else ""
+        super().__init__(
+            f"group '{group}' needs {wanted} pages and has {free} free and {evictable} evictable{holder}.",
+            fix="wait for a running request to finish, lower the concurrency, or raise the KV memory.",
+        )
+
+
+class InvalidFree(QuireError, ValueError):
+    """Ids given back that were not out: a double free, the padding id, or an id outside the pool. Nothing changed."""
+
+    code = "QUIRE-PAGES-02"
+    exit_code = 4
+
+
+class LeaseError(QuireError, RuntimeError):
+    """A lease or request record used after it was given back."""
+
+    code = "QUIRE-LEASE-01"
+    exit_code = 4
+
+
+class LayoutMismatch(QuireError, ValueError):
+    """Bytes written by, or meant for, another layout than the one in use."""
+
+    code = "QUIRE-LAYOUT-01"
+    exit_code = 3
+
+
+class UnsupportedModel(QuireError):
+    """An architecture Quire cannot run, by name and with the reason. Raised at load, never later."""
+
+    code = "QUIRE-MODEL-01"
+    status = 400
+    exit_code = 3
+
+
+class ModelLoadError(QuireError):
+    """Weights, configuration or tokenizer that could not be read."""
+
+    code = "QUIRE-MODEL-02"
+
+
+class ModelCheckFailed(QuireError):
+    """The loaded model does not compute on Quire's pools what it computes plainly. It is not served."""
+
+    code = "QUIRE-MODEL-03"
+    exit_code = 4
+
+
+class AddressInUse(QuireError, OSError):
+    """The server's address is taken."""
+
+    code = "QUIRE-SERVE-01"
+
+
+class EngineDead(QuireError, RuntimeError):
+    """The engine process has ended; no request can progress."""
+
+    code = "QUIRE-ENGINE-01"
+    status = 503
+
+
+class AuditFailure(QuireError):
+    """A conservation law of the cache does not hold; the message names the law, the group and the pages."""
+
+    code = "QUIRE-AUDIT-01"
+    exit_code = 4

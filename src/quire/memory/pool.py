@@ -1,0 +1,60 @@
+"""Pool: the tensors that hold the frames of one (group, tier). One class for every layout; it never allocates ids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import PlanError
+from quire.spec.layout import DType, Field, PageLayout
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch element type of a layout's element type."""
+    found = getattr(torch, dtype.value)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+class Pool:
+    """Device tensors for frames `0..num_frames`, built from a layout, layer-major.
+
+    Each field is one tensor `[len(field.layers), num_frames + 1, entries, *field.shape]`. Frame 0 is the sink that
+    padded tokens write to; it is never handed out and is part of the price. Contents are zero at start.
+    """
+
+    def __init__(self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.num_frames = num_frames
+        self.device = torch.device(device)
+        self._fields: list[tuple[Field, Tensor]] = []
+        self._layers: dict[tuple[str, int], Tensor] = {}
+        try:
+            for field in layout.fields:
+                self._build(field)
+        except (RuntimeError, MemoryError) as error:
+            raise PlanError(
+                f"the KV pool of {num_frames + 1} frames of {layout.bytes_per_frame} bytes could not be allocated on "
+                f"{self.device}: {error}",
+                fix="lower the KV memory.",
+            ) from error
+
+    def _build(self, field: Field) -> None:
+        shape = (len(field.layers), self.num_frames + 1, field.entries(self.layout.page_size), *field.shape)
+        tensor = torch.zeros(shape, dtype=torch_dtype(field.dtype), device=self.device)
+        self._fields.append((field, tensor))
+        for index, layer in enumerate(field.layers):
+            self._layers[field.name, layer] = tensor[index]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, frame 0 included."""
+        return sum(tensor.nbytes for _, tensor in self._fields)
+
+    def layer(self, name: str, layer: int) -> Tensor:
+        """`[num_frames + 1, entries, *shape]` of one layer: a view, for kernels to read and write in place."""
+        return self._layers[name, layer]
+
+    def has(self, name: str, layer: int) -> bool:
+        """Whether `layer` owns a field `name` here."""
+        return (name, layer) in self._layers

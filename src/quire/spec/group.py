@@ -1,0 +1,24 @@
+"""GroupSpec: what shares one layout, one reach and one residency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.spec.layout import PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ReachSpec:
+    """Which cached pages a resuming request still reads, as data; `quire.prefix.reach` gives each kind its behaviour."""
+
+    kind: str = "full"
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One group of a model: its name (in messages and metrics), its frames' layout and its reach."""
+
+    name: str
+    layout: PageLayout
+    reach: ReachSpec = ReachSpec()
