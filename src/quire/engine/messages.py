@@ -1,0 +1,55 @@
+"""What crosses the boundary of the engine core: requests in, tokens out. Plain structs, also the wire format."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.ids import Ids
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """One sequence to generate. A request with `n` > 1 is sent as n of these, which share the prompt's pages.
+
+    `prompt` is the prompt's token ids as raw int32 bytes: converted once, on arrival. `adapter` and `salt` are the
+    cache namespace: nothing is ever shared across two of them. Higher `priority` goes first.
+    """
+
+    request_id: str
+    prompt: bytes
+    params: SamplingParams
+    index: int = 0
+    adapter: str = ""
+    salt: str = ""
+    priority: int = 0
+
+    def tokens(self) -> Ids:
+        """The prompt's token ids, int32 `[num_prompt_tokens]`, a read-only view."""
+        return np.frombuffer(self.prompt, dtype=np.int32)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: of the token drawn (`logprob`, `rank` from 1), and of the most likely ones."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one sequence after one step.
+
+    `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
+    "length", "abort" or "error" (then `error` is the message and `status` the HTTP status).
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    error: str = ""
+    status: int = 500

@@ -1,0 +1,94 @@
+"""SamplingParams: how one request's tokens are drawn and when it stops. The field's names and defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidInput
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Validated on construction: a bad value raises `InvalidInput` naming the field, the value and the range.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
+    context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
+    `logprobs` is the number of alternatives reported per token (0: only the chosen one). `n` sequences share the
+    prompt's pages.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        _check_int("n", self.n, 1, 128)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidInput("stop must be non-empty strings.", fix="leave empty stop strings out.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < 1e-5
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next draw depends on earlier tokens, so that they must have reached the host."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
+    top = "" if high is None else f" and at most {high}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise InvalidInput(f"{name} must be an integer of at least {low}{top}, got {value!r}.")
+
+
+def _check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not (low < value if open_low else low <= value) or value > high:
+        bound = "above" if open_low else "at least"
+        raise InvalidInput(f"{name} must be a number {bound} {low:g} and at most {high:g}, got {value!r}.")
+
+
+def eos_or_stop(params: SamplingParams, eos_token_ids: Sequence[int]) -> frozenset[int]:
+    """Token ids that end a sequence drawn with `params`."""
+    eos = () if params.ignore_eos else eos_token_ids
+    return frozenset(eos) | frozenset(params.stop_token_ids)
