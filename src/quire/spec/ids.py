@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final, NewType
 
 import numpy as np
@@ -23,6 +24,15 @@ Ids = npt.NDArray[np.int32]
 """Host array of ids. Every id lives in int32 on the CPU."""
 
 Bools = npt.NDArray[np.bool_]
+
+
+class Tier(IntEnum):
+    """Where frames live, nearest first."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
 
 PADDING_PAGE: Final = PageId(0)
 """Never handed out: padded tokens write here, and a frame-table entry of 0 means 'not resident'."""

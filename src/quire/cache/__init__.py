@@ -1,0 +1,6 @@
+"""The cache: one door to pages, frames, sharing and eviction for everything above."""
+
+from quire.cache.kv_cache import KVCache, PrefixHit
+from quire.cache.request_kv import RequestKV
+
+__all__ = ["KVCache", "PrefixHit", "RequestKV"]

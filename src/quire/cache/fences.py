@@ -1,0 +1,64 @@
+"""Fences: what requests give up waits here until no launched step can touch it any more."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.prefix.node import Lease
+from quire.spec.ids import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Private pages that nobody needs any more, and the lease that kept the pages before them."""
+
+    pages: Ids
+    lease: Lease | None = None
+
+
+class Fences:
+    """Steps in flight, in launch order, and what was retired meanwhile.
+
+    What is retired while steps are open may still be read or written by any of them, so it is handed on when the last
+    one that was open at that moment closes. A waiting lease keeps its pages from being evicted, so whatever the tree
+    offers for eviction can be reused at once. With no step open, nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._open: set[int] = set()
+        self._waiting: deque[tuple[int, Retired]] = deque()  # (newest step open at retirement, what), in order
+
+    @property
+    def num_open(self) -> int:
+        """Steps in flight."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> tuple[Retired, ...]:
+        """What was retired and may not be reused yet."""
+        return tuple(retired for _, retired in self._waiting)
+
+    def open(self) -> int:
+        """A step is being launched; `close` the returned fence when it has settled."""
+        fence = self._next
+        self._next += 1
+        self._open.add(fence)
+        return fence
+
+    def retire(self, retired: Retired) -> bool:
+        """Give something up. True: it may be reused at once. False: `close` will return it."""
+        if not self._open:
+            return True
+        self._waiting.append((max(self._open), retired))
+        return False
+
+    def close(self, fence: int) -> list[Retired]:
+        """A step has settled; returns what may be reused now."""
+        self._open.remove(fence)
+        oldest = min(self._open, default=self._next)
+        ready = []
+        while self._waiting and self._waiting[0][0] < oldest:
+            ready.append(self._waiting.popleft()[1])
+        return ready

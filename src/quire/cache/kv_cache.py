@@ -1,0 +1,383 @@
+"""KVCache: the one door to cached memory for everything above. Pages, frames, sharing and eviction behind seven verbs.
+
+    match    how much of a prompt is cached                     changes nothing
+    begin    open a request on that prefix                      leases it
+    extend   room for more tokens, for a whole batch            evicts if it must; all or nothing
+    commit   tokens that have settled become reusable           duplicates are given up
+    finish   end a request                                      private pages are given up
+    evict    forget cached pages                                on demand; extend does it by itself
+    audit    check every law                                    see `quire.cache.audit`
+
+What a request gives up goes through a fence: its pages are handed out again, and its lease is released, only when every
+step that was in flight at that moment has settled (`open_fence`, `close_fence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cache.fences import Fences, Retired
+from quire.cache.request_kv import RequestKV
+from quire.cache.statistics import CacheStatistics, FrameCounts
+from quire.errors import LeaseError, OutOfPages
+from quire.memory.allocator import (
+    BaseTokenToKVPoolAllocator,
+    PagedTokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from quire.memory.frames import FrameTable
+from quire.plan.budget import MemoryPlan
+from quire.prefix.evict import eviction_policy
+from quire.prefix.radix_cache import Match, RadixCache
+from quire.prefix.reach import reach_of
+from quire.spec.events import CacheEvent, Namespace
+from quire.spec.ids import Bools, Ids, Tier, pages_for
+
+Lengths = npt.NDArray[np.int64]
+NAMESPACE = Namespace()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """How much of a prompt is cached, in whole pages, and why not more. A snapshot; `begin` makes it last.
+
+    `num_tokens` can be reused. `num_pinned` pages of them are evictable now, and will not be once a request begins
+    here. `held_back` tokens matched too and are computed again, because the last token of a prompt always is.
+    """
+
+    match: Match
+    num_tokens: int
+    num_pages: int
+    num_pinned: int
+    held_back: int
+
+
+class KVCache:
+    """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        *,
+        eviction: str = "lru",
+        share_prefixes: bool = True,
+        emit: Callable[[CacheEvent], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.page_size = plan.page_size
+        self.share_prefixes = share_prefixes
+        self.tree = RadixCache(plan.page_size, eviction_policy(eviction), emit=emit)
+        self.frames = FrameTable(plan.num_pages, len(plan.groups))
+        self.pages = _allocator(plan, "pages")
+        self.frame_allocators = tuple(_allocator(plan, group.name) for group in plan.groups)
+        self._reaches = tuple(reach_of(group.reach) for group in plan.groups)
+        self._fences = Fences()
+        self._free_rows = list(range(plan.max_requests - 1, -1, -1))
+        self._rows = np.zeros((plan.max_requests, pages_for(plan.context, plan.page_size)), dtype=np.int32)
+        self._allocated = np.zeros(plan.max_requests, dtype=np.int64)
+        self._committed = np.zeros(plan.max_requests, dtype=np.int64)
+        self._live: dict[int, RequestKV] = {}
+        self._prompt_tokens = self._hit_tokens = 0
+        self._committed_pages = self._duplicate_pages = 0
+        self._evicted_pages = self._evictions = self._peak_shared = 0
+
+    # -- the verbs
+
+    def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
+        """How many leading tokens of a prompt can be reused: where every group can resume, in whole pages.
+
+        At most all but one token: the last one is always computed, since its output is what the request came for.
+        """
+        found = self.tree.match(namespace, tokens)
+        limit = max(0, len(tokens) - 1) // self.page_size
+        usable = self._resumable(found.pages)[:limit]
+        num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
+        pinned = depth = 0
+        for node in found.path:
+            if depth < num_pages and not node.leases:
+                pinned += min(len(node.pages), num_pages - depth)
+            depth += len(node.pages)
+        held_back = (found.num_pages - num_pages) * self.page_size
+        return PrefixHit(found, num_pages * self.page_size, num_pages, pinned, held_back)
+
+    def begin(
+        self, tokens: Ids, namespace: Namespace = NAMESPACE, *, hit: PrefixHit | None = None, priority: int = 0
+    ) -> RequestKV:
+        """Open a request on the cached prefix of `tokens`, which stays until `finish`. Takes no memory.
+
+        Its first `num_cached` tokens are allocated and committed; the rest has to be computed. Raises OutOfPages when
+        all `max_requests` rows are taken.
+        """
+        if not self._free_rows:
+            raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
+        if hit is None or hit.match.version != self.tree.version:
+            hit = self.match(tokens, namespace)
+        lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
+        row = self._free_rows.pop()
+        kv = RequestKV(row, namespace, lease, hit.num_tokens)
+        self._rows[row, : hit.num_pages] = hit.match.pages[: hit.num_pages]
+        self._allocated[row] = self._committed[row] = hit.num_tokens
+        self._live[row] = kv
+        self._prompt_tokens += len(tokens)
+        self._hit_tokens += hit.num_tokens
+        self._peak_shared = max(self._peak_shared, self.tree.num_shared)
+        return kv
+
+    def extend(self, kvs: Sequence[RequestKV], counts: Sequence[int] | Lengths) -> None:
+        """Make room for `counts[i]` more tokens in each request, evicting cached pages if that is needed.
+
+        One vectorised operation for the batch; only requests that reach a new page cost an id. Raises OutOfPages, with
+        nothing evicted and nothing changed, where even evicting everything would not do.
+        """
+        rows = self._rows_of(kvs)
+        before = self._allocated[rows]
+        after = before + np.asarray(counts, dtype=np.int64)
+        self._make_room(self._new_pages(before, after))
+        last = self._last_slots(rows, before)
+        if (after - before == 1).all():
+            slots = self.pages.alloc_decode(after, last)
+            positions, owners = before, rows
+        else:
+            slots = self.pages.alloc_extend(before, after, last)
+            positions, owners = _positions(before, after), np.repeat(rows, after - before)
+        starts = positions % self.page_size == 0
+        new_pages = slots[starts] // np.int32(self.page_size)
+        self._rows[owners[starts], positions[starts] // self.page_size] = new_pages
+        for group, allocator in enumerate(self.frame_allocators):
+            self.frames.bind(Tier.DEVICE, group, new_pages, allocator.alloc_pages(len(new_pages)))
+        self._allocated[rows] = after
+
+    def commit(self, kv: RequestKV, tokens: Ids) -> None:
+        """Say that `tokens`, all of the request's from its first on, have settled: the steps that wrote them are done.
+
+        Their whole pages become reusable. Where another request cached the same tokens meanwhile, its pages take the
+        place of ours in the row, and ours are given up:
+
+            |-- protected --|-- cached by another --|-- whole pages of ours --|-- part of a page --|
+                             ours are retired         enter the tree            stays private
+        """
+        row = self._row_of(kv)
+        assert self._committed[row] <= len(tokens) <= self._allocated[row], "commit outside the allocated tokens"
+        self._committed[row] = len(tokens)
+        if not self.share_prefixes:
+            return
+        start, end = kv.lease.num_pages, len(tokens) // self.page_size
+        if end == start:
+            return
+        inserted = self.tree.insert(
+            kv.lease, tokens[start * self.page_size : end * self.page_size], self._rows[row, start:end]
+        )
+        self._committed_pages += end - start
+        if len(inserted.duplicates):
+            self._duplicate_pages += len(inserted.duplicates)
+            duplicates = inserted.duplicates.copy()  # a view of the row that is rewritten next
+            self._rows[row, start:end] = inserted.pages
+            self._retire(Retired(duplicates))
+
+    def finish(self, kv: RequestKV, tokens: Ids | None = None) -> None:
+        """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
+
+        Without `tokens` nothing more becomes reusable: for aborts and preemption. What was committed stays cached.
+        Raises LeaseError if it has ended already.
+        """
+        row = self._row_of(kv)
+        if tokens is not None:
+            self.commit(kv, tokens)
+        first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
+        retired = Retired(self._rows[row, first:last].copy(), kv.lease)
+        self._rows[row, :last] = 0
+        self._allocated[row] = self._committed[row] = 0
+        del self._live[row]
+        self._free_rows.append(row)
+        kv.row = -1
+        self._retire(retired)
+
+    def evict(self, num_pages: int) -> int:
+        """Forget up to `num_pages` cached pages that no request holds; returns how many were."""
+        victims = self.tree.evict(num_pages)
+        self._evicted_pages += len(victims)
+        self._evictions += bool(len(victims))
+        self._give_back(victims)
+        return len(victims)
+
+    def clear(self) -> int:
+        """Forget everything cached that no request holds; returns the number of pages."""
+        pages = self.tree.clear()
+        self._give_back(pages)
+        return len(pages)
+
+    # -- steps in flight
+
+    def open_fence(self) -> int:
+        """A step is being launched: pages given up from now on wait for it."""
+        return self._fences.open()
+
+    def close_fence(self, fence: int) -> None:
+        """That step has settled."""
+        for retired in self._fences.close(fence):
+            self._release(retired)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Fences that are open."""
+        return self._fences.num_open
+
+    # -- reading
+
+    def allocated(self, kv: RequestKV) -> int:
+        """Tokens it has room for."""
+        return int(self._allocated[self._row_of(kv)])
+
+    def committed(self, kv: RequestKV) -> int:
+        """Tokens that have settled."""
+        return int(self._committed[self._row_of(kv)])
+
+    def protected(self, kv: RequestKV) -> int:
+        """Tokens that the tree holds for it."""
+        return kv.lease.num_pages * self.page_size
+
+    def page_ids(self, kv: RequestKV) -> Ids:
+        """Its pages in order, a copy."""
+        row = self._row_of(kv)
+        return self._rows[row, : pages_for(int(self._allocated[row]), self.page_size)].copy()
+
+    def page_table(self, kvs: Sequence[RequestKV], num_tokens: Lengths, group: int = 0) -> Ids:
+        """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded with frame 0 or with
+        frames beyond `num_tokens`."""
+        width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
+        pages = self._rows[self._rows_of(kvs), :width]
+        table: Ids = self.frames.column(Tier.DEVICE, group)[pages]
+        return table
+
+    def slots(self, kvs: Sequence[RequestKV], starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
+        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` of each request, packed int32."""
+        rows = np.repeat(self._rows_of(kvs), ends - starts)
+        positions = _positions(starts, ends)
+        frames = self.frames.column(Tier.DEVICE, group)[self._rows[rows, positions // self.page_size]]
+        return (frames * np.int32(self.page_size) + positions % self.page_size).astype(np.int32)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages free now, in the group that has the fewest."""
+        return min(self.pages.num_free_pages, *(a.num_free_pages for a in self.frame_allocators))
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that `extend` could find: free ones and evictable ones."""
+        return self.num_free_pages + self.tree.num_evictable
+
+    @property
+    def live_requests(self) -> tuple[RequestKV, ...]:
+        """Requests that have begun and not finished."""
+        return tuple(self._live.values())
+
+    @property
+    def retired(self) -> tuple[Retired, ...]:
+        """What was given up and waits for a step in flight."""
+        return self._fences.waiting
+
+    def statistics(self) -> CacheStatistics:
+        """A snapshot of counters and gauges."""
+        cached, moving = self.tree.num_pages, sum(len(retired.pages) for retired in self.retired)
+        frames = {
+            group.name: FrameCounts(
+                total=self.plan.num_pages,
+                free=allocator.num_free_pages,
+                private=self.plan.num_pages - allocator.num_free_pages - cached - moving,
+                cached=cached,
+                moving=moving,
+                quarantined=0,
+            )
+            for group, allocator in zip(self.plan.groups, self.frame_allocators, strict=True)
+        }
+        return CacheStatistics(
+            prompt_tokens=self._prompt_tokens,
+            hit_tokens=self._hit_tokens,
+            committed_pages=self._committed_pages,
+            duplicate_pages=self._duplicate_pages,
+            evicted_pages=self._evicted_pages,
+            evictions=self._evictions,
+            shared_pages=self.tree.num_shared,
+            peak_shared_pages=self._peak_shared,
+            cached_pages=cached,
+            evictable_pages=self.tree.num_evictable,
+            num_pages=self.plan.num_pages,
+            page_size=self.page_size,
+            frames=frames,
+        )
+
+    # -- inside
+
+    def _resumable(self, pages: Ids) -> Bools:
+        """Per page of a cached path: whether every group could resume right after it."""
+        usable = np.ones(len(pages), dtype=np.bool_)
+        for group, reach in enumerate(self._reaches):
+            usable &= reach.resumable(self.frames.resident(Tier.DEVICE, group, pages))
+        return usable
+
+    def _new_pages(self, before: Lengths, after: Lengths) -> int:
+        size = self.page_size
+        return int((-(-after // size) - -(-before // size)).sum())
+
+    def _make_room(self, wanted: int) -> None:
+        """Evict until `wanted` pages are free in every group, or raise OutOfPages before anything is evicted."""
+        free = self.num_free_pages
+        if wanted <= free:
+            return
+        if wanted > self.num_available_pages:
+            raise OutOfPages(
+                group=self.plan.groups[0].name,
+                wanted=wanted,
+                free=free,
+                evictable=self.num_available_pages - free,
+                held_by=f"{len(self._live)} running requests hold the rest of {self.plan.num_pages}",
+            )
+        self.evict(wanted - free)
+
+    def _retire(self, retired: Retired) -> None:
+        if self._fences.retire(retired):
+            self._release(retired)
+
+    def _release(self, retired: Retired) -> None:
+        if retired.lease is not None:
+            self.tree.release(retired.lease)
+        self._give_back(retired.pages)
+
+    def _give_back(self, pages: Ids) -> None:
+        if not len(pages):
+            return
+        pages = np.sort(pages)
+        for group, allocator in enumerate(self.frame_allocators):
+            allocator.free_pages(np.sort(self.frames.unbind(Tier.DEVICE, group, pages)))
+        self.pages.free_pages(pages)
+
+    def _last_slots(self, rows: Ids, lengths: Lengths) -> Lengths:
+        last = np.maximum(lengths - 1, 0)
+        slots = self._rows[rows, last // self.page_size] * np.int64(self.page_size) + last % self.page_size
+        return np.where(lengths > 0, slots, -1)
+
+    def _row_of(self, kv: RequestKV) -> int:
+        if not kv.alive:
+            raise LeaseError("a request's cache record was used after it had finished.")
+        return kv.row
+
+    def _rows_of(self, kvs: Sequence[RequestKV]) -> Ids:
+        return np.fromiter((self._row_of(kv) for kv in kvs), dtype=np.int32, count=len(kvs))
+
+
+def _positions(starts: Lengths, ends: Lengths) -> Lengths:
+    """`starts[0]..ends[0], starts[1]..ends[1], ...` in one array."""
+    counts = ends - starts
+    offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    positions: Lengths = np.arange(int(counts.sum()), dtype=np.int64) + offsets
+    return positions
+
+
+def _allocator(plan: MemoryPlan, name: str) -> BaseTokenToKVPoolAllocator:
+    if plan.page_size == 1:
+        return TokenToKVPoolAllocator(plan.num_pages, name=name)
+    return PagedTokenToKVPoolAllocator(plan.num_tokens, plan.page_size, name=name)

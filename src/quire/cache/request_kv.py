@@ -1,0 +1,30 @@
+"""RequestKV: what one running request holds of the cache. Opaque above the cache."""
+
+from __future__ import annotations
+
+from quire.prefix.node import Lease
+from quire.spec.events import Namespace
+
+
+class RequestKV:
+    """A row of page ids in the cache's table, the lengths of its parts, and the lease on its shared part.
+
+        |-- protected: the tree's, leased --|-- private --------------------|
+        0                                   protected    committed     allocated      (tokens)
+
+    protected <= committed <= allocated, and protected is a whole number of pages. `committed` tokens have settled: the
+    step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
+    """
+
+    __slots__ = ("lease", "namespace", "num_cached", "row")
+
+    def __init__(self, row: int, namespace: Namespace, lease: Lease, num_cached: int) -> None:
+        self.row = row
+        self.namespace = namespace
+        self.lease = lease
+        self.num_cached = num_cached  # tokens of the hit it began with
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still holds its row."""
+        return self.row >= 0

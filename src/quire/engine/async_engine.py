@@ -1,0 +1,463 @@
+"""The engine for an event loop: requests in, streams of deltas out, while the steps run in a process of their own.
+
+States: running -> draining (no new requests; `shutdown` waits for the open ones) -> closed. At any moment the engine
+process may die: every open stream then raises `EngineDead`, and `health` says so from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from quire.engine.config import EngineConfig
+from quire.engine.messages import TokenOutput
+from quire.engine.output import Decoder, RequestAssembler, RequestOutput, SequenceDelta
+from quire.engine.process import (
+    Abort,
+    Accepted,
+    Add,
+    AskStatistics,
+    Beat,
+    BuildCore,
+    Died,
+    EngineProcess,
+    Failed,
+    Outputs,
+    Ready,
+    Refused,
+    Report,
+    Statistics,
+    build_engine_core,
+)
+from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.ids import Ids
+
+logger = logging.getLogger(__name__)
+
+STALL_AFTER_S = 120.0
+"""Default time without progress, with work at hand, after which the engine counts as stuck."""
+
+STATISTICS_TIMEOUT_S = 10.0
+
+_LONG_TEXT = 4096
+"""Characters from which a prompt is tokenised in a thread."""
+
+Prompt = str | Sequence[int] | Ids
+
+
+class Tokenizer(Decoder, Protocol):
+    """What the engine asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether requests can progress; when not, why not."""
+
+    healthy: bool
+    reason: str = ""
+
+
+class RequestStream:
+    """The deltas of one request, for all its sequences, in the order they came. Made by `AsyncEngine.submit`.
+
+    Whoever holds it calls `close` when done; a stream closed before its end aborts what still runs.
+    """
+
+    def __init__(self, engine: AsyncEngine, assembler: RequestAssembler) -> None:
+        self._engine = engine
+        self._assembler = assembler
+        self._queue: asyncio.Queue[SequenceDelta | QuireError] = asyncio.Queue()
+        self._num_open = assembler.params.n
+        self._num_unanswered = assembler.params.n
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def request_id(self) -> str:
+        return self._assembler.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._assembler.prompt_token_ids)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> SequenceDelta:
+        if self._num_open == 0 and self._queue.empty():
+            raise StopAsyncIteration
+        delta = await self._queue.get()
+        if isinstance(delta, QuireError):
+            self._num_open = 0
+            raise delta
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+        return delta
+
+    def output(self) -> RequestOutput:
+        """All that has arrived so far, put together."""
+        return self._assembler.output()
+
+    def close(self) -> None:
+        """Abort what still runs and forget the request. Idempotent."""
+        self._engine._forget(self._assembler)
+        self._num_open = 0
+
+    # The engine's side.
+
+    def accept(self) -> None:
+        self._num_unanswered -= 1
+        if self._num_unanswered == 0 and not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def fail(self, error: QuireError) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # retrieved: nobody has to await a request that is gone
+        self._queue.put_nowait(error)
+
+    def push(self, output: TokenOutput) -> SequenceDelta:
+        delta = self._assembler.push(output)
+        if delta.finish_reason == "error":
+            self.fail(_request_error(delta))
+        else:
+            self._queue.put_nowait(delta)
+        return delta
+
+
+def _request_error(delta: SequenceDelta) -> QuireError:
+    error = InvalidInput(delta.error) if delta.status == 400 else QuireError(delta.error)
+    error.status = delta.status
+    return error
+
+
+@dataclass(slots=True)
+class _Progress:
+    """When the engine last got anywhere."""
+
+    mark: int = -1
+    has_work: bool = False
+    at_s: float = field(default_factory=time.monotonic)
+
+    def touch(self) -> None:
+        self.at_s = time.monotonic()
+
+
+class AsyncEngine:
+    """Make one with `await AsyncEngine.start(config)`; belongs to the event loop it was started in."""
+
+    def __init__(self, process: EngineProcess, tokenizer: Tokenizer | None, *, stall_after_s: float) -> None:
+        self.tokenizer = tokenizer
+        self.context_length = 0
+        self.eos_token_ids: list[int] = []
+        self.start_statistics: dict[str, Any] = {}
+        self._process = process
+        self._reports = zmq.asyncio.Socket(shadow=process.reports)
+        self._stall_after_s = stall_after_s
+        self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._counter = itertools.count(1)
+        self._progress = _Progress()
+        self._last_statistics: dict[str, Any] = {}
+        self._death: QuireError | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._receiver: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        build: BuildCore = build_engine_core,
+        stall_after_s: float = STALL_AFTER_S,
+    ) -> AsyncEngine:
+        """Start the engine process and wait until it can serve. Raises what the engine raised while starting."""
+        process = await asyncio.to_thread(EngineProcess, config, build=build)
+        engine = cls(process, tokenizer, stall_after_s=stall_after_s)
+        try:
+            await engine._wait_ready()
+        except BaseException:
+            await asyncio.to_thread(process.stop, deadline_s=0.5)
+            raise
+        engine._receiver = asyncio.create_task(engine._receive(), name="quire-reports")
+        asyncio.get_running_loop().add_reader(process.process.sentinel, engine._on_exit)
+        return engine
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        adapter: str = "",
+        salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[SequenceDelta, None]:
+        """The deltas of one request. Closing or cancelling the generator aborts it."""
+        stream = await self.submit(
+            prompt, params, request_id=request_id, adapter=adapter, salt=salt, priority=priority
+        )
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.close()
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        adapter: str = "",
+        salt: str = "",
+        priority: int = 0,
+    ) -> RequestStream:
+        """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal."""
+        token_ids = await self._token_ids(prompt)
+        self._check_open()
+        assembler = RequestAssembler(
+            request_id=request_id or f"request-{next(self._counter)}",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            params=params,
+            decoder=self.tokenizer,
+        )
+        requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority)
+        if any(request.request_id in self._streams for request in requests):
+            raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
+        stream = RequestStream(self, assembler)
+        if not self._streams:
+            self._progress.touch()
+        self._idle.clear()
+        for request in requests:
+            self._streams[request.request_id] = stream
+            self._process.send(Add(request))
+        try:
+            await stream.accepted
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def statistics(self, *, timeout_s: float = STATISTICS_TIMEOUT_S) -> dict[str, Any]:
+        """The engine's counters now. Raises `EngineDead` when it has ended or does not answer in time."""
+        self._check_alive()
+        question = next(self._counter)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._questions[question] = answer
+        try:
+            self._process.send(AskStatistics(question))
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise EngineDead(
+                f"the engine did not answer within {timeout_s:g} s.",
+                fix="a step takes that long; try again, or lower --max-num-batched-tokens.",
+            ) from None
+        finally:
+            self._questions.pop(question, None)
+
+    @property
+    def last_statistics(self) -> dict[str, Any]:
+        """The counters of the engine's last heartbeat: at most a moment old unless a long step runs."""
+        return self._last_statistics
+
+    def health(self) -> Health:
+        """Whether a request made now could be answered."""
+        if self._death is not None:
+            return Health(healthy=False, reason=str(self._death))
+        if self._draining:
+            return Health(healthy=False, reason="the server is shutting down.")
+        waited_s = time.monotonic() - self._progress.at_s
+        if self._streams and waited_s > self._stall_after_s:
+            work = "has work but makes no progress" if self._progress.has_work else "does not answer"
+            return Health(
+                healthy=False,
+                reason=f"the engine {work} for {waited_s:.0f} s ({len(self._streams)} sequences are open; "
+                f"the limit is {self._stall_after_s:g} s).",
+            )
+        return Health(healthy=True)
+
+    async def shutdown(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, let the open ones finish for at most `drain_s`, abort the rest, end the process."""
+        self._draining = True
+        if self._death is None and drain_s > 0:
+            try:
+                await asyncio.wait_for(self._idle.wait(), drain_s)
+            except TimeoutError:
+                logger.warning("%d sequences did not finish in time and are aborted", len(self._streams))
+        closed = EngineDead("the server is shutting down; the request was aborted.", fix="send it again later.")
+        self._fail_all(closed)
+        asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+            self._receiver = None
+            self._reports.close(linger=0)
+            await asyncio.to_thread(self._process.stop)
+        self._death = self._death or closed
+
+    # Reports of the engine process.
+
+    async def _wait_ready(self) -> None:
+        while True:
+            report = await self._next_report()
+            if isinstance(report, Ready):
+                self.context_length = report.context_length
+                self.eos_token_ids = report.eos_token_ids
+                self.start_statistics = self._last_statistics = report.statistics
+                self._progress.touch()
+                return
+            if isinstance(report, Failed):
+                logger.debug("engine start-up failed:\n%s", report.error.details)
+                raise report.error.rebuild()
+
+    async def _next_report(self) -> Report | None:
+        """The next report; raises `EngineDead` when the process ended without one. For the time before `Ready`."""
+        while not await self._reports.poll(200):
+            if not self._process.alive and not await self._reports.poll(0):
+                raise self._process.death()
+        return self._process.decode(await self._reports.recv_multipart())
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                report = self._process.decode(await self._reports.recv_multipart())
+                if report is not None:
+                    self._on_report(report)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            logger.exception("reading the engine's reports failed")
+            self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
+
+    def _on_report(self, report: Report) -> None:
+        match report:
+            case Outputs(outputs):
+                self._progress.touch()
+                for output in outputs:
+                    self._deliver(output)
+            case Accepted(request_id):
+                if stream := self._streams.get(request_id):
+                    stream.accept()
+            case Refused(request_id, error):
+                if stream := self._streams.get(request_id):
+                    self._remove(request_id)
+                    stream.fail(error.rebuild())
+            case Beat():
+                self._on_beat(report)
+            case Statistics(question, statistics):
+                self._last_statistics = statistics
+                answer = self._questions.get(question)
+                if answer is not None and not answer.done():
+                    answer.set_result(statistics)
+            case Died(error):
+                logger.error("the engine stopped:\n%s", error.details)
+                cause = error.rebuild()
+                self._die(EngineDead(f"the engine stopped: {cause.message}", fix="restart the server."))
+            case Ready() | Failed():
+                raise AssertionError("the engine reported its start twice")
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return  # aborted in the meantime
+        try:
+            delta = stream.push(output)
+        except Exception as error:  # a tokenizer that cannot decode one request's tokens must not end the others
+            logger.exception("the output of %s could not be put together", output.request_id)
+            stream.fail(QuireError(f"the output could not be put together: {type(error).__name__}: {error}"))
+            stream.close()
+            return
+        if delta.finish_reason is not None:
+            self._remove(output.request_id)
+        if delta.must_abort:
+            self._process.send(Abort([output.request_id]))
+
+    def _on_beat(self, beat: Beat) -> None:
+        self._last_statistics = beat.statistics
+        if beat.progress != self._progress.mark or not self._streams:
+            self._progress.touch()
+        self._progress.mark, self._progress.has_work = beat.progress, beat.has_work
+
+    def _on_exit(self) -> None:
+        """The process is gone. Its last words may still be in the socket, so that they come first."""
+        asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
+        asyncio.get_running_loop().call_later(0.1, self._bury)
+
+    def _bury(self) -> None:
+        if not self._draining:
+            self._process.process.join(0)
+            self._die(self._process.death())
+
+    def _die(self, error: QuireError) -> None:
+        if self._death is None:
+            logger.error("%s", error)
+            self._death = error
+            self._fail_all(error)
+
+    def _fail_all(self, error: QuireError) -> None:
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        if self._death is None:
+            self._send_abort(list(self._streams))
+        self._streams.clear()
+        self._idle.set()
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    # Requests.
+
+    def _forget(self, assembler: RequestAssembler) -> None:
+        open_ids = [i for i in assembler.unfinished_ids() if i in self._streams]
+        for request_id in open_ids:
+            self._remove(request_id)
+        if self._death is None:
+            self._send_abort(open_ids)
+
+    def _send_abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._process.send(Abort(request_ids))
+
+    def _remove(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDead(self._death.message, fix=self._death.fix)
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self._draining:
+            raise EngineDead("the server is shutting down.", fix="send the request to another one.")
+
+    async def _token_ids(self, prompt: Prompt) -> Ids:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidInput(
+                    "this engine has no tokenizer, so a prompt cannot be text.", fix="send token ids as the prompt."
+                )
+            if len(prompt) >= _LONG_TEXT:
+                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            else:
+                ids = self.tokenizer.encode(prompt)
+            return np.asarray(ids, dtype=np.int32)
+        try:
+            return np.asarray(prompt, dtype=np.int32)
+        except (OverflowError, ValueError, TypeError):
+            raise InvalidInput("prompt token ids must be integers of at most 2147483647.") from None

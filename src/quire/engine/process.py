@@ -1,0 +1,387 @@
+"""An `EngineCore` in a process of its own, so that HTTP and tokenising never stall a step.
+
+    parent                                 child
+    EngineProcess.start  --spawn-->        build the core      --Ready | Failed-->
+    send(Add | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Accepted | Refused | Beat ...-->
+
+The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request is refused and takes
+nothing else with it; an exception of the step loop itself is the end of the engine (`Died`). Heartbeats carry a progress
+mark, so that the parent can tell an engine that waits for work from one that has work and gets nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from quire import errors
+from quire.engine.config import EngineConfig
+from quire.engine.messages import EngineRequest, TokenOutput
+from quire.errors import EngineDead, QuireError
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""Longest time between two beats of an engine that is between steps."""
+
+_EMPTY_STEPS_BEFORE_REST = 64
+_REST_MS = 2
+
+
+class Core(Protocol):
+    """What the process runs: `EngineCore`, or a stand-in of a test."""
+
+    context_length: int
+    eos_token_ids: Sequence[int]
+
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenOutput]: ...
+    def has_work(self) -> bool: ...
+    def statistics(self) -> dict[str, Any]: ...
+
+
+BuildCore = Callable[[EngineConfig], Core]
+
+
+class WireError(msgspec.Struct, kw_only=True):
+    """A `QuireError` on its way to another process, where `rebuild` makes it an exception of the same class."""
+
+    kind: str
+    message: str
+    fix: str = ""
+    details: str = ""  # the traceback, for the log
+
+    @classmethod
+    def of(cls, error: BaseException) -> WireError:
+        details = "".join(traceback.format_exception(error))
+        if isinstance(error, QuireError):
+            return cls(kind=type(error).__name__, message=error.message, fix=error.fix, details=details)
+        return cls(kind="QuireError", message=f"{type(error).__name__}: {error}", details=details)
+
+    def rebuild(self) -> QuireError:
+        """The exception, of the class that was raised."""
+        kind = getattr(errors, self.kind, QuireError)
+        error: QuireError = kind.__new__(kind)
+        QuireError.__init__(error, self.message, fix=self.fix)
+        return error
+
+
+class Add(msgspec.Struct, tag=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class AskStatistics(msgspec.Struct, tag=True):
+    question: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag=True):
+    context_length: int
+    eos_token_ids: list[int]
+    statistics: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True):
+    error: WireError
+
+
+class Accepted(msgspec.Struct, tag=True):
+    request_id: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    request_id: str
+    error: WireError
+
+
+class Outputs(msgspec.Struct, tag=True):
+    outputs: list[TokenOutput]
+
+
+class Beat(msgspec.Struct, tag=True):
+    """Sent between steps. `progress` changes whenever the engine got anywhere since the last beat."""
+
+    has_work: bool
+    progress: int
+    statistics: dict[str, Any]
+
+
+class Statistics(msgspec.Struct, tag=True):
+    question: int
+    statistics: dict[str, Any]
+
+
+class Died(msgspec.Struct, tag=True):
+    error: WireError
+
+
+Command = Add | Abort | AskStatistics | Shutdown
+Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Died
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """Where the two processes meet. `secret` opens every message: on loopback others could connect too."""
+
+    commands: str
+    reports: str
+    secret: bytes
+
+
+def build_engine_core(config: EngineConfig) -> Core:
+    """The real core; imported here so that only the child loads torch."""
+    from quire.engine.core import EngineCore
+
+    return EngineCore(config)
+
+
+class EngineProcess:
+    """The parent's end. Not thread-safe; `reports` may be polled by any event loop through its file descriptor."""
+
+    def __init__(self, config: EngineConfig, *, build: BuildCore = build_engine_core) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))
+        self._secret = secrets.token_bytes(16)
+        self._commands, commands = self._bind(zmq.PUSH, "commands")
+        self.reports, reports = self._bind(zmq.PULL, "reports")
+        wiring = Wiring(commands=commands, reports=reports, secret=self._secret)
+        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=run_engine, args=(config, wiring, build), name="quire-engine", daemon=True
+        )
+        self.process.start()
+        # Runs at interpreter exit too, before multiprocessing would wait for a child that ignores SIGTERM.
+        self._finalizer = weakref.finalize(self, _clean_up, self.process, self._folder)
+
+    @property
+    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """The zmq context of `reports`."""
+        return self._context
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child still runs."""
+        return self.process.is_alive()
+
+    def send(self, command: Command) -> None:
+        """Hand a command to the child; never blocks. Dropped when the child is gone, which `process.sentinel` tells."""
+        with contextlib.suppress(zmq.Again):
+            self._commands.send_multipart([self._secret, _encoder.encode(command)], zmq.NOBLOCK)
+
+    def decode(self, frames: Sequence[bytes]) -> Report | None:
+        """A message read from `reports`; None when it is not from our child."""
+        if len(frames) != 2 or not secrets.compare_digest(frames[0], self._secret):
+            return None
+        return _report_decoder.decode(frames[1])
+
+    def death(self) -> EngineDead:
+        """The error that says how the child ended."""
+        code = self.process.exitcode
+        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code and code < 0 else f"ended with code {code}"
+        fix = "restart the server; its log has the cause."
+        if code == -signal.SIGKILL:
+            fix = "restart the server; if nobody killed it, the machine ran out of memory: lower the KV memory."
+        return EngineDead(f"the engine process {how}; no request can progress.", fix=fix)
+
+    def stop(self, *, deadline_s: float = 5.0) -> None:
+        """Ask the child to end, and end it when it has not by the deadline. Blocks; idempotent."""
+        if self.process.is_alive():
+            self.send(Shutdown())
+            self.process.join(deadline_s)
+        self._finalizer()
+        self._commands.close(linger=0)
+        self.reports.close(linger=0)
+        self._context.term()
+
+    def _bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(0)
+        address = f"ipc://{self._folder / name}"
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:  # no unix sockets here, or the folder's name is too long for one
+            socket.bind("tcp://127.0.0.1:*")
+            address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket, address
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _clean_up(process: BaseProcess, folder: Path) -> None:
+    if process.is_alive():
+        process.kill()
+        process.join(5.0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore) -> None:
+    """Main function of the child."""
+    _live_and_die_with_parent()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((commands, wiring.commands), (reports, wiring.reports)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    link = _Link(commands, reports, wiring.secret)
+    exit_code = 0
+    try:
+        core = build(config)
+        link.report(
+            Ready(
+                context_length=core.context_length,
+                eos_token_ids=list(core.eos_token_ids),
+                statistics=core.statistics(),
+            )
+        )
+    except Exception as error:
+        link.report(Failed(error=WireError.of(error)))
+        exit_code = error.exit_code if isinstance(error, QuireError) else 1
+    else:
+        try:
+            StepLoop(core, link).run()
+        except Exception as error:
+            link.report(Died(error=WireError.of(error)))
+            exit_code = 1
+    commands.close(linger=0)
+    reports.close(linger=2_000)
+    context.term()
+    sys.exit(exit_code)
+
+
+def _live_and_die_with_parent() -> None:
+    """Leave Ctrl-C and SIGTERM to the parent, which drains first, and end at once when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def watch() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="quire-parent-watch", daemon=True).start()
+
+
+class _Link:
+    """The child's end of the two sockets."""
+
+    def __init__(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes], secret: bytes) -> None:
+        self._commands = commands
+        self._reports = reports
+        self._secret = secret
+
+    def report(self, report: Report) -> None:
+        self._reports.send_multipart([self._secret, _encoder.encode(report)])
+
+    def commands(self, timeout_ms: int) -> list[Command]:
+        """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
+        arrived: list[Command] = []
+        while self._commands.poll(0 if arrived else timeout_ms):
+            frames = self._commands.recv_multipart()
+            if len(frames) == 2 and secrets.compare_digest(frames[0], self._secret):
+                arrived.append(_command_decoder.decode(frames[1]))
+        return arrived
+
+
+class StepLoop:
+    """Commands, one step, reports; then again. `link` needs `commands(timeout_ms)` and `report(report)`."""
+
+    def __init__(self, core: Core, link: _Link) -> None:
+        self._core = core
+        self._link = link
+        self._running = True
+        self._num_empty_steps = 0
+        self._num_outputs = 0
+        self._beat_at_s = 0.0
+        self._was_idle = True
+
+    def run(self) -> None:
+        """Until a `Shutdown` command. An exception of the core's step leaves through here."""
+        while self._running:
+            for command in self._link.commands(self._patience_ms()):
+                self._obey(command)
+            if self._core.has_work():
+                self._step()
+            self._beat()
+
+    def _patience_ms(self) -> int:
+        """How long to wait for commands: as long as it takes when idle, not at all while steps bring something."""
+        if not self._core.has_work():
+            return int(BEAT_S * 1000)
+        return _REST_MS if self._num_empty_steps >= _EMPTY_STEPS_BEFORE_REST else 0
+
+    def _step(self) -> None:
+        outputs = self._core.step()
+        self._num_outputs += len(outputs)
+        self._num_empty_steps = 0 if outputs else self._num_empty_steps + 1
+        if outputs:
+            self._link.report(Outputs(outputs))
+
+    def _beat(self) -> None:
+        """Say that the loop turns: every `BEAT_S`, and at once when the last work is done."""
+        now, has_work = time.monotonic(), self._core.has_work()
+        became_idle = not has_work and not self._was_idle
+        if now - self._beat_at_s < BEAT_S and not became_idle:
+            return
+        self._beat_at_s, self._was_idle = now, not has_work
+        statistics = self._core.statistics()
+        progress = self._num_outputs + int(statistics.get("steps", 0))
+        self._link.report(Beat(has_work=has_work, progress=progress, statistics=statistics))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add(request):
+                self._add(request)
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    self._core.abort(request_id)
+            case AskStatistics(question):
+                self._link.report(Statistics(question, self._core.statistics()))
+            case Shutdown():
+                self._running = False
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._core.add(request)
+        except QuireError as error:
+            self._link.report(Refused(request.request_id, WireError.of(error)))
+        except Exception as error:  # a defect that one request found must not end the others
+            logger.exception("request %s could not be added", request.request_id)
+            self._link.report(Refused(request.request_id, WireError.of(error)))
+        else:
+            self._link.report(Accepted(request.request_id))

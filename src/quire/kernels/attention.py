@@ -1,0 +1,169 @@
+"""Paged attention: the rows of one step against the pages of their sequences. Reads pools in place; never writes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import PagedBatch as PagedBatch
+from quire.kernels.partial import flash_usable, partial_flash, partial_math
+from quire.kernels.segments import Segment, Source
+from quire.kernels.workspace import Workspace
+
+_workspace = Workspace()
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention output `[T, heads, value_dim]` of every row, in the dtype of `query`.
+
+    `query` `[T, heads, key_dim]`; `key` `[T, kv_heads, key_dim]` and `value` `[T, kv_heads, value_dim]` are the new
+    tokens, already written to their slots of `key_pool` `[frames, page_size, kv_heads, key_dim]` and `value_pool`.
+    A row at position p reads keys `p - window < k <= p`. `sinks` `[heads]` are logits of an extra key without value.
+    """
+    step = _Step(query, key, value, key_pool, value_pool, scale, softcap)
+    plan = batch.plan(window or 0, query.device)
+    if len(plan.segments) == 1 and sinks is None and plan.segments[0].num_rows == query.shape[0]:
+        out, _ = step.partial(plan.segments[0])
+        return out.reshape(query.shape[0], query.shape[1], -1).to(query.dtype)
+    merged = _Merged(query, step.kv_heads, value.shape[-1], start_empty=plan.start_empty, keep_lse=sinks is not None)
+    for segment in plan.segments:
+        merged.add(segment, *step.partial(segment))
+    return merged.result(sinks).to(query.dtype)
+
+
+class _Step:
+    """The tensors of one call, and the partial attention of one segment of it."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        self.kv_heads = key.shape[1]
+        self.query = query.unflatten(1, (self.kv_heads, -1))  # [T, kv_heads, group, key_dim]
+        self.new = (key, value)
+        self.pools = (key_pool.flatten(0, 1), value_pool.flatten(0, 1))  # [slots, kv_heads, dim]
+        self.scale = scale
+        self.softcap = softcap
+        self.flash = flash_usable(query, key.shape[-1], value.shape[-1], softcap)
+        self._source: Source | None = None
+        self._tokens: tuple[Tensor, Tensor] = self.new
+
+    def partial(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Output `[rows, kv_heads, group, value_dim]` and log-sum-exp `[rows, kv_heads, group]` of one segment."""
+        key, value = self._read(segment.source)
+        query = self.query[segment.rows]
+        if segment.batched:
+            return self._batched(query, key, value, segment)
+        key = key[segment.start : segment.stop].transpose(0, 1)  # [kv_heads, keys, dim]
+        value = value[segment.start : segment.stop].transpose(0, 1)
+        if segment.causal or segment.mask is not None:
+            return self._block(query, key, value, segment)
+        return self._dense(query, key, value)
+
+    def _batched(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """One row per sequence: the heads of a group are the rows of the product."""
+        key = key.unflatten(0, (segment.num_rows, -1)).transpose(1, 2)  # [rows, kv_heads, keys, dim]
+        value = value.unflatten(0, (segment.num_rows, -1)).transpose(1, 2)
+        return self._attend(query, key, value, mask=segment.mask)
+
+    def _block(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Rows that see different keys: KV heads are the batch, the heads of a group share keys by stride 0."""
+        group = query.shape[2]
+        out, lse = self._attend(
+            query.permute(1, 2, 0, 3),
+            key.unsqueeze(1).expand(-1, group, -1, -1),
+            value.unsqueeze(1).expand(-1, group, -1, -1),
+            causal=segment.causal,
+            mask=segment.mask,
+        )
+        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows that see the same keys: sequences and the heads of a group are all rows of one product."""
+        rows, kv_heads, group, _ = query.shape
+        folded = query.transpose(0, 1).reshape(1, kv_heads, rows * group, -1)
+        out, lse = self._attend(folded, key.unsqueeze(0), value.unsqueeze(0))
+        out = out[0].unflatten(1, (rows, group)).transpose(0, 1)
+        return out, lse[0].unflatten(1, (rows, group)).transpose(0, 1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.flash:
+            return partial_flash(query, key, value, scale=self.scale, causal=causal, mask=mask)
+        return partial_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)
+
+    def _read(self, source: Source) -> tuple[Tensor, Tensor]:
+        """Keys and values `[tokens, kv_heads, dim]` of a source; gathered once for the segments that follow."""
+        if source is not self._source:
+            self._source = source
+            self._tokens = self._read_anew(source)
+        return self._tokens
+
+    def _read_anew(self, source: Source) -> tuple[Tensor, Tensor]:
+        if source.new:
+            key, value = self.new
+            return key[source.start : source.stop], value[source.start : source.stop]
+        if source.index is None:
+            key, value = (pool[source.start : source.stop] for pool in self.pools)
+        else:
+            key, value = (
+                torch.index_select(
+                    pool, 0, source.index, out=_workspace.take(name, pool, len(source.index), *pool.shape[1:])
+                )
+                for name, pool in zip(("key", "value"), self.pools, strict=True)
+            )
+        return key.to(self.query.dtype), value.to(self.query.dtype)
+
+
+class _Merged:
+    """Partial results of all rows, merged by log-sum-exp in float32."""
+
+    def __init__(self, query: Tensor, kv_heads: int, value_dim: int, *, start_empty: bool, keep_lse: bool) -> None:
+        rows, heads, _ = query.shape
+        shape = (rows, kv_heads, heads // kv_heads)
+        self.out = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
+        self.lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+        self.keep_lse = keep_lse
+        self.start_empty = start_empty
+        if start_empty:
+            self.out.zero_()
+            self.lse.fill_(float("-inf"))
+
+    def add(self, segment: Segment, out: Tensor, lse: Tensor) -> None:
+        """Merge one segment's part into its rows."""
+        rows = segment.rows
+        if segment.first:
+            self.out[rows] = out.float()
+            if self.keep_lse or not segment.last:
+                self.lse[rows] = lse
+            return
+        before, merged = self.lse[rows], self.out[rows]  # copies where `rows` is an index
+        weight = torch.sigmoid(lse - before).unsqueeze(-1)
+        self.out[rows] = torch.lerp(merged, out.float(), weight)
+        if self.keep_lse or not segment.last:
+            self.lse[rows] = torch.logaddexp(before, lse)
+
+    def result(self, sinks: Tensor | None) -> Tensor:
+        """`[T, heads, value_dim]`; a sink takes its share of every row's weight and gives nothing."""
+        if sinks is not None:
+            self.out.mul_(torch.sigmoid(self.lse - sinks.float().view(self.lse.shape[1:])).unsqueeze(-1))
+        return self.out.flatten(1, 2)

@@ -1,0 +1,27 @@
+"""Workspace: scratch tensors kept between calls, because fresh ones of some megabytes cost a page fault per 4 KiB."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+
+class Workspace(threading.local):
+    """Named scratch tensors, one set per thread. What `take` returned is overwritten by the next `take` of that name."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor of `shape` with the dtype and device of `like`."""
+        key = (name, like.dtype, like.device)
+        size = 1
+        for extent in shape:
+            size *= extent
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(max(size, 1 << 16), dtype=like.dtype, device=like.device)
+            self._buffers[key] = buffer
+        return buffer[:size].view(shape)

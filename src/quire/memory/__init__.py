@@ -1,0 +1,1 @@
+"""Frames and who owns them: the frame table, the allocators, the pools' tensors."""

@@ -1,0 +1,12 @@
+"""Allocators: which pages are free and which are out. Bookkeeping on the host; no tensor, no bytes."""
+
+from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator
+from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
+from quire.memory.allocator.token import TokenToKVPoolAllocator
+
+__all__ = [
+    "AllocatorState",
+    "BaseTokenToKVPoolAllocator",
+    "PagedTokenToKVPoolAllocator",
+    "TokenToKVPoolAllocator",
+]

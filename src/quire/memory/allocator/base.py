@@ -1,0 +1,275 @@
+"""What the token and the paged allocator share: which pages are free, which are out. Bookkeeping only, on the host.
+
+A page of `page_size` tokens has one id; a token's slot is `page * page_size + offset`. Ids start at 1: page 0 is where
+padded tokens write, and is never handed out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidFree, InvalidInput, OutOfPages
+from quire.memory.allocator.free_list import FreeList
+from quire.spec.ids import Bools, Ids
+
+IntArray = npt.ArrayLike
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorState:
+    """What `backup_state` returns. Opaque: only for `restore_state` of the allocator that made it."""
+
+    free: Ids
+    released: Ids
+    out: Bools
+
+
+class BaseTokenToKVPoolAllocator(ABC):
+    """Hands out token slots in whole pages, all or nothing.
+
+    `size` is in tokens and is floored to whole pages. `name` is the group it serves, for messages. With `need_sort`,
+    freed pages are set aside and merged in ascending order when an allocation would otherwise fall short, so that long
+    runs of neighbouring pages come back. Every id is an int32 numpy array on the host; nothing here knows a tensor.
+    """
+
+    def __init__(self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full") -> None:
+        if page_size < 1:
+            raise InvalidInput(f"page_size must be at least 1, got {page_size}.")
+        if size < page_size:
+            raise InvalidInput(
+                f"a pool of {size} tokens holds no page of {page_size} tokens.",
+                fix=f"make size at least {page_size}.",
+            )
+        self.page_size = page_size
+        self.num_pages = size // page_size
+        self.size = self.num_pages * page_size
+        self.need_sort = need_sort
+        self.name = name
+        self.clear()
+
+    # -- what there is
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that `alloc_pages` could hand out now."""
+        return len(self._free) + self._num_released
+
+    def available_size(self) -> int:
+        """Tokens that could be handed out now, in whole pages."""
+        return self.num_free_pages * self.page_size
+
+    def is_out(self, page_ids: Ids) -> Bools:
+        """Per page id: whether it is handed out."""
+        return self._out[page_ids]
+
+    def clear(self) -> None:
+        """Forget everything handed out: all pages are free, in ascending order, and no free group is open."""
+        self._free = FreeList(np.arange(1, self.num_pages + 1, dtype=np.int32), self.num_pages)
+        self._released: list[Ids] = []
+        self._num_released = 0
+        self._out = np.zeros(self.num_pages + 1, dtype=np.bool_)
+        self._group: list[Ids] | None = None
+
+    def backup_state(self) -> AllocatorState:
+        """A snapshot for `restore_state`. O(num_pages). Not inside a free group."""
+        assert self._group is None, "backup inside a free group"
+        return AllocatorState(self._free.to_array(), self._released_ids(), self._out.copy())
+
+    def restore_state(self, state: AllocatorState) -> None:
+        """Return to exactly what `backup_state` saw: everything handed out or freed since is undone."""
+        assert len(state.out) == self.num_pages + 1, "a snapshot of another allocator"
+        self._free = FreeList(state.free, self.num_pages)
+        self._released = [state.released.copy()] if len(state.released) else []
+        self._num_released = len(state.released)
+        self._out = state.out.copy()
+        self._group = None
+
+    # -- handing out
+
+    def alloc_pages(self, num_pages: int) -> Ids:
+        """Take `num_pages` free pages; the caller owns them. O(num_pages).
+
+        Raises OutOfPages, changing nothing.
+        """
+        self._check_room(num_pages)
+        if num_pages > len(self._free):
+            self._merge_released()
+        pages = self._free.take(num_pages)
+        self._out[pages] = True
+        return pages
+
+    def alloc(self, need_size: int) -> Ids:
+        """Take `need_size` tokens in whole pages and return their slots, int32 `[need_size]`.
+
+        Raises OutOfPages, changing nothing, and InvalidInput where `need_size` is not a number of whole pages.
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise InvalidInput(f"alloc takes whole pages of {self.page_size} tokens, got {need_size} tokens.")
+        pages = self.alloc_pages(need_size // self.page_size)
+        if self.page_size == 1:
+            return pages
+        slots = pages[:, None] * np.int32(self.page_size) + np.arange(self.page_size, dtype=np.int32)
+        return slots.reshape(-1)
+
+    def alloc_extend(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
+    ) -> Ids:
+        """Slots for sequences that grow from `prefix_lens` to `seq_lens` tokens, packed: int32 `[sum(seq - prefix)]`.
+
+        `last_loc` is the slot of each sequence's last token so far, -1 where it has none. A sequence first fills the
+        rest of its last page, then takes whole new pages, the last one possibly in part:
+
+            |-- prefix --|-- rest of its page --|-- new pages --|-- part of a new page --|
+                         last_loc + 1 ...
+
+        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens), no loop over sequences. Raises OutOfPages,
+        changing nothing.
+        """
+        prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc)
+        counts = seq - prefix
+        total = int(counts.sum())
+        if extend_num_tokens is not None and extend_num_tokens != total:
+            raise InvalidInput(f"extend_num_tokens is {extend_num_tokens}, but the lengths add up to {total} tokens.")
+        size = self.page_size
+        pages_before = -(-prefix // size)
+        num_new = -(-seq // size) - pages_before
+        pages = self.alloc_pages(int(num_new.sum()))
+
+        starts = np.cumsum(counts) - counts
+        position = np.arange(total, dtype=np.int64) + np.repeat(prefix - starts, counts)
+        in_old_page = position < np.repeat(pages_before * size, counts)
+        slots = position + np.repeat(last + 1 - prefix, counts)
+        fresh = ~in_old_page
+        first_page = np.cumsum(num_new) - num_new - pages_before
+        where = position[fresh] // size + np.repeat(first_page, counts)[fresh]
+        slots[fresh] = pages[where].astype(np.int64) * size + position[fresh] % size
+        return slots.astype(np.int32)
+
+    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
+        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token.
+
+        Only sequences that cross into a new page (`seq % P == 1`) cost an id. Raises OutOfPages, changing nothing.
+        """
+        seq = np.asarray(seq_lens, dtype=np.int64)
+        prefix, seq, last = self._check_lengths(seq - 1, seq, last_loc)
+        crosses = prefix % self.page_size == 0
+        pages = self.alloc_pages(int(np.count_nonzero(crosses)))
+        slots = (last + 1).astype(np.int32)
+        slots[crosses] = pages * np.int32(self.page_size)
+        return slots
+
+    # -- giving back
+
+    def free(self, free_index: IntArray) -> None:
+        """Give back the pages of these token slots; a page goes back whole, whichever of its slots are named.
+
+        Raises InvalidFree, changing nothing, if any of them is not out.
+        """
+        slots = np.asarray(free_index, dtype=np.int64).reshape(-1)
+        self.free_pages(self._pages_of(slots))
+
+    def free_pages(self, page_ids: Ids) -> None:
+        """Give back distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
+        if not len(page_ids):
+            return
+        self._check_out(page_ids)
+        self._out[page_ids] = False
+        pages = page_ids.astype(np.int32)
+        if self._group is not None:
+            self._group.append(pages)
+        elif self.need_sort:
+            self._released.append(pages)
+            self._num_released += len(pages)
+        else:
+            self._put_back(pages)
+
+    def free_group_begin(self) -> None:
+        """Collect the frees that follow, so that `free_group_end` gives them back in one operation.
+
+        A page freed inside a group is no longer out (freeing it again is an error) and not yet available.
+        """
+        assert self._group is None, "free groups do not nest"
+        self._group = []
+
+    def free_group_end(self) -> None:
+        """Give back everything freed since `free_group_begin`."""
+        assert self._group is not None, "free_group_end without free_group_begin"
+        group, self._group = self._group, None
+        if not group:
+            return
+        pages = np.concatenate(group)
+        if self.need_sort:
+            self._released.append(pages)
+            self._num_released += len(pages)
+        else:
+            self._put_back(self._group_order(pages))
+
+    # -- for the two kinds
+
+    @abstractmethod
+    def _pages_of(self, slots: npt.NDArray[np.int64]) -> Ids:
+        """The pages to give back for these slots."""
+
+    @abstractmethod
+    def _put_back(self, pages: Ids) -> None:
+        """Where freed pages go in the order of reuse."""
+
+    def _group_order(self, pages: Ids) -> Ids:
+        return pages
+
+    # -- checks
+
+    def _check_room(self, num_pages: int) -> None:
+        if num_pages < 0:
+            raise InvalidInput(f"cannot allocate {num_pages} pages.")
+        if num_pages > self.num_free_pages:
+            raise OutOfPages(group=self.name, wanted=num_pages, free=self.num_free_pages)
+
+    def _check_lengths(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        prefix = np.asarray(prefix_lens, dtype=np.int64).reshape(-1)
+        seq = np.asarray(seq_lens, dtype=np.int64).reshape(-1)
+        last = np.asarray(last_loc, dtype=np.int64).reshape(-1)
+        if not len(prefix) == len(seq) == len(last):
+            raise InvalidInput(
+                f"one length and one last slot per sequence: got {len(prefix)} prefixes, {len(seq)} lengths and "
+                f"{len(last)} last slots."
+            )
+        if np.any(prefix < 0) or np.any(seq < prefix):
+            raise InvalidInput("a sequence cannot shrink: seq_lens must be at least prefix_lens, and those at least 0.")
+        if np.any((last + 1) % self.page_size != prefix % self.page_size):
+            raise InvalidInput(
+                f"last_loc does not continue its prefix: (last_loc + 1) % {self.page_size} must equal "
+                f"prefix_len % {self.page_size}."
+            )
+        return prefix, seq, last
+
+    def _check_out(self, pages: Ids) -> None:
+        low, high = int(pages.min()), int(pages.max())
+        if low < 1 or high > self.num_pages:
+            raise InvalidFree(
+                f"group '{self.name}': page {low if low < 1 else high} given back, but this pool hands out pages 1 to "
+                f"{self.num_pages}."
+            )
+        if not self._out[pages].all():
+            wrong = pages[~self._out[pages]]
+            raise InvalidFree(f"group '{self.name}': page {int(wrong[0])} given back, but it is not out (freed twice?).")
+        if len(pages) > 1:
+            ordered = np.sort(pages)
+            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            if len(twice):
+                raise InvalidFree(f"group '{self.name}': page {int(twice[0])} given back twice in one call.")
+
+    def _released_ids(self) -> Ids:
+        return np.concatenate(self._released) if self._released else np.empty(0, dtype=np.int32)
+
+    def _merge_released(self) -> None:
+        everything = np.concatenate((self._free.to_array(), self._released_ids()))
+        self._free = FreeList(np.sort(everything), self.num_pages)
+        self._released = []
+        self._num_released = 0

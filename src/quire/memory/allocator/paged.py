@@ -1,0 +1,26 @@
+"""Token slots in pages of any size."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.spec.ids import Ids
+
+
+class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+    """An allocator for pages of `page_size` tokens. Freed pages are reused first, in ascending order: a sequence that
+    ends leaves runs of neighbours, and the next one gets them back as runs."""
+
+    def __init__(self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full") -> None:
+        super().__init__(size, page_size, need_sort=need_sort, name=name)
+
+    def _pages_of(self, slots: npt.NDArray[np.int64]) -> Ids:
+        return np.unique(slots // self.page_size).astype(np.int32)
+
+    def _put_back(self, pages: Ids) -> None:
+        self._free.push_front(pages)
+
+    def _group_order(self, pages: Ids) -> Ids:
+        return np.sort(pages)

@@ -1,0 +1,42 @@
+"""FrameTable: where each page's bytes are, per tier and group. The single truth about residency."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.spec.ids import Bools, Ids, Tier
+
+
+class FrameTable:
+    """`frame[tier][group][page] -> frame id`, 0 where the page is not resident there. One int32 column per (tier, group).
+
+    The table owns no frame: binding and unbinding say where bytes are, allocators say whose they are. Pages are ids from
+    1 to `num_pages`; entry 0 of every column stays 0, so padded tokens map to the padding frame.
+    """
+
+    def __init__(self, num_pages: int, num_groups: int, tiers: tuple[Tier, ...] = (Tier.DEVICE,)) -> None:
+        self.num_pages = num_pages
+        self._columns = {
+            (tier, group): np.zeros(num_pages + 1, dtype=np.int32) for tier in tiers for group in range(num_groups)
+        }
+
+    def column(self, tier: Tier, group: int) -> Ids:
+        """The live column: index it with page ids. Callers read it and never write it."""
+        return self._columns[tier, group]
+
+    def resident(self, tier: Tier, group: int, pages: Ids) -> Bools:
+        """Per page: whether it has a frame there."""
+        return self._columns[tier, group][pages] != 0
+
+    def bind(self, tier: Tier, group: int, pages: Ids, frames: Ids) -> None:
+        """Say that these pages' bytes are in these frames. The pages were not resident there before."""
+        column = self._columns[tier, group]
+        assert not column[pages].any(), "bind over a resident page"
+        column[pages] = frames
+
+    def unbind(self, tier: Tier, group: int, pages: Ids) -> Ids:
+        """Say that these pages are no longer there, and return the frames they had (non-resident pages give none)."""
+        column = self._columns[tier, group]
+        frames = column[pages]
+        column[pages] = 0
+        return frames[frames != 0]

@@ -1,0 +1,1 @@
+"""Arithmetic: bytes to pages and back. No torch."""

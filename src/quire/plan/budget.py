@@ -1,0 +1,136 @@
+"""From a byte budget to page counts, and from a request to the pages it needs. Admission and limits call the same code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quire.errors import ContextTooLong, InvalidInput, PlanError, RequestTooLarge
+from quire.spec.group import GroupSpec
+from quire.spec.ids import pages_for
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a size such as `8GiB`, `512 MiB`, `1.5G` (binary), `2GB` (decimal) or a plain number.
+
+    Raises InvalidInput for anything else, and for zero.
+    """
+    if isinstance(text, int):
+        size = text
+    else:
+        found = _SIZE.fullmatch(text)
+        if not found or found[2].upper() not in _UNITS:
+            raise InvalidInput(f"'{text}' is not a size.", fix="write a number and a unit, such as 8GiB or 512MiB.")
+        size = int(float(found[1]) * _UNITS[found[2].upper()])
+    if size <= 0:
+        raise InvalidInput(f"a size must be above zero bytes, got '{text}'.")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """`size` in the largest binary unit in which it is at least one: `1.50 GiB`, `640 B`."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What the pools are built from and what requests are admitted by: one object, so that they cannot disagree.
+
+    Every group has `num_pages` frames and one more, frame 0, the padding sink, which is in `pool_bytes` too. `context`
+    is the longest sequence in tokens, prompt and output together.
+    """
+
+    page_size: int
+    groups: tuple[GroupSpec, ...]
+    num_pages: int
+    context: int
+    max_requests: int
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page in all groups."""
+        return sum(group.layout.bytes_per_frame for group in self.groups)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools' tensors."""
+        return (self.num_pages + 1) * self.bytes_per_page
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit at once."""
+        return self.num_pages * self.page_size
+
+    @property
+    def largest_request(self) -> int:
+        """The longest request ever admitted, prompt and output together, in tokens.
+
+        The last output token is drawn but never written, so one more than fits.
+        """
+        return min(self.context, self.num_tokens + 1)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that a request of `num_tokens` tokens, prompt and output together, occupies at its end."""
+        return pages_for(max(0, num_tokens - 1), self.page_size)
+
+    def check_request(self, prompt: int, max_tokens: int) -> None:
+        """Refuse what can never run here, with the numbers.
+
+        Raises ContextTooLong or RequestTooLarge. What passes is admitted sooner or later: `pages_of` it is at most
+        `num_pages`.
+        """
+        total = prompt + max_tokens
+        if prompt < 1:
+            raise InvalidInput("the prompt is empty.", fix="send at least one token.")
+        if total > self.context:
+            raise ContextTooLong(
+                f"{prompt:,} prompt tokens and {max_tokens:,} output tokens make {total:,}; the context is "
+                f"{self.context:,} tokens.",
+                fix=self._shorter(prompt, self.context),
+            )
+        if self.pages_of(total) > self.num_pages:
+            page_bytes = self.bytes_per_page
+            need = (self.pages_of(total) + 1) * page_bytes
+            raise RequestTooLarge(
+                f"{prompt:,} prompt tokens and {max_tokens:,} output tokens need {self.pages_of(total):,} pages of "
+                f"{self.page_size} tokens; this server has {self.num_pages:,} in all "
+                f"({format_bytes(self.pool_bytes)} of KV memory), so it can never hold more than "
+                f"{self.largest_request:,} tokens in one request.",
+                fix=f"{self._shorter(prompt, self.largest_request)[:-1]}, or start the server with at least "
+                f"--kv-memory {-(-need // 2**20)}MiB.",
+            )
+
+    def _shorter(self, prompt: int, limit: int) -> str:
+        if prompt < limit:
+            return f"lower max_tokens to {limit - prompt:,} or the prompt."
+        return f"shorten the prompt to at most {limit - 1:,} tokens."
+
+
+def plan_memory(
+    groups: tuple[GroupSpec, ...], *, kv_bytes: int, context: int, max_requests: int
+) -> MemoryPlan:
+    """Split `kv_bytes` into frames: `num_pages = kv_bytes // bytes_per_page - 1`, the one being the padding frame.
+
+    Pages beyond what `max_requests` of `context` tokens can use are not planned. Raises PlanError where not even one
+    page fits.
+    """
+    page_size = groups[0].layout.page_size
+    per_page = sum(group.layout.bytes_per_frame for group in groups)
+    useful = max_requests * pages_for(context, page_size)
+    num_pages = min(kv_bytes // per_page - 1, useful)
+    if num_pages < 1:
+        raise PlanError(
+            f"{format_bytes(kv_bytes)} of KV memory holds no page: one page of {page_size} tokens takes "
+            f"{format_bytes(per_page)}, and one more is the padding page.",
+            fix=f"give at least {format_bytes(2 * per_page)} (2 pages), or lower the page size.",
+        )
+    return MemoryPlan(
+        page_size=page_size, groups=groups, num_pages=num_pages, context=context, max_requests=max_requests
+    )

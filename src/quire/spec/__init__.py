@@ -1,0 +1,1 @@
+"""Frozen vocabulary: ids, layouts, groups, models, events. No behaviour, no torch."""

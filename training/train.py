@@ -1,0 +1,341 @@
+"""Train the tiny chat model that the package ships, on one CPU thread.
+
+    python training/train.py --minutes 40
+
+Fetches the corpus (see corpus.py), trains a byte-level BPE tokenizer and then a
+small Llama model on it, and writes both, ready for ``from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from corpus import (
+    SPECIAL_TOKENS,
+    CorpusError,
+    Lexicon,
+    SampleMaker,
+    load_novels,
+    split_sentences,
+)
+
+OUT = Path(__file__).resolve().parent.parent / "src" / "quire" / "models" / "bundled"
+CONTEXT = 2048
+ROW_LENGTHS = {256: 0.68, 512: 0.17, 1024: 0.10, 2048: 0.05}  # and their shares of the batches
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' }}{{ message['content'] | trim }}{{ '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+# --------------------------------------------------------------------------- data
+
+
+def held_out_split(
+    novels: list[list[str]], share: float = 0.03
+) -> tuple[list[str], list[str]]:
+    """Sentences for training, and those of the last paragraphs of each novel for validation."""
+    train: list[str] = []
+    held_out: list[str] = []
+    for novel in novels:
+        cut = round(len(novel) * (1 - share))
+        train += [s for paragraph in novel[:cut] for s in split_sentences(paragraph)]
+        held_out += [s for paragraph in novel[cut:] for s in split_sentences(paragraph)]
+    return train, held_out
+
+
+def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer: any UTF-8 text encodes, and decodes to itself."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((" " + sentence for sentence in sentences), trainer)
+    return tokenizer
+
+
+def batch(maker: SampleMaker, rows: int, length: int, chat: float = 0.7) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, each of shape [rows, length]."""
+    made = [maker.row(length, chat) for _ in range(rows)]
+    return torch.tensor([r.ids for r in made]), torch.tensor([r.labels for r in made])
+
+
+# --------------------------------------------------------------------------- model
+
+
+def new_model(vocab_size: int) -> LlamaForCausalLM:
+    """The model, with fresh weights."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
+        bos_token_id=SPECIAL_TOKENS.index("<|bos|>"),
+        eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # the branches start at zero, so that each block starts as the identity
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+    return model
+
+
+def orthogonalised(update: Tensor, steps: int = 5) -> Tensor:
+    """The nearest matrix to `update` with all singular values near one (Newton-Schulz)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = update.size(0) <= update.size(1)
+    x = update if wide else update.T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.T
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose updates are orthogonalised; for the weight matrices of the blocks.
+
+    torch.optim.Muon is the same method, but computes in bfloat16, which is slow on CPUs
+    without instructions for it.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter once."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonalised(weight.grad.lerp(momentum, group["momentum"]))
+                scale = max(1.0, weight.size(0) / weight.size(1)) ** 0.5
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * scale)
+
+
+def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    adam = torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    return [Muon(matrices, lr=0.02), adam]
+
+
+def rate(done: float) -> float:
+    """The learning rate, relative to its peak, when this share of the run is done."""
+    return min(1.0, done / 0.02, max(0.0, (1.0 - done) / 0.6))
+
+
+# --------------------------------------------------------------------------- training
+
+
+def next_token_loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token over the labelled positions; skips other logits."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    targets = labels[:, 1:]
+    chosen = targets != -100
+    logits = model.lm_head(hidden[chosen])
+    return torch.nn.functional.cross_entropy(logits, targets[chosen])
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """The mean loss over fixed batches."""
+    model.eval()
+    losses = [next_token_loss(model, ids, labels).item() for ids, labels in batches]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def train(
+    model: LlamaForCausalLM,
+    maker: SampleMaker,
+    validation: dict[str, list[tuple[Tensor, Tensor]]],
+    checkpoint: Callable[[], None],
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    """Train until the budget is spent, with a checkpoint after each validation.
+
+    Returns what the run measured.
+    """
+    optims = optimizers(model)
+    peaks = [[g["lr"] for g in o.param_groups] for o in optims]
+    start = time.monotonic()
+    step = tokens = 0
+    average = math.nan
+    while True:
+        minutes = (time.monotonic() - start) / 60
+        done = step / args.steps if args.steps else minutes / args.minutes
+        if done >= 1:
+            break
+        for optim, lrs in zip(optims, peaks, strict=True):
+            for group, lr in zip(optim.param_groups, lrs, strict=True):
+                group["lr"] = lr * rate(done)
+        (length,) = maker.rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))
+        ids, labels = batch(maker, args.batch_tokens // length, length)
+        loss = next_token_loss(model, ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        step += 1
+        tokens += ids.numel()
+        average = loss.item() if math.isnan(average) else 0.98 * average + 0.02 * loss.item()
+        if step % 20 == 0:
+            speed = tokens / (time.monotonic() - start)
+            print(
+                f"step {step:5d}  {100 * done:5.1f}%  loss {loss.item():.3f}  "
+                f"average {average:.3f}  {speed:.0f} tok/s",
+                flush=True,
+            )
+        if step % args.eval_every == 0:
+            report(model, validation)
+            checkpoint()
+    return {"steps": step, "tokens": tokens, "minutes": minutes, "train_loss": average}
+
+
+def report(
+    model: LlamaForCausalLM, validation: dict[str, list[tuple[Tensor, Tensor]]]
+) -> dict[str, float]:
+    """Print and return the validation losses."""
+    losses = {f"val_{name}": evaluate(model, batches) for name, batches in validation.items()}
+    print("  ".join(f"{name} {loss:.3f}" for name, loss in losses.items()), flush=True)
+    return losses
+
+
+# --------------------------------------------------------------------------- saving
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Write the model (in bfloat16) and the tokenizer into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"],
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def show_samples(model: LlamaForCausalLM, out: Path) -> None:
+    """Print greedy answers of the saved model to a few questions."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+    for question in ["Tell me about Mr. Darcy.", "What happened at the ball?", "Hello!"]:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        answer = model.generate(**prompt, max_new_tokens=150, do_sample=False)
+        text = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        print(f"> {question}\n{text}\n", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cache = Path(tempfile.gettempdir()) / "quire-corpus"
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the model")
+    parser.add_argument("--cache", type=Path, default=cache, help="folder for the corpus package")
+    parser.add_argument("--deb", type=Path, help="the corpus package, if already downloaded")
+    parser.add_argument("--minutes", type=float, default=40.0, help="time to train for")
+    parser.add_argument("--steps", type=int, help="train for this many steps instead")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a step")
+    parser.add_argument("--eval-every", type=int, default=200, help="steps between validations")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="size of the vocabulary")
+    parser.add_argument("--seed", type=int, default=1813, help="seed of all randomness")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads to use")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Fetch, train, measure, save."""
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    try:
+        novels = load_novels(args.cache, args.deb)
+    except CorpusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    sentences, held_out = held_out_split(novels)
+    tokenizer = train_tokenizer(sentences, args.vocab_size)
+    lexicon = Lexicon.of(" ".join(sentences))
+    maker = SampleMaker(sentences, lexicon, tokenizer, random.Random(args.seed))
+    checker = SampleMaker(held_out, lexicon, tokenizer, random.Random(args.seed))
+    validation = {
+        "prose": [batch(checker, 4, 512, chat=0.0) for _ in range(6)],
+        "chat": [batch(checker, 4, 512, chat=1.0) for _ in range(6)],
+    }
+    model = new_model(args.vocab_size)
+    print(
+        f"{len(sentences)} sentences, {len(maker.encode(' '.join(sentences)))} tokens; "
+        f"{sum(p.numel() for p in model.parameters())} parameters",
+        flush=True,
+    )
+    measured = train(model, maker, validation, lambda: save(model, tokenizer, args.out), args)
+    save(model, tokenizer, args.out)
+    saved = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)  # rounded to bfloat16
+    measured |= report(saved, validation)
+    print(json.dumps(measured, indent=2))
+    show_samples(saved, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
