@@ -1,10 +1,10 @@
 """The laws of the cache, each checked by walking everything. Expensive: for tests, idle servers and doctors.
 
-    free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
-    protected <= committed <= allocated, protected % page_size == 0     per request
-    a row's protected pages are its lease's path                        what it reads is what it pinned
-    a node's leases are the leases at or below it                       nothing pinned is evicted, nothing else is kept
-    the tree's counters are the sums over its nodes
+free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
+protected <= committed <= allocated, protected % page_size == 0     per request
+a row's protected pages are its lease's path                        what it reads is what it pinned
+a node's leases are the leases at or below it                       nothing pinned is evicted, nothing else is kept
+the tree's counters are the sums over its nodes
 """
 
 from __future__ import annotations

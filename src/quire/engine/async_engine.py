@@ -56,9 +56,11 @@ Prompt = str | Sequence[int] | Ids
 
 
 class Tokenizer(Decoder, Protocol):
-    """What the engine asks of a tokenizer."""
+    """What the engine and the server ask of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> Ids: ...
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Ids: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,12 @@ class RequestStream:
         return delta
 
 
+def _load_tokenizer(path_or_id: str) -> Tokenizer:
+    from quire.models.tokenizer import load_tokenizer  # transformers takes seconds to import
+
+    return load_tokenizer(path_or_id)
+
+
 def _request_error(delta: SequenceDelta) -> QuireError:
     error = InvalidInput(delta.error) if delta.status == 400 else QuireError(delta.error)
     error.status = delta.status
@@ -185,12 +193,18 @@ class AsyncEngine:
         build: BuildCore = build_engine_core,
         stall_after_s: float = STALL_AFTER_S,
     ) -> AsyncEngine:
-        """Start the engine process and wait until it can serve. Raises what the engine raised while starting."""
+        """Start the engine process and wait until it can serve. Raises what the engine raised while starting.
+
+        The tokenizer is the configuration's, loaded here while the process loads the weights, unless one is given.
+        """
         process = await asyncio.to_thread(EngineProcess, config, build=build)
         engine = cls(process, tokenizer, stall_after_s=stall_after_s)
         try:
+            if tokenizer is None and not config.skip_tokenizer_init:
+                engine.tokenizer = await asyncio.to_thread(_load_tokenizer, config.tokenizer or config.model)
             await engine._wait_ready()
         except BaseException:
+            engine._reports.close(linger=0)  # in this thread: it takes the socket out of the event loop
             await asyncio.to_thread(process.stop, deadline_s=0.5)
             raise
         engine._receiver = asyncio.create_task(engine._receive(), name="quire-reports")
@@ -208,9 +222,7 @@ class AsyncEngine:
         priority: int = 0,
     ) -> AsyncGenerator[SequenceDelta, None]:
         """The deltas of one request. Closing or cancelling the generator aborts it."""
-        stream = await self.submit(
-            prompt, params, request_id=request_id, adapter=adapter, salt=salt, priority=priority
-        )
+        stream = await self.submit(prompt, params, request_id=request_id, adapter=adapter, salt=salt, priority=priority)
         try:
             async for delta in stream:
                 yield delta
@@ -228,6 +240,8 @@ class AsyncEngine:
         priority: int = 0,
     ) -> RequestStream:
         """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal."""
+        if params.stop and self.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
         token_ids = await self._token_ids(prompt)
         self._check_open()
         assembler = RequestAssembler(
@@ -321,6 +335,7 @@ class AsyncEngine:
                 self.eos_token_ids = report.eos_token_ids
                 self.start_statistics = self._last_statistics = report.statistics
                 self._progress.touch()
+                self._process.hide()
                 return
             if isinstance(report, Failed):
                 logger.debug("engine start-up failed:\n%s", report.error.details)
@@ -453,10 +468,8 @@ class AsyncEngine:
                     "this engine has no tokenizer, so a prompt cannot be text.", fix="send token ids as the prompt."
                 )
             if len(prompt) >= _LONG_TEXT:
-                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-            else:
-                ids = self.tokenizer.encode(prompt)
-            return np.asarray(ids, dtype=np.int32)
+                return await asyncio.to_thread(self.tokenizer.encode, prompt)
+            return self.tokenizer.encode(prompt)
         try:
             return np.asarray(prompt, dtype=np.int32)
         except (OverflowError, ValueError, TypeError):

@@ -189,6 +189,7 @@ class SequenceAssembler:
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error = ""  # why, when `finish_reason` is "error"
         self._params = params
         self._decoder = decoder
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)
@@ -235,7 +236,7 @@ class SequenceAssembler:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             must_abort=must_abort,
-            error=output.error if self.finish_reason == "error" else "",
+            error=self.error,
             status=output.status,
         )
 
@@ -265,7 +266,7 @@ class SequenceAssembler:
         rest = self._show(self._stream.flush()) if self._stream else ""
         if self.finished:
             return rest
-        self.finish_reason = output.finish_reason
+        self.finish_reason, self.error = output.finish_reason, output.error
         if output.stop_token is not None and output.stop_token in self._params.stop_token_ids:
             self.stop_reason = output.stop_token
         return rest + self._stop.flush()

@@ -198,6 +198,10 @@ class EngineProcess:
         with contextlib.suppress(zmq.Again):
             self._commands.send_multipart([self._secret, _encoder.encode(command)], zmq.NOBLOCK)
 
+    def hide(self) -> None:
+        """Both ends are connected: unlink the sockets' names, so that nothing stays behind however we end."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def decode(self, frames: Sequence[bytes]) -> Report | None:
         """A message read from `reports`; None when it is not from our child."""
         if len(frames) != 2 or not secrets.compare_digest(frames[0], self._secret):
@@ -207,7 +211,9 @@ class EngineProcess:
     def death(self) -> EngineDead:
         """The error that says how the child ended."""
         code = self.process.exitcode
-        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code and code < 0 else f"ended with code {code}"
+        how = (
+            f"was killed by signal {-code} ({_signal_name(-code)})" if code and code < 0 else f"ended with code {code}"
+        )
         fix = "restart the server; its log has the cause."
         if code == -signal.SIGKILL:
             fix = "restart the server; if nobody killed it, the machine ran out of memory: lower the KV memory."

@@ -1,4 +1,4 @@
-"""Paged attention: the rows of one step against the pages of their sequences. Reads pools in place; never writes them."""
+"""Paged attention: the rows of one step against the pages of their sequences. Reads pools in place; never writes."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ class _Step:
     def _dense(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that see the same keys: sequences and the heads of a group are all rows of one product."""
         rows, kv_heads, group, _ = query.shape
-        folded = query.transpose(0, 1).reshape(1, kv_heads, rows * group, -1)
+        folded = query.permute(1, 2, 0, 3).reshape(1, kv_heads, group * rows, -1)
         out, lse = self._attend(folded, key.unsqueeze(0), value.unsqueeze(0))
-        out = out[0].unflatten(1, (rows, group)).transpose(0, 1)
-        return out, lse[0].unflatten(1, (rows, group)).transpose(0, 1)
+        out = out[0].unflatten(1, (group, rows)).permute(2, 0, 1, 3)
+        return out, lse[0].unflatten(1, (group, rows)).permute(2, 0, 1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
@@ -120,9 +120,8 @@ class _Step:
 
     def _read_anew(self, source: Source) -> tuple[Tensor, Tensor]:
         if source.new:
-            key, value = self.new
-            return key[source.start : source.stop], value[source.start : source.stop]
-        if source.index is None:
+            key, value = (new[source.start : source.stop] for new in self.new)
+        elif source.index is None:
             key, value = (pool[source.start : source.stop] for pool in self.pools)
         else:
             key, value = (

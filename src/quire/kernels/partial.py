@@ -15,9 +15,7 @@ _MAX_SCORES = 1 << 24
 
 def flash_usable(query: Tensor, key_dim: int, value_dim: int, softcap: float | None) -> bool:
     """Whether `partial_flash` computes this case."""
-    return (
-        query.device.type == "cpu" and key_dim == value_dim and softcap is None and query.dtype in _FLASH_DTYPES
-    )
+    return query.device.type == "cpu" and key_dim == value_dim and softcap is None and query.dtype in _FLASH_DTYPES
 
 
 def partial_flash(

@@ -13,7 +13,7 @@ its own few keys, gathered and padded. Runs of consecutive frames are read in pl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +94,7 @@ class _Planner:
         self.device = device
         self.cut = self.contexts > window if window else np.zeros(len(self.contexts), dtype=np.bool_)
         self.done = np.zeros(len(self.contexts), dtype=np.int64)  # tokens of the past that shared runs cover
-        self._parts: list[tuple[Slots, dict[str, object]]] = []  # rows, and the rest of a Segment's fields
+        self._parts: list[tuple[Slots, Segment]] = []  # with the rows it covers
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     # Shared runs ------------------------------------------------------------------------------------------------------
@@ -246,26 +246,22 @@ class _Planner:
         mask: Tensor | None = None,
         batched: bool = False,
     ) -> None:
-        fields = dict(source=source, start=start, stop=stop, causal=causal, mask=mask, batched=batched)
-        self._parts.append((rows, fields))
+        index = self._row_index(rows)
+        segment = Segment(index, len(rows), source, start, stop, causal=causal, mask=mask, batched=batched)
+        self._parts.append((rows, segment))
 
     def finish(self) -> StepPlan:
         """The segments with `first` and `last` set."""
-        num_rows = int(self.starts[-1])
-        left = np.zeros(num_rows, dtype=np.int64)
+        left = np.zeros(int(self.starts[-1]), dtype=np.int64)  # segments still to come, per row
         for rows, _ in self._parts:
             left[rows] += 1
         total = left.copy()
         segments, start_empty = [], False
-        for rows, fields in self._parts:
-            untouched = left[rows] == total[rows]
-            start_empty |= bool(untouched.any() and not untouched.all())
+        for rows, segment in self._parts:
+            fresh = left[rows] == total[rows]
+            start_empty |= bool(fresh.any() and not fresh.all())
             left[rows] -= 1
-            segments.append(
-                Segment(  # type: ignore[arg-type]
-                    self._row_index(rows), len(rows), first=bool(untouched.all()), last=not left[rows].any(), **fields
-                )
-            )
+            segments.append(replace(segment, first=bool(fresh.all()), last=not left[rows].any()))
         return StepPlan(tuple(segments), start_empty, self.device)
 
     def _row_index(self, rows: Slots) -> slice | Tensor:

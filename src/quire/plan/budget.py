@@ -113,9 +113,7 @@ class MemoryPlan:
         return f"shorten the prompt to at most {limit - 1:,} tokens."
 
 
-def plan_memory(
-    groups: tuple[GroupSpec, ...], *, kv_bytes: int, context: int, max_requests: int
-) -> MemoryPlan:
+def plan_memory(groups: tuple[GroupSpec, ...], *, kv_bytes: int, context: int, max_requests: int) -> MemoryPlan:
     """Split `kv_bytes` into frames: `num_pages = kv_bytes // bytes_per_page - 1`, the one being the padding frame.
 
     Pages beyond what `max_requests` of `context` tokens can use are not planned. Raises PlanError where not even one

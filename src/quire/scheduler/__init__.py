@@ -1,1 +1,1 @@
-
+"""Who runs next: requests, queues, policies, batches."""

@@ -1,4 +1,4 @@
-"""ModelSpec: what a model asks of the cache, as data. Read from a configuration by arithmetic alone: no torch, no weights.
+"""ModelSpec: what a model asks of the cache, as data. Read from a configuration by arithmetic: no torch, no weights.
 
 `ModelSpec.from_config` describes plain attention (one call per layer, keys and values per head) or refuses; it never
 guesses. What it refuses may still run: loading a model finds the same facts by running it once.
@@ -254,4 +254,6 @@ def _windows_by_convention(text: Mapping[str, Any], architecture: str, num_layer
         return [window if (layer + 1) % period else 0 for layer in range(num_layers)]
     if kind in _EVERY_LAYER_SLIDES:
         return [window] * num_layers
-    raise _refusal(architecture, f"has a sliding window of {window} without 'layer_types' that say where", "sliding_window")
+    raise _refusal(
+        architecture, f"has a sliding window of {window} without 'layer_types' that say where", "sliding_window"
+    )

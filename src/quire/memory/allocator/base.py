@@ -258,7 +258,9 @@ class BaseTokenToKVPoolAllocator(ABC):
             )
         if not self._out[pages].all():
             wrong = pages[~self._out[pages]]
-            raise InvalidFree(f"group '{self.name}': page {int(wrong[0])} given back, but it is not out (freed twice?).")
+            raise InvalidFree(
+                f"group '{self.name}': page {int(wrong[0])} given back, but it is not out (freed twice?)."
+            )
         if len(pages) > 1:
             ordered = np.sort(pages)
             twice = ordered[1:][ordered[1:] == ordered[:-1]]

@@ -1,0 +1,46 @@
+# Every target does its own set-up: the first run makes .venv and installs Quire into it, later runs reuse it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.quire-ready
+
+.PHONY: help demo test test-all bench check clean setup
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+setup: $(READY)  ## make .venv and install Quire with its development tools
+
+$(READY): pyproject.toml
+	@echo "==> Setting up $(VENV) (once; a few minutes on a slow connection: torch is 200 MB)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Quire needs Python 3.11 or newer; set PYTHON=..."; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q torch==2.13.0
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
+	@touch $(READY)
+	@echo "==> Ready"
+
+demo: $(READY)   ## serve the bundled model and talk to it: reuse, eviction, a refusal, from the server's own counters
+	@echo "==> Starting the server and a client that holds several conversations"
+	@$(BIN)/quire demo
+
+test: $(READY)   ## checks and tests, under 10 minutes on 2 cores
+	@echo "==> Checks: format, lint, types, import layers"
+	@$(MAKE) --no-print-directory check
+	@echo "==> Tests"
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(READY)  ## everything, the long stateful runs and the soak test included
+	@$(BIN)/python -m pytest -m "not gpu" --timeout 1800
+
+bench: $(READY)  ## the engine benchmark at full size (minutes)
+	@$(BIN)/python bench/engine.py
+
+check: $(READY)  ## ruff, mypy --strict, import-linter
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/ruff check -q .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+clean:           ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,75 @@
+"""EngineConfig: every setting of an engine, checked once, on the way in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from quire.errors import InvalidInput
+from quire.plan.budget import parse_bytes
+
+BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
+"""The tiny model that comes with the package."""
+
+
+class EngineConfig(BaseModel):
+    """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
+
+    `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
+    `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
+    computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
+    own. `check_model` compares a short mixed step with the plain forward at load.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = str(BUNDLED_MODEL)
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    skip_tokenizer_init: bool = False
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    page_size: int = Field(default=16, ge=1, le=1024)
+    kv_memory: int | None = Field(default=None)
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_running_requests: int = Field(default=256, ge=1, le=65_536)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    policy: Literal["fcfs", "lpm"] = "fcfs"
+    eviction: Literal["lru", "lfu", "slru", "fifo", "mru", "filo", "priority"] = "lru"
+    enable_prefix_caching: bool = True
+    enable_kv_events: bool = False
+    overlap: bool | None = None
+    check_model: bool = True
+    seed: int = 0
+
+    @field_validator("kv_memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: str | int | None) -> int | None:
+        return None if value is None or value == "auto" else parse_bytes(value)
+
+    @field_validator("model", "tokenizer", mode="before")
+    @classmethod
+    def _path(cls, value: str | Path | None) -> str | None:
+        return None if value is None else str(value)
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use: as served, or the last part of the model's path or hub id."""
+        if self.served_model_name:
+            return self.served_model_name
+        return "quire-bundled" if self.model == str(BUNDLED_MODEL) else self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def engine_config(**settings: Any) -> EngineConfig:
+    """Build the settings. Raises InvalidInput naming each bad one, what it got and what is allowed."""
+    try:
+        return EngineConfig(**settings)
+    except ValidationError as error:
+        causes = [cause["ctx"]["error"] for cause in error.errors() if "error" in cause.get("ctx", {})]
+        for cause in causes:
+            if isinstance(cause, InvalidInput):
+                raise cause from error
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+        raise InvalidInput("settings: " + "; ".join(lines), fix="correct the settings named.") from error

@@ -1,0 +1,253 @@
+"""EngineCore: the step loop. Schedule, launch, settle; tokens in, tokens out. The one place that wires everything."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from quire.cache import KVCache
+from quire.cache.audit import audit
+from quire.engine.config import EngineConfig
+from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.runner import ModelRunner, Step
+from quire.engine.sampler import Sampler
+from quire.errors import InvalidInput, QuireError
+from quire.models.hf import LoadedModel, load_model
+from quire.observe.events import EventLog
+from quire.plan.budget import MemoryPlan, plan_memory
+from quire.scheduler.batch import Batch
+from quire.scheduler.policy import scheduling_policy
+from quire.scheduler.request import Request
+from quire.scheduler.sampling_params import eos_or_stop
+from quire.scheduler.scheduler import Scheduler
+from quire.spec.events import Namespace
+
+logger = logging.getLogger(__name__)
+
+_AUTO_SHARE_CPU = 0.25  # of the memory available at start
+_AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
+_AUTO_MOST_CPU = 4 * 2**30
+
+
+class EngineCore:
+    """One engine: a model, its pools, its queues. Single-threaded; `step` is called while `has_work`.
+
+    Raises the QuireErrors of loading, planning and allocating on construction. After it, an error ends one request.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.model: LoadedModel = load_model(
+            config.model, dtype=config.dtype, device=self.device, check=config.check_model
+        )
+        self.plan = self._plan()
+        self.events = EventLog() if config.enable_kv_events else None
+        self.cache = KVCache(
+            self.plan,
+            eviction=config.eviction,
+            share_prefixes=config.enable_prefix_caching,
+            emit=self.events.append if self.events is not None else None,
+        )
+        self.eos_token_ids = tuple(self.model.eos_token_ids)
+        self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
+        self.scheduler = Scheduler(
+            self.cache,
+            scheduling_policy(config.policy),
+            max_running=config.max_running_requests,
+            max_tokens=config.max_num_batched_tokens,
+        )
+        self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
+        self._in_flight: Step | None = None
+        self._ended: list[TokenOutput] = []
+        self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
+
+    # -- requests
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence, prompt and output together, in tokens."""
+        return self.plan.context
+
+    def add(self, message: EngineRequest) -> None:
+        """Queue a sequence. Raises QuireError if it can never run; then nothing has changed."""
+        try:
+            self.scheduler.add(self._request(message))
+        except QuireError:
+            self._counts["refused"] += 1
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence at any moment; unknown and finished ids are ignored. Its last output says "abort"."""
+        if self.scheduler.abort(request_id) is not None:
+            self._counts["aborted"] += 1
+            self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to report."""
+        return self.scheduler.has_requests or self._in_flight is not None or bool(self._ended)
+
+    # -- the loop
+
+    def step(self) -> list[TokenOutput]:
+        """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
+        outputs, self._ended = self._ended, []
+        launched = self._launch(self.scheduler.schedule(), outputs)
+        if self._in_flight is not None:
+            outputs += self._settle(self._in_flight)
+        self._in_flight = launched
+        if launched is not None and not self._overlap:
+            outputs += self._settle(launched)
+            self._in_flight = None
+        return outputs
+
+    def _launch(self, batch: Batch, outputs: list[TokenOutput]) -> Step | None:
+        if not batch.works:
+            return None
+        self._counts["steps"] += 1
+        try:
+            return self.runner.launch(batch, self._in_flight)
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(batch.works))
+            outputs += [self._fail(work.request, error) for work in batch.works]
+            return None
+
+    def _settle(self, step: Step) -> list[TokenOutput]:
+        drawn = step.wait()
+        logprobs = step.logprobs()
+        requests = self.scheduler.settle(step.batch, drawn)
+        self.cache.close_fence(step.fence)
+        return [self._output(request, logprobs) for request in requests]
+
+    def _output(self, request: Request, logprobs: dict[str, Any]) -> TokenOutput:
+        self._counts["output_tokens"] += 1
+        self._counts["finished"] += request.finish_reason is not None
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=[int(request.tokens[-1])],
+            logprobs=logprobs.get(request.request_id),
+            num_cached_tokens=request.num_cached,
+            finish_reason=request.finish_reason,
+            stop_token=request.stop_token,
+        )
+
+    def _fail(self, request: Request, error: Exception) -> TokenOutput:
+        self.scheduler.abort(request.request_id)
+        self._counts["failed"] += 1
+        known = isinstance(error, QuireError)
+        return TokenOutput(
+            request_id=request.request_id,
+            finish_reason="error",
+            error=str(error) if known else f"QUIRE-ENGINE-02: the step failed: {type(error).__name__}: {error}",
+            status=error.status if isinstance(error, QuireError) else 500,
+        )
+
+    # -- looking
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters and gauges, flat but for `frames`: by group, the frames of each owner."""
+        cache = asdict(self.cache.statistics())
+        return {
+            **cache,
+            "output_tokens": self._counts["output_tokens"],
+            "preemptions": self.scheduler.num_preemptions,
+            "running_requests": self.scheduler.num_running,
+            "waiting_requests": len(self.scheduler.waiting),
+            "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
+            "finished_requests": self._counts["finished"],
+            "aborted_requests": self._counts["aborted"],
+            "refused_requests": self._counts["refused"],
+            "failed_requests": self._counts["failed"],
+            "steps": self._counts["steps"],
+            "kv_bytes": self.plan.pool_bytes,
+            "bytes_per_token": self.plan.bytes_per_page / self.plan.page_size,
+            "largest_request": self.plan.largest_request,
+            "context": self.plan.context,
+            "max_running_requests": self.config.max_running_requests,
+            "device": str(self.device),
+            "dtype": self.model.spec.dtype.value,
+            "architecture": self.model.spec.architecture,
+        }
+
+    def audit(self) -> None:
+        """Check every law of the cache. Raises AuditFailure."""
+        audit(self.cache)
+
+    def clear_cache(self) -> int:
+        """Forget every cached page that no request holds; returns how many."""
+        return self.cache.clear()
+
+    # -- inside
+
+    def _request(self, message: EngineRequest) -> Request:
+        tokens = message.tokens()
+        vocabulary = self.model.spec.vocab_size
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            bad = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+            raise InvalidInput(
+                f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer."
+            )
+        wrong = [token for token in message.params.logit_bias if not 0 <= token < vocabulary]
+        if wrong:
+            raise InvalidInput(f"logit_bias names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
+        limit = message.params.max_tokens
+        return Request(
+            message.request_id,
+            tokens,
+            message.params,
+            max_tokens=max(1, self.plan.largest_request - len(tokens)) if limit is None else limit,
+            stop_ids=eos_or_stop(message.params, self.eos_token_ids),
+            index=message.index,
+            namespace=Namespace(message.adapter, message.salt),
+            priority=message.priority,
+        )
+
+    def _plan(self) -> MemoryPlan:
+        spec, config = self.model.spec, self.config
+        context = min(config.max_model_len or spec.context_length, spec.context_length)
+        if config.max_model_len is not None and config.max_model_len > spec.context_length:
+            raise InvalidInput(
+                f"max_model_len {config.max_model_len:,} is beyond the model's context of {spec.context_length:,} tokens.",
+                fix=f"set it to at most {spec.context_length:,}.",
+            )
+        kv_bytes = config.kv_memory if config.kv_memory is not None else self._free_bytes()
+        return plan_memory(
+            spec.groups(config.page_size), kv_bytes=kv_bytes, context=context, max_requests=config.max_running_requests
+        )
+
+    def _free_bytes(self) -> int:
+        """The KV budget when none is given: a share of what is free now."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
+        return min(_AUTO_MOST_CPU, int(psutil.virtual_memory().available * _AUTO_SHARE_CPU))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the first GPU, else the CPU. Raises InvalidInput if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"'{name}' is not a device.", fix="use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(
+            f"device '{name}' was asked for, and this machine has no CUDA device.", fix="use --device cpu."
+        )
+    return device
+
+
+def prompt_bytes(token_ids: Any) -> bytes:
+    """Token ids as the raw int32 bytes of `EngineRequest.prompt`. Raises InvalidInput for anything else."""
+    try:
+        array = np.asarray(token_ids, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput("prompt_token_ids must be a list of integers.") from error
+    if array.ndim != 1 or (len(array) and (array.min() < 0 or array.max() >= 2**31)):
+        raise InvalidInput("prompt_token_ids must be a flat list of non-negative 32-bit integers.")
+    return array.astype(np.int32).tobytes()

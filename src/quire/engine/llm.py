@@ -1,0 +1,157 @@
+"""LLM: the engine in this process, for scripts. The field's own shape, so that users can switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from quire.engine.config import BUNDLED_MODEL, EngineConfig, engine_config
+from quire.engine.core import EngineCore, prompt_bytes
+from quire.engine.output import RequestAssembler, RequestOutput
+from quire.errors import InvalidInput, QuireError
+from quire.models.tokenizer import Tokenizer, load_tokenizer
+from quire.scheduler.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+
+
+class LLM:
+    """A model served to one caller.
+
+        llm = LLM("path/or/hub-id", kv_memory="2GiB")
+        [output] = llm.generate("Tell me of Bath.", SamplingParams(temperature=0, max_tokens=32))
+        print(output.outputs[0].text, output.num_cached_tokens)
+
+    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. Raises QuireError where
+    the model cannot be loaded, the pools do not fit, or a prompt can never run.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.config: EngineConfig = engine_config(model=model if model is not None else str(BUNDLED_MODEL), **settings)
+        self.tokenizer: Tokenizer | None = None
+        if not self.config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(self.config.tokenizer or self.config.model)
+        self.engine = EngineCore(self.config)
+        self._ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str = "",
+        salt: str = "",
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs in the order of the prompts.
+
+        A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. All prompts are
+        checked before any runs: if one can never run, QuireError is raised and none has run.
+        """
+        batch = self._as_list(prompts)
+        params = self._params_for(batch, sampling_params)
+        assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
+        for assembler in assemblers:
+            self._add(assembler, assemblers, adapter=adapter, salt=salt, priority=priority)
+        return self._run(assemblers)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        if self.tokenizer is None:
+            raise InvalidInput("chat needs a tokenizer.", fix="leave skip_tokenizer_init out.")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)}  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, **options)
+
+    def statistics(self) -> dict[str, Any]:
+        """The engine's counters and gauges: hit tokens, evictions, preemptions, frames by state, and more."""
+        return self.engine.statistics()
+
+    # -- inside
+
+    def _as_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, (str, Mapping)):
+            return [prompts]
+        if isinstance(prompts, Iterable):
+            found = list(prompts)
+            return [found] if found and isinstance(found[0], (int, np.integer)) else found  # type: ignore[list-item,return-value]
+        raise InvalidInput(f"a prompt is a text, a dict or a list, got {type(prompts).__name__}.")
+
+    def _params_for(
+        self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(batch)
+        if len(params) != len(batch):
+            raise InvalidInput(f"{len(batch)} prompts and {len(params)} sampling_params.", fix="give one for each.")
+        return params
+
+    def _assembler(self, prompt: Prompt, params: SamplingParams) -> RequestAssembler:
+        text: str | None = None
+        ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            if not {"prompt", "prompt_token_ids"} & set(prompt):
+                raise InvalidInput(f"a prompt needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}.")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if ids is None:
+            if self.tokenizer is None:
+                raise InvalidInput(
+                    "a text prompt needs a tokenizer.", fix="send prompt_token_ids, or load a tokenizer."
+                )
+            ids = self.tokenizer.encode(text or "")
+        if params.stop and self.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
+        tokens = np.frombuffer(prompt_bytes(ids), dtype=np.int32)
+        return RequestAssembler(
+            request_id=f"r{next(self._ids)}",
+            prompt=text,
+            prompt_token_ids=tokens,
+            params=params,
+            decoder=self.tokenizer,
+        )
+
+    def _add(self, assembler: RequestAssembler, added: list[RequestAssembler], **options: Any) -> None:
+        try:
+            for request in assembler.engine_requests(**options):
+                self.engine.add(request)
+        except QuireError:
+            self._abort(added)
+            raise
+
+    def _run(self, assemblers: list[RequestAssembler]) -> list[RequestOutput]:
+        by_id = {assembler.request_id: assembler for assembler in assemblers}
+        try:
+            while self.engine.has_work():
+                for output in self.engine.step():
+                    assembler = by_id.get(output.request_id.rpartition("-")[0])
+                    if assembler is not None and assembler.push(output).must_abort:
+                        self.engine.abort(output.request_id)
+        except BaseException:
+            self._abort(assemblers)
+            raise
+        for assembler in assemblers:
+            for sequence in assembler.sequences:
+                if sequence.finish_reason == "error":
+                    raise QuireError(f"request {assembler.request_id} failed: {sequence.error}")
+        return [assembler.output() for assembler in assemblers]
+
+    def _abort(self, assemblers: list[RequestAssembler]) -> None:
+        """End what is left of these requests and drop their last outputs."""
+        for assembler in assemblers:
+            for request_id in assembler.unfinished_ids():
+                self.engine.abort(request_id)
+        while self.engine.has_work():
+            self.engine.step()

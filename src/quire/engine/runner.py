@@ -1,0 +1,112 @@
+"""ModelRunner: turns a batch into tensors, runs the model on the pools, and draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.cache import KVCache
+from quire.engine.messages import TokenLogprobs
+from quire.engine.sampler import Drawn, Sampler
+from quire.kernels.batch import PagedBatch
+from quire.memory.pool import Pool
+from quire.models.hf import LoadedModel
+from quire.scheduler.batch import Batch, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launched step. `sampled` are the batch's works that draw a token, in the order of `drawn`'s rows."""
+
+    batch: Batch
+    fence: int
+    sampled: tuple[Work, ...]
+    drawn: Drawn | None
+
+    def wait(self) -> list[int | None]:
+        """Wait for the device: the token of each work of the batch, None for those that drew none."""
+        tokens = iter(self.drawn.tokens.tolist() if self.drawn is not None else ())
+        return [next(tokens) if work.samples else None for work in self.batch.works]
+
+    def logprobs(self) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities by request id, of the requests that asked."""
+        if self.drawn is None:
+            return {}
+        rows = ((work, self.drawn.row_logprobs(row)) for row, work in enumerate(self.sampled))
+        return {work.request.request_id: found for work, found in rows if found is not None}
+
+
+class ModelRunner:
+    """Owns the pools' tensors. `launch` returns at once where the device computes on its own."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device) -> None:
+        self._model = model
+        self._cache = cache
+        self._sampler = sampler
+        self._device = device
+        self.pools = tuple(Pool(group.layout, cache.plan.num_pages, device=device) for group in cache.plan.groups)
+        built = sum(pool.num_bytes for pool in self.pools)
+        assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, previous: Step | None) -> Step:
+        """Start a step. `previous` is the step in flight, whose tokens this one's may continue."""
+        works = batch.works
+        starts = np.array([work.start for work in works], dtype=np.int64)
+        counts = np.array([work.count for work in works], dtype=np.int64)
+        paged = self._paged(batch, starts, counts)
+        offsets = np.cumsum(counts)
+        positions = np.arange(int(offsets[-1])) + np.repeat(starts - (offsets - counts), counts)
+        sampled = tuple(work for work in works if work.samples)
+        rows = offsets[[work.samples for work in works]] - 1
+        fence = self._cache.open_fence()
+        try:
+            logits = self._model.forward(
+                self._input_ids(batch, offsets, previous),
+                torch.from_numpy(positions).to(self._device, non_blocking=True),
+                paged,
+                self.pools[0],
+                torch.from_numpy(rows).to(self._device, non_blocking=True),
+            )
+            drawn = self._sampler.draw(logits, [work.request for work in sampled]) if sampled else None
+        except BaseException:
+            self._cache.close_fence(fence)
+            raise
+        return Step(batch, fence, sampled, drawn)
+
+    def _paged(self, batch: Batch, starts: np.ndarray, counts: np.ndarray) -> PagedBatch:
+        kvs = [work.kv for work in batch.works]
+        ends = starts + counts
+        query_starts = np.zeros(len(kvs) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        return PagedBatch(
+            query_starts=query_starts,
+            context_lens=ends.astype(np.int32),
+            frames=self._cache.page_table(kvs, ends),
+            slots=self._cache.slots(kvs, starts, ends),
+            page_size=self._cache.page_size,
+        )
+
+    def _input_ids(self, batch: Batch, offsets: np.ndarray, previous: Step | None) -> Tensor:
+        """Token ids of the batch, int64 `[tokens]`; those that only the device knows yet are copied there."""
+        ids = np.zeros(int(offsets[-1]), dtype=np.int64)
+        future: list[tuple[int, int]] = []
+        for work, end in zip(batch.works, offsets.tolist(), strict=True):
+            known = work.request.tokens[work.start : work.start + work.count]
+            ids[end - work.count : end - work.count + len(known)] = known
+            if len(known) < work.count:
+                future.append((end - 1, _row_in(previous, work)))
+        tensor = torch.from_numpy(ids).to(self._device, non_blocking=True)
+        if future:
+            assert previous is not None and previous.drawn is not None
+            where, row = torch.tensor(future, device=self._device).T
+            tensor[where] = previous.drawn.tokens[row]
+        return tensor
+
+
+def _row_in(step: Step | None, work: Work) -> int:
+    assert step is not None, "a token is pending and no step is in flight"
+    return next(row for row, other in enumerate(step.sampled) if other.request is work.request)

@@ -1,0 +1,99 @@
+"""The check every model passes at load: a mixed step on scattered frames against the model's own forward pass.
+
+step      sequence 0      sequence 1
+1         0..6 chunk
+2         6..10 chunk     0..5 chunk
+3         10 decode       5..8 chunk
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import ModelCheckFailed
+from quire.kernels.attention import PagedBatch
+from quire.memory.pool import Pool
+from quire.spec.ids import pages_for
+from quire.spec.layout import DType
+from quire.spec.model import ModelSpec
+
+_PAGE_SIZE = 4
+_STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
+"""Per step, the positions each of the two sequences computes."""
+_FRAMES = np.array([[5, 2, 4], [3, 1, 0]], dtype=np.int32)
+"""Page tables: scattered, so that neither order nor adjacency helps."""
+_TOLERANCE = {DType.FLOAT32: 2e-3, DType.FLOAT16: 5e-2, DType.BFLOAT16: 2e-1}
+"""Largest accepted error of a row of logits, relative to the row's norm. A wrong scale, mask or key costs 0.3 to 2."""
+
+
+class CheckedModel(Protocol):
+    """What the check needs of a model."""
+
+    name: str
+    spec: ModelSpec
+    device: torch.device
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor: ...
+
+    def plain_logits(self, input_ids: Tensor) -> Tensor: ...
+
+
+def check_forward(model: CheckedModel) -> None:
+    """Raise ModelCheckFailed unless the paged steps give the plain logits. The pool starts as NaN: no read escapes."""
+    lengths = [steps[-1] for steps in zip(*_STEPS, strict=True)]
+    generator = np.random.default_rng(0)
+    tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
+    plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
+    pool = _nan_pool(model)
+    errors: list[float] = []
+    for step in _STEPS:
+        logits = _run_step(model, pool, step, tokens)
+        wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
+        errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
+    _judge(model, np.array(errors))
+
+
+def _nan_pool(model: CheckedModel) -> Pool:
+    (group,) = model.spec.groups(_PAGE_SIZE)
+    pool = Pool(group.layout, int(_FRAMES.max()), device=model.device)
+    for field in group.layout.fields:
+        for layer in field.layers:
+            pool.layer(field.name, layer).fill_(float("nan"))
+    return pool
+
+
+def _run_step(model: CheckedModel, pool: Pool, step: tuple[tuple[int, int], ...], tokens: list[np.ndarray]) -> Tensor:
+    """Logits of every row of one step."""
+    positions = np.concatenate([np.arange(start, stop) for start, stop in step])
+    owners = np.repeat(np.arange(len(step)), [stop - start for start, stop in step])
+    present = [i for i, (start, stop) in enumerate(step) if stop > start]
+    counts = [step[i][1] - step[i][0] for i in present]
+    contexts = np.array([step[i][1] for i in present], dtype=np.int32)
+    batch = PagedBatch(
+        query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        context_lens=contexts,
+        frames=_FRAMES[present, : pages_for(int(contexts.max()), _PAGE_SIZE)],
+        slots=(_FRAMES[owners, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).astype(np.int32),
+        page_size=_PAGE_SIZE,
+    )
+    input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
+    to_device = lambda array: torch.from_numpy(array).to(model.device)  # noqa: E731
+    rows = torch.arange(len(positions), device=model.device)
+    return model.forward(to_device(input_ids), to_device(positions), batch, pool, rows)
+
+
+def _judge(model: CheckedModel, errors: np.ndarray) -> None:
+    """In float32 every row counts. At lower precision a near tie (of experts, say) may go either way: the median."""
+    tolerance = _TOLERANCE[model.spec.dtype]
+    error = float(errors.max() if model.spec.dtype is DType.FLOAT32 else np.median(errors))
+    if np.isnan(errors).any() or error > tolerance:
+        shown = "reads memory that was never written" if np.isnan(errors).any() else f"differs by {error:.2g}"
+        raise ModelCheckFailed(
+            f"'{model.name}' ({model.spec.architecture}, {model.spec.dtype}) on paged memory {shown} from its plain "
+            f"forward pass, relative to the logits; at most {tolerance:g} is accepted. It is not served.",
+            fix="use a model type listed as verified, or float32; please report this architecture.",
+        )

@@ -1,0 +1,229 @@
+"""LoadedModel: a Hugging Face causal language model that computes on Quire's pools. No model code is replaced.
+
+Loading refuses what is known not to run, finds the attention calls by running the model once, and then compares steps
+of mixed, paged, chunked sequences with the model's own forward pass: a model that would silently be wrong is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.errors import InvalidInput, LayoutMismatch, ModelLoadError, UnsupportedModel
+from quire.kernels.attention import PagedBatch
+from quire.memory.pool import Pool, torch_dtype
+from quire.models.attention import IMPLEMENTATION, RecordingForward, RunningForward, forward_pass
+from quire.models.check import check_forward
+from quire.models.registry import refuse_unsupported
+from quire.models.rotary import fix_longrope
+from quire.models.source import ModelSource, quiet, reading, transformers_version
+from quire.spec.layout import DType
+from quire.spec.model import AttentionCall, ModelSpec, config_dtype
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+class LoadedModel:
+    """A checked model. `spec` says what its pools must hold; `forward` runs it on them."""
+
+    def __init__(self, model: Any, *, name: str, max_length: int | None = None) -> None:
+        """Wrap `model`, a transformers causal language model with weights; `load_model` is the usual way here."""
+        self.name = name
+        self.config: dict[str, Any] = model.config.to_dict()
+        self.device: torch.device = model.device
+        self.eos_token_ids = _eos_token_ids(model)
+        self._model = model.eval()
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        text_config = model.config.get_text_config()
+        self._num_layers = int(text_config.num_hidden_layers)
+        context_length = getattr(text_config, "max_position_embeddings", None) or max_length
+        if context_length is None:
+            raise UnsupportedModel(
+                f"the configuration of '{name}' has no 'max_position_embeddings', the longest context it was made for.",
+                fix="add 'max_position_embeddings' to config.json.",
+            )
+        fix_longrope(model, max_length or int(context_length))
+        model.set_attn_implementation(IMPLEMENTATION)
+        self.spec = ModelSpec(
+            architecture=type(model).__name__,
+            calls=self.discover(),
+            context_length=int(context_length),
+            vocab_size=int(text_config.vocab_size),
+            dtype=DType(str(model.dtype).removeprefix("torch.")),
+        )
+        self._compare_with_config()
+        self.check()
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor:
+        """Logits float32 `[len(rows), vocab_size]` of the flat rows `rows` (int64), writing all rows to the pool.
+
+        `input_ids` and `positions` are int64 `[T]`, described by `batch`; all tensors are on the model's device.
+        """
+        running = RunningForward(pool, batch)
+        keep = {"logits_to_keep": rows} if self._keeps_rows else {}
+        with forward_pass(running):
+            logits: Tensor = self._model(
+                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **keep
+            ).logits[0]
+        assert running.ordinal == len(self.spec.calls), "a forward pass made other attention calls than at load"
+        return (logits if self._keeps_rows else logits[rows]).float()
+
+    @torch.inference_mode()
+    def plain_logits(self, input_ids: Tensor) -> Tensor:
+        """Logits float32 `[T, vocab_size]` of one sequence by the model's own eager attention: the reference."""
+        self._model.set_attn_implementation("eager")
+        try:
+            positions = torch.arange(len(input_ids), device=self.device).unsqueeze(0)
+            out = self._model(input_ids=input_ids.unsqueeze(0), position_ids=positions, use_cache=False)
+        finally:
+            self._model.set_attn_implementation(IMPLEMENTATION)
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def discover(self) -> tuple[AttentionCall, ...]:
+        """The attention calls of one forward pass, found by running two tokens through the model without a pool."""
+        recording = RecordingForward()
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        with forward_pass(recording):
+            self._model(
+                input_ids=tokens, position_ids=torch.arange(2, device=self.device).unsqueeze(0), use_cache=False
+            )
+        calls = tuple(recording.calls)
+        if not calls:
+            raise UnsupportedModel(
+                f"'{self.name}' ({type(self._model).__name__}) computes attention in code of its own, which "
+                "transformers does not let another implementation replace.",
+                fix="use a model type listed as verified.",
+            )
+        if len(calls) % self._num_layers:
+            raise UnsupportedModel(
+                f"'{self.name}' called attention {len(calls)} times for {self._num_layers} layers, so some layers keep "
+                "their memory elsewhere.",
+                fix="use a model type listed as verified.",
+            )
+        return calls
+
+    def check(self) -> None:
+        """Raise ModelCheckFailed unless a mixed step on scattered frames gives the model's own logits."""
+        check_forward(self)
+
+    def _compare_with_config(self) -> None:
+        """What planning reads off the configuration must be what the model does."""
+        try:
+            planned = ModelSpec.from_config(self.config).calls
+        except UnsupportedModel:
+            return
+        found = tuple(
+            AttentionCall(
+                kv_heads=call.kv_heads,
+                key_dim=call.key_dim,
+                value_dim=call.value_dim,
+                window=call.window if call.window < self.spec.context_length else 0,
+            )
+            for call in self.spec.calls
+        )
+        if planned == found:
+            return
+        at = next(
+            (i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(map(len, (planned, found)))
+        )
+        expected, actual = (calls[at] if at < len(calls) else "no call" for calls in (planned, found))
+        raise LayoutMismatch(
+            f"the configuration of '{self.name}' promises {len(planned)} attention calls and the model makes "
+            f"{len(found)}; call {at} should be {expected} and is {actual}.",
+            fix="correct config.json (window, heads or dims), or report the architecture.",
+        )
+
+
+def load_model(
+    path_or_id: str, *, dtype: str = "auto", device: str | torch.device = "cpu", max_length: int | None = None
+) -> LoadedModel:
+    """Read, check and return the model in a folder or on the hub.
+
+    `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
+    the model's own by default; it matters to rotary embeddings that have a short and a long form. Raises
+    ModelLoadError (unreadable), UnsupportedModel (will not run), LayoutMismatch or ModelCheckFailed (would be wrong).
+    """
+    if dtype not in DTYPES:
+        raise InvalidInput(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}.", fix="use 'auto' or one of these.")
+    source = ModelSource.find(path_or_id)
+    config = source.read_config()
+    refuse_unknown(config, path_or_id)
+    refuse_unsupported(config, path_or_id)
+    wanted = torch_dtype(config_dtype(config) if dtype == "auto" else DType(dtype))
+    with quiet():
+        model = _read_weights(source, wanted)
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelLoadError(
+                f"the weights of '{path_or_id}' cannot be moved to device '{device}': {str(error).splitlines()[0]}",
+                fix="use device 'cpu', free the device's memory, or use a smaller model.",
+            ) from error
+        return LoadedModel(model, name=path_or_id, max_length=max_length)
+
+
+def refuse_unknown(config: dict[str, Any], name: str) -> None:
+    """Raise UnsupportedModel where transformers has no causal language model for the configuration."""
+    kind = config.get("model_type")
+    if not kind:
+        raise UnsupportedModel(
+            f"the configuration of '{name}' has no 'model_type'.", fix="restore config.json from the original."
+        )
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise UnsupportedModel(
+            f"transformers {transformers_version()} does not know model type '{kind}' of '{name}'.",
+            fix="check 'model_type' in config.json, or use a model that transformers itself implements.",
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModel(
+            f"model type '{kind}' of '{name}' has no causal language model in transformers {transformers_version()}.",
+            fix="use a text generation model.",
+        )
+
+
+def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
+    with reading(source, "the configuration"):
+        config = AutoConfig.from_pretrained(source.name, local_files_only=source.local)
+    try:
+        with reading(source, "the weights"):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source.name,
+                config=config,
+                dtype=dtype,
+                local_files_only=source.local,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except ModelLoadError as error:
+        if isinstance(error.__cause__, SafetensorError):
+            raise ModelLoadError(
+                f"a weight file of '{source.name}' is corrupt: {error.__cause__}.", fix="copy the weights again."
+            ) from error.__cause__
+        raise
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
+    if absent:
+        raise ModelLoadError(
+            f"the weights of '{source.name}' lack {len(absent)} tensors that {type(model).__name__} needs, "
+            f"first '{absent[0]}'.",
+            fix="copy all *.safetensors files, and check that config.json belongs to them.",
+        )
+    return model
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Token ids that end a sequence: those of the generation configuration, else of the model's."""
+    for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        found = getattr(holder, "eos_token_id", None)
+        if found is not None:
+            return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()

@@ -1,0 +1,99 @@
+"""Which model types run and which are refused, as data. Loading checks every model anyway; this is what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import UnsupportedModel
+
+RECURRENT = "needs recurrent state, which this version does not hold"
+INDEXED = "selects tokens with an indexer, whose keys this version does not hold"
+COMPRESSED = "attends to compressed entries, which this version does not hold"
+NO_INTERFACE = "computes attention in code of its own, which transformers does not let another implementation replace"
+ENCODER = "is an encoder or encoder-decoder; Quire serves decoder-only language models"
+CHUNKED = "attends in chunks with position-dependent temperature, which this version does not compute"
+OWN_MASK = "builds an attention mask of its own, which paged attention does not see"
+
+_VERIFIED = """
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2
+    deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3
+    gemma3_text gemma3n gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2
+    gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
+    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi
+    moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+"""
+
+_REFUSED = {
+    RECURRENT: """
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling inkling2 inkling2_text inkling_text jamba
+        kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text
+        qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
+    """,
+    INDEXED: "axk2 deepseek_v32 glm_moe_dsa hy_v4 minimax_m3_vl_text mistral_large4",
+    COMPRESSED: "deepseek_v4",
+    NO_INTERFACE: "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet",
+    CHUNKED: "llama4 llama4_text",
+    OWN_MASK: "doge",
+    ENCODER: """
+        bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
+        ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert
+        roformer t5 trocr whisper xlm-roberta xlm-roberta-xl xmod
+    """,
+}
+
+VERIFIED: frozenset[str] = frozenset(_VERIFIED.split())
+"""Model types whose logits on a mixed batch of paged sequences were compared with the plain forward pass."""
+
+REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds.split()}
+"""Model types that are refused, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """One row of the support table. `status` is "verified" or "refused"."""
+
+    model_type: str
+    status: str
+    reason: str = ""
+
+
+def support_table() -> tuple[Support, ...]:
+    """Every model type with a known status, by name. Types outside it are decided by the check at load."""
+    rows = [Support(kind, "verified") for kind in VERIFIED]
+    rows += [Support(kind, "refused", reason) for kind, reason in REFUSED.items()]
+    return tuple(sorted(rows, key=lambda row: row.model_type))
+
+
+def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
+    """Raise UnsupportedModel where the configuration `config` of model `name` is known not to run."""
+    text = config.get("text_config")
+    for part in (config, text) if isinstance(text, Mapping) else (config,):
+        kind = str(part.get("model_type"))
+        reason = REFUSED.get(kind) or (ENCODER if part.get("is_encoder_decoder") else None)
+        if reason:
+            raise UnsupportedModel(
+                f"model '{name}' is of type '{kind}', which {reason}.", fix="use a model type listed as verified."
+            )
+        if "dynamic" in rope_types(part):
+            raise UnsupportedModel(
+                f"model '{name}' has dynamic-NTK rotary embeddings (rope type 'dynamic'), whose angles depend on the "
+                f"longest sequence of the batch, so a request's output would depend on its neighbours.",
+                fix="set rope type 'yarn' or 'default' in config.json, if the model allows it.",
+            )
+
+
+def rope_types(config: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the rotary embedding variants a configuration asks for, one per kind of layer at most."""
+    found: set[str] = set()
+    for field in ("rope_scaling", "rope_parameters"):
+        value = config.get(field)
+        if not isinstance(value, Mapping):
+            continue
+        for entry in (value, *value.values()):
+            if isinstance(entry, Mapping):
+                found.add(str(entry.get("rope_type") or entry.get("type") or "default"))
+    return frozenset(found)

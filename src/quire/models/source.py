@@ -1,0 +1,116 @@
+"""ModelSource: a folder or hub name, its configuration, and the errors of reading either. No weights are read here."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from quire.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model or tokenizer is read from. `local`: a folder, so the network is never asked."""
+
+    name: str
+    local: bool
+
+    @classmethod
+    def find(cls, name: str) -> ModelSource:
+        """The source `name` means. What looks like a path must be a folder; anything else is a hub name."""
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return cls(str(path), True)
+        if path.exists():
+            raise ModelLoadError(
+                f"'{name}' is a file; a model is a folder with config.json and *.safetensors files.",
+                fix=f"pass the folder, '{path.parent}'.",
+            )
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+            raise ModelLoadError(
+                f"there is no folder '{name}'.", fix="check the path; a hub name has the form 'owner/model'."
+            )
+        return cls(name, False)
+
+    def read_config(self) -> dict[str, Any]:
+        """The contents of config.json, unchanged."""
+        if self.local:
+            return self._read_local_config()
+        with reading(self, "config.json"), quiet():
+            found, _ = PreTrainedConfig.get_config_dict(self.name)
+        if not found:
+            raise ModelLoadError(f"'{self.name}' has no config.json.", fix="name a repository that holds a model.")
+        return dict(found)
+
+    def _read_local_config(self) -> dict[str, Any]:
+        path = Path(self.name) / "config.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelLoadError(
+                f"'{self.name}' has no config.json.", fix="pass the folder that holds config.json and the weights."
+            ) from None
+        except (ValueError, OSError) as error:
+            raise ModelLoadError(
+                f"{path} cannot be read: {error}.", fix="restore the file from the original."
+            ) from error
+        if not isinstance(found, Mapping):
+            raise ModelLoadError(
+                f"{path} holds a JSON {type(found).__name__}, not an object.", fix="restore the file from the original."
+            )
+        return dict(found)
+
+
+@contextmanager
+def reading(source: ModelSource, what: str) -> Iterator[None]:
+    """Turn whatever goes wrong while reading `what` from `source` into a ModelLoadError that says so."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise _load_error(source, what, error) from error
+
+
+def _load_error(source: ModelSource, what: str, error: Exception) -> ModelLoadError:
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if source.local:
+        return ModelLoadError(
+            f"{what} of '{source.name}' cannot be read: {first_line}",
+            fix="copy the model again; a partly written or edited file is the usual cause.",
+        )
+    return ModelLoadError(
+        f"{what} of '{source.name}' cannot be fetched from the hub: {first_line}",
+        fix="check the name and the network, log in for a gated model, or pass a local folder.",
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars, log lines or warnings of transformers inside; its settings are restored after."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def transformers_version() -> str:
+    """The release in use, for messages."""
+    return str(transformers.__version__)

@@ -1,0 +1,121 @@
+"""Tokenizer: text to token ids and back, and decoding that can be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from quire.errors import InvalidInput, ModelLoadError
+from quire.models.source import ModelSource, quiet, reading
+from quire.spec.ids import Ids
+
+_INCOMPLETE = "�"
+"""What decoding gives for bytes that are not a whole character yet."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer behind the few verbs Quire uses."""
+
+    def __init__(self, tokenizer: Any, *, name: str) -> None:
+        self.name = name
+        self.vocab_size = len(tokenizer)
+        self._tokenizer = tokenizer
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence token, if the tokenizer names one."""
+        found = self._tokenizer.eos_token_id
+        return () if found is None else (int(found),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` works."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
+        """Token ids int32 of `text`."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary (a padded output layer has them) decode to nothing."""
+        known = [token for token in map(int, token_ids) if 0 <= token < self.vocab_size]
+        return str(
+            self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> Ids:
+        """Token ids of a conversation; `variables` are passed to the template."""
+        if not self.has_chat_template:
+            raise InvalidInput(
+                f"tokenizer '{self.name}' has no chat template.",
+                fix="use plain completions, or add 'chat_template' to tokenizer_config.json.",
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+            )
+        except Exception as error:  # templates raise what their authors chose
+            raise InvalidInput(
+                f"the chat template of '{self.name}' refuses these messages: {error}.",
+                fix="check roles, their order and the content of each message.",
+            ) from error
+        return self.encode(text, add_special_tokens=False)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for one sequence's new tokens."""
+        return TextStream(self, skip_special_tokens=skip_special_tokens)
+
+
+class TextStream:
+    """Text of a growing sequence of tokens, in pieces that concatenate to the whole and never split a character.
+
+    Only the tokens since the last emitted boundary, and a few before for the tokenizer's spacing rules, are decoded
+    again: O(1) per token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._tokens: list[int] = []
+        self._prefix_at = 0  # first token still needed as context
+        self._read_at = 0  # tokens before it have been emitted
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that `token_ids` complete; "" while the last character is not whole."""
+        self._tokens.extend(int(token) for token in token_ids)
+        before, after = self._texts()
+        if len(after) <= len(before) or after.endswith(_INCOMPLETE):
+            return ""
+        return self._emit(before, after)
+
+    def finish(self) -> str:
+        """Whatever is held back, when no more tokens come."""
+        before, after = self._texts()
+        return self._emit(before, after)
+
+    def _texts(self) -> tuple[str, str]:
+        decode = self._tokenizer.decode
+        before = decode(self._tokens[self._prefix_at : self._read_at], skip_special_tokens=self._skip)
+        return before, decode(self._tokens[self._prefix_at :], skip_special_tokens=self._skip)
+
+    def _emit(self, before: str, after: str) -> str:
+        del self._tokens[: self._prefix_at]
+        self._prefix_at, self._read_at = self._read_at - self._prefix_at, len(self._tokens)
+        return after[len(before) :]
+
+
+def load_tokenizer(path_or_id: str) -> Tokenizer:
+    """The tokenizer in a folder or on the hub. Raises ModelLoadError where there is none that can be read."""
+    source = ModelSource.find(path_or_id)
+    with quiet(), reading(source, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source.name, local_files_only=source.local)
+    if not len(tokenizer):
+        raise ModelLoadError(
+            f"'{path_or_id}' has no tokenizer.", fix="add tokenizer.json, or run with token ids and no tokenizer."
+        )
+    return Tokenizer(tokenizer, name=path_or_id)

@@ -1,0 +1,91 @@
+"""Prometheus metrics: the engine's counters as they are, and what only the server can measure (latencies, statuses).
+
+The engine's numbers are read when a scrape asks, from the snapshot `statistics` returns, so that nothing is counted twice
+and no number exists in two places. Counters restart with the engine process, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+FRAME_STATES = ("free", "private", "cached", "moving", "quarantined")
+
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "hit_tokens": "Prompt tokens that came from the cache.",
+    "output_tokens": "Generated tokens.",
+    "evicted_pages": "Cached pages given up for others.",
+    "preemptions": "Times a running request had to give its pages back.",
+    "finished_requests": "Requests that ended by themselves.",
+    "aborted_requests": "Requests that the client gave up.",
+    "refused_requests": "Requests that could never fit or were invalid.",
+    "steps": "Steps of the engine.",
+}
+
+GAUGES = {
+    "running_requests": "Requests that hold pages.",
+    "waiting_requests": "Requests that wait for room.",
+    "shared_pages": "Pages that more than one request reads now.",
+    "kv_bytes": "Bytes of the KV pools.",
+    "page_size": "Tokens in a page.",
+}
+
+_LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+Snapshot = Callable[[], Mapping[str, Any]]
+
+
+class EngineCollector(Collector):
+    """Shows a snapshot of the engine's statistics. A key the engine does not report is left out, not shown as 0."""
+
+    def __init__(self, statistics: Snapshot, healthy: Callable[[], bool]) -> None:
+        self._statistics = statistics
+        self._healthy = healthy
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of one scrape."""
+        statistics = self._statistics()
+        yield GaugeMetricFamily("quire_healthy", "1 while requests can progress.", value=float(self._healthy()))
+        for key, text in COUNTERS.items():
+            if key in statistics:
+                yield CounterMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
+        for key, text in GAUGES.items():
+            if key in statistics:
+                yield GaugeMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
+        yield self._frames(statistics.get("frames", {}))
+
+    def _frames(self, groups: Mapping[str, Mapping[str, Any]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "quire_frames",
+            "Frames of a group by state; the states of a group add up to its pool.",
+            labels=("group", "state"),
+        )
+        for group, frames in groups.items():
+            for state in FRAME_STATES:
+                family.add_metric((group, state), float(frames.get(state, 0)))
+        return family
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, statistics: Snapshot, healthy: Callable[[], bool]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(statistics, healthy))
+        self.first_token_s = self._histogram("quire_time_to_first_token_seconds", "Request received to first token.")
+        self.request_s = self._histogram("quire_request_latency_seconds", "Request received to last token.")
+        self.responses = Counter(
+            "quire_http_responses", "HTTP responses by route and status.", ("route", "status"), registry=self.registry
+        )
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, registry=self.registry, buckets=_LATENCY_BUCKETS_S)
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)

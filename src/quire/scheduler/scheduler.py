@@ -1,0 +1,243 @@
+"""Scheduler: who runs next, on which pages. Continuous batching with chunked prefill.
+
+A step takes running requests first, those that decode before those that prefill, then admits waiting ones while tokens
+and pages last. When pages run out, the running request that comes last in `Request.order` gives its memory back and
+waits again; what it had committed stays cached. The first in that order is never preempted, so something always
+finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
+
+Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cache import KVCache, PrefixHit
+from quire.errors import InvalidInput, OutOfPages
+from quire.scheduler.batch import Batch, Work
+from quire.scheduler.policy import SchedulingPolicy
+from quire.scheduler.request import Request, RequestState
+from quire.spec.ids import Ids, pages_for
+
+
+class Scheduler:
+    """The queues of one engine. Single-threaded, like the cache it allocates from."""
+
+    def __init__(self, cache: KVCache, policy: SchedulingPolicy, *, max_running: int, max_tokens: int) -> None:
+        self._cache = cache
+        self._policy = policy
+        self._max_running = max_running
+        self._max_tokens = max_tokens
+        self._waiting: list[Request] = []  # sorted by Request.order
+        self._running: list[Request] = []  # sorted by Request.order
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self.num_preemptions = 0
+
+    # -- queues
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold memory."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Requests without memory, in order, each with its `wait_reason`."""
+        return self._waiting
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that the plan admits. Raises what `MemoryPlan.check_request` raises, or InvalidInput for an
+        id in use; then nothing was queued."""
+        if request.request_id in self._requests:
+            raise InvalidInput(f"request id '{request.request_id}' is in use.", fix="send another id.")
+        self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_order)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request wherever it is; its memory comes back at once, or when the step in flight has settled."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.finish_reason = "abort"
+            self._finish(request, keep=False)
+        return request
+
+    # -- one step
+
+    def schedule(self) -> Batch:
+        """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
+        batch = Batch()
+        preempted = self.num_preemptions
+        ready = [request for request in self._running if request.num_ready]
+        decodes = [request for request in ready if request.num_ready == 1][: self._max_tokens]
+        self._grant(batch, [self._work(request, 1) for request in decodes])
+        for request in [request for request in ready if request.num_ready > 1]:
+            left = self._max_tokens - batch.num_tokens
+            if left and request.state is RequestState.RUNNING:
+                self._grant(batch, [self._work(request, left)])
+        if preempted == self.num_preemptions:
+            self._admit(batch)
+        for work in batch.works:
+            work.request.num_launched += work.count
+            work.request.pending += work.samples
+        return batch
+
+    def settle(self, batch: Batch, drawn: Sequence[int | None]) -> list[Request]:
+        """The step has finished: `drawn[i]` is the token of work i, None where it drew none.
+
+        Commits what has settled and ends requests that are done. Returns the requests that got a token, in order.
+        """
+        advanced = []
+        for work, token in zip(batch.works, drawn, strict=True):
+            request = work.request
+            if request.state is RequestState.FINISHED:
+                continue
+            if request.kv is work.kv:
+                request.num_settled = work.start + work.count
+                if request.num_settled // self._cache.page_size > work.kv.lease.num_pages:
+                    self._cache.commit(work.kv, request.tokens[: request.num_settled])
+            if token is not None:
+                request.pending -= 1
+                request.append(token)
+                advanced.append(request)
+                if request.finish_reason is not None:
+                    self._finish(request, keep=True)
+        return advanced
+
+    # -- inside
+
+    def _work(self, request: Request, limit: int) -> Work:
+        assert request.kv is not None
+        count = min(request.num_ready, limit)
+        start = request.num_launched
+        return Work(request, request.kv, start, count, samples=start + count == request.num_known)
+
+    def _grant(self, batch: Batch, works: list[Work]) -> None:
+        """Allocate for these works, in one operation, and put them into the batch; preempt until what is left fits."""
+        while works:
+            try:
+                self._cache.extend([work.kv for work in works], [work.count for work in works])
+            except OutOfPages:
+                if self._cache.steps_in_flight:
+                    works = works[:-1]
+                    continue
+                victim = self._running[-1]
+                self._preempt(victim)
+                works = [work for work in works if work.request is not victim]
+                batch.works = [work for work in batch.works if work.request is not victim]
+            else:
+                batch.works.extend(works)
+                return
+
+    def _preempt(self, request: Request) -> None:
+        assert request.kv is not None and not request.pending
+        self._cache.finish(request.kv)
+        self._running.remove(request)
+        request.kv = None
+        request.state = RequestState.WAITING
+        request.num_launched = request.num_settled = 0
+        request.num_preemptions += 1
+        request.wait_reason = "was preempted: older requests needed its pages"
+        self.num_preemptions += 1
+        insort(self._waiting, request, key=_order)
+
+    def _admit(self, batch: Batch) -> None:
+        hits: dict[str, PrefixHit] = {}
+
+        def match(request: Request) -> PrefixHit:
+            if request.request_id not in hits:
+                hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
+            return hits[request.request_id]
+
+        deferred = 0
+        for request in list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens)):
+            left = self._max_tokens - batch.num_tokens
+            if not left or deferred >= self._max_running:
+                return
+            if len(self._running) >= self._max_running:
+                request.wait_reason = f"{self._max_running} requests run, which is the limit"
+                return
+            hit = match(request)
+            leader = self._leader(request, hit)
+            if leader is not None:
+                request.wait_reason = f"waits for the prefix that {leader.request_id} is computing"
+                deferred += 1
+                continue
+            if not self._fits(request, hit):
+                return
+            self._begin(batch, request, hit, left)
+            hits.clear()  # a lease may have split the edges that other matches ended in
+
+    def _begin(self, batch: Batch, request: Request, hit: PrefixHit, limit: int) -> None:
+        request.kv = self._cache.begin(request.tokens, request.namespace, hit=hit, priority=request.priority)
+        request.num_launched = request.num_settled = request.kv.num_cached
+        if request.num_cached < 0:
+            request.num_cached = request.kv.num_cached
+        request.state = RequestState.RUNNING
+        self._waiting.remove(request)
+        insort(self._running, request, key=_order)
+        self._grant(batch, [self._work(request, limit)])
+
+    def _leader(self, request: Request, hit: PrefixHit) -> Request | None:
+        """A running request that is computing more of this one's prefix than is cached: worth waiting for."""
+        if not self._cache.share_prefixes:
+            return None
+        size = self._cache.page_size
+        for other in self._running:
+            if other.kv is None or other.namespace != request.namespace or not other.in_prefill:
+                continue
+            shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
+            if shared > hit.num_pages and shared > other.kv.lease.num_pages:
+                return other
+        return None
+
+    def _fits(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
+        size = self._cache.page_size
+        needed = pages_for(len(request.tokens), size) - hit.num_pages
+        promised = sum(
+            pages_for(other.num_known, size) - pages_for(self._cache.allocated(other.kv), size)
+            for other in self._running
+            if other.kv is not None
+        )
+        available = self._cache.num_available_pages - hit.num_pinned - promised
+        headroom = len(self._running)
+        if needed + headroom <= available:
+            return True
+        request.wait_reason = (
+            f"needs {needed} pages and {headroom} in reserve; {max(0, available)} are available, "
+            f"{len(self._running)} running requests hold the rest"
+        )
+        return False
+
+    def _finish(self, request: Request, *, keep: bool) -> None:
+        if request.state is RequestState.RUNNING:
+            assert request.kv is not None
+            self._cache.finish(request.kv, request.tokens[: request.num_settled] if keep else None)
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        request.kv = None
+        request.state = RequestState.FINISHED
+        del self._requests[request.request_id]
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _common_tokens(left: Ids, right: Ids) -> int:
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,96 @@
+"""The FastAPI app: the OpenAI routes, and the ones that say how the server is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from quire.engine.async_engine import AsyncEngine
+from quire.errors import EngineDead
+from quire.observe.metrics import ServerMetrics
+from quire.serve import errors
+from quire.serve.chat import chat_router
+from quire.serve.completions import completions_router
+from quire.serve.errors import UnknownModel
+from quire.serve.gate import Gate
+from quire.serve.generation import Service
+from quire.serve.sse import ClientGone
+
+
+def create_app(
+    engine: AsyncEngine,
+    *,
+    model_name: str,
+    api_key: str | None = None,
+) -> FastAPI:
+    """The app that serves `engine`, which must be started and is not shut down by the app."""
+    metrics = ServerMetrics(lambda: engine.last_statistics, lambda: engine.health().healthy)
+    service = Service(engine=engine, metrics=metrics, model_name=model_name, started_at=int(time.time()))
+    app = FastAPI(title="Quire", summary="OpenAI-compatible server on a paged, prefix-shared KV cache.")
+    errors.install(app)
+    app.add_exception_handler(ClientGone, _nobody_listens)
+    app.include_router(completions_router(service))
+    app.include_router(chat_router(service))
+    app.include_router(_models_router(service))
+    app.include_router(_state_router(service))
+    app.add_middleware(Gate, metrics=metrics, api_key=api_key)
+    return app
+
+
+async def _nobody_listens(_request: Any, _error: Exception) -> Response:
+    """Status 499 is what proxies log for it; nobody will read it."""
+    return Response(status_code=499)
+
+
+def _models_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    model = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "quire",
+        "max_model_len": service.engine.context_length,
+    }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != service.model_name:
+            raise UnknownModel(f"the model '{name}' does not exist here.", fix=f"use '{service.model_name}'.")
+        return model
+
+    return router
+
+
+def _state_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 while a request could be answered; 503 with the reason when none can progress."""
+        state = service.engine.health()
+        body = {"status": "ok"} if state.healthy else {"status": "unhealthy", "reason": state.reason}
+        return JSONResponse(body, status_code=200 if state.healthy else 503)
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Prometheus' text format. An engine that is dead or in a long step shows its last counters."""
+        try:
+            await service.engine.statistics(timeout_s=1.0)
+        except EngineDead:
+            pass
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/cache/statistics")
+    async def statistics() -> dict[str, Any]:
+        """The engine's counters as they are now."""
+        return await service.engine.statistics()
+
+    return router

@@ -1,0 +1,137 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from quire.engine.async_engine import Tokenizer
+from quire.engine.output import Logprob
+from quire.errors import InvalidInput, QuireError
+from quire.serve.completions import most_likely
+from quire.serve.errors import error_body
+from quire.serve.generation import Generation, Service
+from quire.serve.protocol import ChatBody
+from quire.serve.sse import DONE, EventStream, event, while_connected
+from quire.spec.ids import Ids
+
+
+LONG_TEXT = 4096
+"""Characters from which a conversation is tokenised in a thread."""
+
+
+def chat_router(service: Service) -> APIRouter:
+    """The route, for `service`. Without a tokenizer it refuses every request and says so."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        service.check_model(body.model)
+        body.check()
+        params = body.params()
+        prompt = await _prompt(service.engine.tokenizer, body)
+        submit = Generation.submit(service, [prompt], params, body, kind="chatcmpl")
+        generation = await while_connected(request, submit)
+        if body.stream:
+            return EventStream(_events(service, body, generation))
+        try:
+            return JSONResponse(await while_connected(request, _answer(service, body, generation)))
+        finally:
+            generation.close()
+
+    return router
+
+
+async def _prompt(tokenizer: Tokenizer | None, body: ChatBody) -> Ids:
+    if tokenizer is None:
+        raise InvalidInput("this server has no tokenizer, so it cannot chat.", fix="send token ids to /v1/completions.")
+    variables = body.chat_template_kwargs or {}
+    messages = [message.plain() for message in body.messages]
+    if sum(len(message["content"]) for message in messages) > LONG_TEXT:
+        return await asyncio.to_thread(tokenizer.apply_chat_template, messages, **variables)
+    return tokenizer.apply_chat_template(messages, **variables)
+
+
+async def _answer(service: Service, body: ChatBody, generation: Generation) -> dict[str, Any]:
+    outputs = await generation.finish()
+    choices = []
+    for completion in outputs[0].outputs:
+        choice = {
+            "index": completion.index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": _logprobs(completion.logprobs, completion.token_ids, body.num_top_logprobs),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        choices.append(choice)
+    head = _head(service, generation, "chat.completion")
+    return {**head, "choices": choices, "usage": generation.usage()}
+
+
+async def _events(service: Service, body: ChatBody, generation: Generation) -> AsyncGenerator[bytes, None]:
+    head = _head(service, generation, "chat.completion.chunk")
+    if body.include_usage:
+        head["usage"] = None
+    try:
+        for index in range(body.n or 1):
+            yield event(head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]})
+        async for index, delta in generation.deltas():
+            logprobs = _logprobs(delta.logprobs, delta.token_ids, body.num_top_logprobs)
+            if not (delta.text or logprobs or delta.finish_reason or (body.return_token_ids and delta.token_ids)):
+                continue
+            chunk = _chunk(index, {"content": delta.text} if delta.text else {})
+            chunk |= {
+                "logprobs": logprobs,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            if body.return_token_ids:
+                chunk["token_ids"] = list(delta.token_ids)
+            yield event(head | {"choices": [chunk]})
+        if body.include_usage:
+            yield event(head | {"choices": [], "usage": generation.usage()})
+    except QuireError as error:
+        yield event(error_body(error))
+    finally:
+        generation.close()
+    yield DONE
+
+
+def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
+    return {
+        "id": generation.request_id,
+        "object": kind,
+        "created": generation.created,
+        "model": service.model_name,
+    }
+
+
+def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _logprobs(
+    positions: Sequence[dict[int, Logprob]] | None, token_ids: Sequence[int], num_top: int
+) -> dict[str, Any] | None:
+    """OpenAI's newer shape of logprobs: one object for each token."""
+    if not positions:
+        return None
+    content = [
+        _token(position[token_id]) | {"top_logprobs": [_token(logprob) for logprob in most_likely(position, num_top)]}
+        for position, token_id in zip(positions, token_ids, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(logprob: Logprob) -> dict[str, Any]:
+    return {
+        "token": logprob.decoded_token,
+        "logprob": logprob.logprob,
+        "bytes": list(logprob.decoded_token.encode()),
+    }

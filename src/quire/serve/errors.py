@@ -1,0 +1,112 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from quire.errors import InvalidInput, QuireError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class UnknownModel(InvalidInput):
+    """A request for a model that this server does not serve."""
+
+    status = 404
+
+
+class WrongKey(InvalidInput):
+    """A request without the server's API key."""
+
+    status = 401
+
+
+class BadField(InvalidInput):
+    """A field of a body that is wrong; `param` names it."""
+
+    def __init__(self, message: str, *, param: str, fix: str = "") -> None:
+        self.param = param
+        super().__init__(message, fix=fix)
+
+
+def error_body(error: QuireError, *, param: str | None = None) -> dict[str, Any]:
+    """The JSON body that tells a client about `error`."""
+    message = error.message + (f" Fix: {error.fix}" if error.fix else "")
+    return {
+        "error": {
+            "message": message,
+            "type": _TYPES.get(error.status, "server_error"),
+            "param": param or getattr(error, "param", None),
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: QuireError) -> JSONResponse:
+    """`error` as a whole response."""
+    return JSONResponse(error_body(error), status_code=error.status)
+
+
+def install(app: FastAPI) -> None:
+    """Make every failure of `app`'s routes answer in this shape."""
+
+    async def on_quire_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, QuireError)
+        return error_response(error)
+
+    async def on_bad_body(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_bad_body(error))
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        wrapped = InvalidInput(f"{error.detail}.")
+        wrapped.status = error.status_code
+        return JSONResponse(error_body(wrapped), status_code=error.status_code, headers=error.headers)
+
+    async def on_defect(_: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        return error_response(QuireError(f"{type(error).__name__} while serving the request; see the server's log."))
+
+    app.add_exception_handler(QuireError, on_quire_error)
+    app.add_exception_handler(RequestValidationError, on_bad_body)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_defect)
+
+
+def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
+    """Name the first wrong field; a field that may have several types lists what each of them would need."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return InvalidInput(f"the body is not JSON: {reason} at character {first['loc'][-1]}.")
+    if len(first["loc"]) < 2:
+        return InvalidInput(f"the body must be a JSON object, sent as application/json: {first['msg']}.")
+    field = str(first["loc"][1])
+    if first["type"] == "missing":
+        return BadField(f"{field} is required.", param=field)
+    reasons = dict.fromkeys(str(p["msg"]).removeprefix("Input should be ") for p in problems if p["loc"][1] == field)
+    got = _short(first.get("input"))
+    return BadField(f"{field} should be {', or '.join(list(reasons)[:4])}; got {got}.", param=field)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

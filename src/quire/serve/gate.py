@@ -1,0 +1,81 @@
+"""What every request passes before its route: the API key, the size limit, and the count of answers.
+
+Plain ASGI, so that a closed connection reaches the routes untouched.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import InvalidInput, QuireError
+from quire.observe.metrics import ServerMetrics
+from quire.serve.errors import WrongKey, error_response
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+
+
+class BodyTooLarge(InvalidInput):
+    """A body beyond `MAX_BODY_BYTES`."""
+
+    status = 413
+
+
+class Gate:
+    """Wraps the app. With an `api_key`, everything under /v1 needs it."""
+
+    def __init__(self, app: ASGIApp, *, metrics: ServerMetrics, api_key: str | None) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                self._metrics.responses.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, counted_send)
+            return
+        await self._app(scope, _limited(receive), counted_send)
+
+    def _refusal(self, path: str, headers: Headers) -> QuireError | None:
+        if self._expected is not None and path.startswith("/v1/"):
+            given = headers.get("authorization", "").encode()
+            if not secrets.compare_digest(given, self._expected):
+                return WrongKey("the API key is missing or wrong.", fix="send 'Authorization: Bearer <key>'.")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+            return _too_large(int(length))
+        return None
+
+
+def _limited(receive: Receive) -> Receive:
+    """`receive`, for bodies that do not say how long they are."""
+    num_bytes = 0
+
+    async def limited() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise _too_large(num_bytes)
+        return message
+
+    return limited
+
+
+def _too_large(num_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the body has {num_bytes} bytes or more; this server takes {MAX_BODY_BYTES}.", fix="send a shorter prompt."
+    )

@@ -1,0 +1,162 @@
+"""One HTTP request on its way through the engine: its prompts, their streams, its usage and its latencies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.async_engine import AsyncEngine, Prompt, RequestStream
+from quire.engine.output import RequestOutput, SequenceDelta
+from quire.errors import QuireError
+from quire.observe.metrics import ServerMetrics
+from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.errors import BadField, UnknownModel
+from quire.serve.protocol import MAX_CHOICES, GenerationBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the routes share."""
+
+    engine: AsyncEngine
+    metrics: ServerMetrics
+    model_name: str
+    started_at: int
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not the one served; none given means the one served."""
+        if name is not None and name != self.model_name:
+            raise UnknownModel(
+                f"the model '{name}' does not exist here.", fix=f"use '{self.model_name}', the one this server has."
+            )
+
+
+class Generation:
+    """The engine's side of one HTTP request. Choice `i` is sequence `i % n` of prompt `i // n`.
+
+    Made by `submit`; whoever holds it calls `close`, which aborts what still runs.
+    """
+
+    def __init__(self, service: Service, params: SamplingParams, num_prompts: int, *, kind: str) -> None:
+        self.request_id = f"{kind}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._service = service
+        self._params = params
+        self._streams: list[RequestStream | None] = [None] * num_prompts
+        self._started_s = time.perf_counter()
+        self._num_output_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+
+    @classmethod
+    async def submit(
+        cls,
+        service: Service,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        body: GenerationBody,
+        *,
+        kind: str,
+    ) -> Generation:
+        """Hand all prompts to the engine, or none: the first refusal takes back the others and is raised."""
+        if len(prompts) * params.n > MAX_CHOICES:
+            raise BadField(
+                f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} sequences; "
+                f"one request may ask for {MAX_CHOICES}.",
+                param="n",
+                fix="send several requests.",
+            )
+        generation = cls(service, params, len(prompts), kind=kind)
+
+        async def submit_one(i: int) -> None:
+            generation._streams[i] = await service.engine.submit(
+                prompts[i],
+                params,
+                request_id=f"{generation.request_id}-{i}",
+                salt=body.cache_salt or "",
+                priority=body.priority or 0,
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i in range(len(prompts)):
+                    group.create_task(submit_one(i))
+        except BaseExceptionGroup as failures:
+            generation.close()
+            raise failures.exceptions[0] from None
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
+        """(choice, delta) as they come, of all prompts together."""
+        streams = self._open_streams()
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield self._note(0, delta)
+            self._service.metrics.request_s.observe(time.perf_counter() - self._started_s)
+            return
+        queue: asyncio.Queue[tuple[int, SequenceDelta] | QuireError | None] = asyncio.Queue()
+        pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+        try:
+            num_open = len(streams)
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, QuireError):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield self._note(*item)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+        self._service.metrics.request_s.observe(time.perf_counter() - self._started_s)
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for the end; the outputs, prompt by prompt."""
+        async for _ in self.deltas():
+            pass
+        return [stream.output() for stream in self._open_streams()]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens read, generated, and served from the cache, so far."""
+        num_prompt_tokens = sum(stream.num_prompt_tokens for stream in self._open_streams())
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": num_prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
+        }
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        for stream in self._streams:
+            if stream is not None:
+                stream.close()
+
+    def _open_streams(self) -> list[RequestStream]:
+        return [stream for stream in self._streams if stream is not None]
+
+    def _note(self, prompt: int, delta: SequenceDelta) -> tuple[int, SequenceDelta]:
+        if delta.token_ids and not self._num_output_tokens:
+            self._service.metrics.first_token_s.observe(time.perf_counter() - self._started_s)
+        self._num_output_tokens += len(delta.token_ids)
+        found = self._num_cached_tokens.get(prompt, delta.num_cached_tokens)
+        self._num_cached_tokens[prompt] = min(found, delta.num_cached_tokens)
+        return prompt * self._params.n + delta.index, delta
+
+
+async def _pump(
+    prompt: int, stream: RequestStream, queue: asyncio.Queue[tuple[int, SequenceDelta] | QuireError | None]
+) -> None:
+    try:
+        async for delta in stream:
+            queue.put_nowait((prompt, delta))
+        queue.put_nowait(None)
+    except QuireError as error:
+        queue.put_nowait(error)

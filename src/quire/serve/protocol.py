@@ -1,0 +1,201 @@
+"""The bodies of requests, and what they ask for.
+
+A field that Quire does not have is either harmless (`user`, `metadata`, `store`: ignored) or would change the answer
+(`tools`, `response_format`): those are refused by name, because an answer that silently ignores them is a wrong answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.errors import InvalidInput
+from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.errors import BadField
+
+MAX_CHOICES = 512
+"""Sequences one HTTP request may ask for: prompts times `n`."""
+
+_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
+
+REFUSED: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": _NOTHING,
+    "audio": _NOTHING,
+    "bad_words": _NOTHING,
+    "best_of": (None, 1),
+    "chat_template": _NOTHING,
+    "documents": _NOTHING,
+    "echo": _NOTHING,
+    "function_call": (*_NOTHING, "none"),
+    "functions": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": _NOTHING,
+    "mm_processor_kwargs": _NOTHING,
+    "modalities": (*_NOTHING, ["text"]),
+    "prompt_embeds": _NOTHING,
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (*_NOTHING, "none"),
+    "response_format": (*_NOTHING, {"type": "text"}),
+    "structured_outputs": _NOTHING,
+    "suffix": _NOTHING,
+    "tool_choice": (*_NOTHING, "none"),
+    "tools": _NOTHING,
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": _NOTHING,
+    "verbosity": (None, "medium"),
+    "web_search_options": _NOTHING,
+}
+"""Fields that would change the answer, and the values with which they would not."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What both endpoints share. None stands for the field's default."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuse fields that would change the answer if they were ignored."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in REFUSED.get(name, (value,)):
+                raise BadField(
+                    f"{name} is not supported and would change the answer.", param=name, fix=f"leave {name} out."
+                )
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """How to draw; `more` are the fields that the two endpoints name differently."""
+        given = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "ignore_eos": self.ignore_eos,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self._logit_bias(),
+        }
+        fields = {name: value for name, value in (given | more).items() if value is not None or name in more}
+        try:
+            return SamplingParams(**fields)
+        except InvalidInput as error:
+            param = error.message.partition(" ")[0]
+            if param in fields:
+                raise BadField(error.message, param=param, fix=error.fix) from None
+            raise
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        try:
+            return self.logit_bias and {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        except ValueError:
+            raise BadField("logit_bias must map token ids to numbers.", param="logit_bias") from None
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one for each request of the engine."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise BadField("prompt is an empty list.", param="prompt", fix="give at least one prompt.")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def params(self) -> SamplingParams:
+        return self.sampling_params(logprobs=self.logprobs)
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. Fields that carry tool calls are refused, not dropped."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """The turn as chat templates take it."""
+        for name in ("tool_calls", "function_call", "tool_call_id", "audio", "refusal"):
+            if (self.model_extra or {}).get(name):
+                raise BadField(f"messages with {name} are not supported.", param="messages")
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text}
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs or 0
+
+    def params(self) -> SamplingParams:
+        """Without a limit, an answer may go on to the end of the context."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadField("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = self.num_top_logprobs if self.logprobs else None
+        return self.sampling_params(max_tokens=limit, logprobs=logprobs)

@@ -1,0 +1,159 @@
+"""Running the server: address first, then the model, then HTTP; and the way down.
+
+    bind -> start engine -> serve -> signal -> stop accepting -> open requests finish, or are aborted at the deadline -> exit
+
+The port is taken before the model is loaded, so that a port in use costs nothing, and it refuses connections until
+the server is ready, so that nobody mistakes a loading server for one that answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from quire.engine.async_engine import STALL_AFTER_S, AsyncEngine
+from quire.engine.config import EngineConfig
+from quire.errors import AddressInUse, InvalidInput
+from quire.serve.app import create_app
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+"""Default time that open requests get to finish after a signal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where to listen and how to stop. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    drain_s: float = DRAIN_S
+    stall_after_s: float = STALL_AFTER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A server that answers from now on."""
+
+    url: str
+    engine: AsyncEngine
+    model_name: str
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address without answering on it yet. Raises `AddressInUse` or `InvalidInput`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, OverflowError, UnicodeError) as error:
+        raise InvalidInput(f"cannot listen on {host}:{port}: {error}.", fix="use --host 127.0.0.1.") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"{host}:{port} is in use by another process.", fix=f"--port {port + 1}, or --port 0 for any free one."
+            ) from None
+        raise InvalidInput(f"cannot listen on {host}:{port}: {error.strerror}.", fix="use --host 127.0.0.1.") from None
+    return listener
+
+
+def serve(config: EngineConfig, server: ServerConfig, *, on_ready: Callable[[Running], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM. Raises what keeps it from starting, and `EngineDead` never: /health tells."""
+    listener = bind(server.host, server.port)
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config, server, listener, on_ready))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop  # type: ignore[no-any-return]
+
+
+async def _serve(
+    config: EngineConfig,
+    server: ServerConfig,
+    listener: socket.socket,
+    on_ready: Callable[[Running], None] | None,
+) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    http: _Server | None = None
+
+    def on_signal() -> None:
+        if stopping.is_set() and http is not None:
+            http.force_exit = True
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    engine = await _start_engine(config, server, stopping)
+    if engine is None:
+        return
+    try:
+        app = create_app(engine, model_name=config.model_name, api_key=server.api_key)
+        http = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=int(server.drain_s) + 5,
+            )
+        )
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        while not http.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if on_ready is not None and http.started:
+            on_ready(Running(url=_url(listener), engine=engine, model_name=config.model_name))
+        waiting = asyncio.create_task(stopping.wait())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        http.should_exit = True
+        await engine.shutdown(drain_s=server.drain_s)
+        await serving
+    finally:
+        await engine.shutdown()
+
+
+async def _start_engine(config: EngineConfig, server: ServerConfig, stopping: asyncio.Event) -> AsyncEngine | None:
+    """The engine, or None when a signal came first."""
+    start = asyncio.create_task(AsyncEngine.start(config, stall_after_s=server.stall_after_s))
+    waiting = asyncio.create_task(stopping.wait())
+    await asyncio.wait((start, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not start.done():
+        start.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await start
+        return None
+    return start.result()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals left to us: the engine has to drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
