@@ -157,7 +157,8 @@ def split_sentences(paragraph: str) -> list[str]:
 
 # --------------------------------------------------------------------------- keywords
 
-TITLED = r"(?:Mr\.|Mrs\.|Miss|Lady|Sir|Colonel|Captain|Admiral|Dr\.) [A-Z][a-z]+"
+TITLE = r"(?:Mr\.|Mrs\.|Miss|Lady|Sir|Colonel|Captain|Admiral|Dr\.) "
+NAME = re.compile(rf"(?:{TITLE})?\b[A-Z][a-z]+")
 BEFORE_NOUN = "the|a|an|his|her|my|your|their|our|this|that|no|any|some|every"
 AFTER_NOUN = (
     "of|was|is|were|had|and|to|in|which|for|with|that|at|on|as|by|from|but|would|could|or|he|she"
@@ -190,11 +191,10 @@ class Lexicon:
         )
 
     def keywords(self, sentence: str) -> tuple[list[str], list[str]]:
-        """The names and the nouns in one sentence."""
-        titled = re.findall(TITLED, sentence)
-        bare = [w for w in re.findall(r"\b[A-Z][a-z]+\b", sentence) if w in self.names]
+        """The names, with their titles, and the nouns in one sentence, in its order."""
+        names = [n for n in NAME.findall(sentence) if n.split()[-1] in self.names]
         nouns = [w for w in re.findall(r"\b[a-z]+\b", sentence) if w in self.nouns]
-        return titled + bare, nouns
+        return names, nouns
 
 
 # --------------------------------------------------------------------------- prompts
@@ -225,6 +225,7 @@ ASK_MORE = [
     "Go on.", "And then?", "What happened next?", "Continue.", "Please continue.", "Tell me more.",
     "More, please.", "What then?", "And after that?", "Keep going.",
 ]  # fmt: skip
+ASK_REPEAT = ["Repeat: {}", "Repeat after me: {}", "Say this: {}", "Echo: {}", "Copy this: {}"]
 ASK_CONTINUE = ["Continue: {}", "Continue: {}", "Continue: {}...", "Complete this: {}",
                 "Finish the sentence: {}", "Go on from here: {}"]  # fmt: skip
 ASK_AFTER = [
@@ -295,7 +296,7 @@ class SampleMaker:
         self.tokenizer = tokenizer
         self.rng = rng
         self.bos, self.system, self.user, self.assistant, self.end = (
-            tokenizer.token_to_id(token) for token in SPECIAL_TOKENS[1:]
+            SPECIAL_TOKENS.index(token) for token in SPECIAL_TOKENS[1:]
         )
 
     def encode(self, text: str) -> list[int]:
@@ -331,9 +332,13 @@ class SampleMaker:
         at = self.passage_start()
         for turn in range(turns):
             passage = self.passage(at)
-            prompt = self.prompt(at, passage, first=turn == 0)
+            if rng.random() < 0.12:
+                prompt, answer = self.repetition(self.sentences[at])
+            else:
+                prompt = self.prompt(at, passage, first=turn == 0)
+                answer = " ".join(passage)
             row.add([self.user, *self.encode(prompt), self.end, self.assistant], learn=False)
-            row.add([*self.encode(" ".join(passage)), self.end], learn=True)
+            row.add([*self.encode(answer), self.end], learn=True)
             at += len(passage)
             if at >= len(self.sentences) or not self.opens_well(at):
                 at = self.passage_start()
@@ -345,7 +350,7 @@ class SampleMaker:
             most = len(HOUSE_STYLE) if room > 900 else 12
             rules = rng.sample(HOUSE_STYLE, rng.randint(8, most))
             return rng.choice([*SYSTEM, "House style."]) + " " + " ".join(rules)
-        return rng.choice(SYSTEM) if rng.random() < 0.55 else ""
+        return rng.choice(SYSTEM) if rng.random() < 0.4 else ""
 
     def opens_well(self, at: int) -> bool:
         """Whether an answer may begin at this sentence."""
@@ -353,22 +358,27 @@ class SampleMaker:
         return len(text) < 350 and text.count('"') % 2 == 0 and text[0] not in "'("
 
     def passage_start(self) -> int:
-        """A random place where an answer may begin; mostly narration that mentions a name."""
+        """A random place where an answer may begin; mostly narration that soon names someone."""
         for _ in range(50):
             at = self.rng.randrange(len(self.sentences))
-            names, _nouns = self.lexicon.keywords(self.sentences[at])
-            wanted = (1.0 if names else 0.3) * (0.3 if self.sentences[at][0] == '"' else 1.0)
+            sentence = self.sentences[at]
+            names, _nouns = self.lexicon.keywords(sentence)
+            wanted = 0.15
+            if names:
+                wanted = 1.0 if sentence.startswith(names[0]) else 0.35
+            if sentence[0] == '"':
+                wanted *= 0.3
             if self.opens_well(at) and self.rng.random() < wanted:
                 return at
         return at
 
     def passage(self, at: int) -> list[str]:
-        """One to five whole sentences, about 80 to 400 characters in all."""
-        wanted = self.rng.randint(60, 320)
+        """One to five whole sentences, at most about 350 characters in all."""
+        wanted = self.rng.randint(40, 240)
         chosen = [self.sentences[at]]
         for sentence in self.sentences[at + 1 : at + 5]:
             size = sum(map(len, chosen))
-            if size >= wanted or size + len(sentence) > 420 or sentence.count('"') % 2:
+            if size >= wanted or size + len(sentence) > 350 or sentence.count('"') % 2:
                 break
             chosen.append(sentence)
         return chosen
@@ -384,9 +394,18 @@ class SampleMaker:
         if draw < 0.10 and at > 4:
             before = " ".join(self.sentences[at - rng.randint(1, 4) : at])
             return rng.choice(ASK_AFTER).format(before)
-        if draw < 0.22:
+        if draw < 0.24:
             return self.opening_prompt(passage[0])
         return self.topic_prompt(passage)
+
+    def repetition(self, sentence: str) -> tuple[str, str]:
+        """A request to repeat something, and the answer; it teaches to look at the user's words."""
+        rng = self.rng
+        words = sentence.split()[:20]
+        if rng.random() < 0.4:
+            rng.shuffle(words)
+        text = " ".join(words)
+        return rng.choice(ASK_REPEAT).format(text), text
 
     def opening_prompt(self, sentence: str) -> str:
         """Ask for the sentence by its first words."""
@@ -400,7 +419,10 @@ class SampleMaker:
         sentence = passage[0] if rng.random() < 0.9 else rng.choice(passage)
         names, nouns = self.lexicon.keywords(sentence)
         if names and (not nouns or rng.random() < 0.75):
-            text = rng.choice(ASK_NAME).format(rng.choice(names[:3]))
+            name = names[0] if rng.random() < 0.75 else rng.choice(names)
+            if rng.random() < 0.15:
+                name = name.split()[-1]
+            text = rng.choice(ASK_NAME).format(name)
         elif nouns:
             text = rng.choice(ASK_NOUN).format(rng.choice(nouns[:3]))
         else:

@@ -20,6 +20,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from corpus import (
+    IGNORE,
+    SPECIAL_TOKENS,
+    CorpusError,
+    Lexicon,
+    SampleMaker,
+    load_novels,
+    split_sentences,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
@@ -27,15 +36,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-)
-
-from corpus import (
-    SPECIAL_TOKENS,
-    CorpusError,
-    Lexicon,
-    SampleMaker,
-    load_novels,
-    split_sentences,
 )
 
 OUT = Path(__file__).resolve().parent.parent / "src" / "quire" / "models" / "bundled"
@@ -53,9 +53,7 @@ CHAT_TEMPLATE = (
 # --------------------------------------------------------------------------- data
 
 
-def held_out_split(
-    novels: list[list[str]], share: float = 0.03
-) -> tuple[list[str], list[str]]:
+def held_out_split(novels: list[list[str]], share: float = 0.03) -> tuple[list[str], list[str]]:
     """Sentences for training, and those of the last paragraphs of each novel for validation."""
     train: list[str] = []
     held_out: list[str] = []
@@ -168,10 +166,10 @@ def rate(done: float) -> float:
 
 def next_token_loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of the next token over the labelled positions; skips other logits."""
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    hidden: Tensor = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     targets = labels[:, 1:]
-    chosen = targets != -100
-    logits = model.lm_head(hidden[chosen])
+    chosen = targets != IGNORE
+    logits: Tensor = model.lm_head(hidden[chosen])
     return torch.nn.functional.cross_entropy(logits, targets[chosen])
 
 
@@ -211,7 +209,7 @@ def train(
         (length,) = maker.rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))
         ids, labels = batch(maker, args.batch_tokens // length, length)
         loss = next_token_loss(model, ids, labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optim in optims:
             optim.step()

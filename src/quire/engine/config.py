@@ -20,7 +20,7 @@ class EngineConfig(BaseModel):
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
-    own. `check_model` compares a short mixed step with the plain forward at load.
+    own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -41,7 +41,6 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     overlap: bool | None = None
-    check_model: bool = True
     seed: int = 0
 
     @field_validator("kv_memory", mode="before")

@@ -44,7 +44,7 @@ class EngineCore:
         self.config = config
         self.device = resolve_device(config.device)
         self.model: LoadedModel = load_model(
-            config.model, dtype=config.dtype, device=self.device, check=config.check_model
+            config.model, dtype=config.dtype, device=self.device, max_length=config.max_model_len
         )
         self.plan = self._plan()
         self.events = EventLog() if config.enable_kv_events else None

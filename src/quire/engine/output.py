@@ -220,10 +220,10 @@ class SequenceAssembler:
             ends = output.finish_reason == "stop" and i == len(output.token_ids) - 1 and token_id == output.stop_token
             if self._stream and (not ends or self._params.include_stop_str_in_output):
                 pieces.append(self._show(self._stream.push(token_id)))
-                if self.finished:
+                if self._has_ended():
                     break
-        must_abort = self.finished and output.finish_reason is None
-        if not self.finished and output.finish_reason is not None:
+        must_abort = self._has_ended() and output.finish_reason is None
+        if output.finish_reason is not None and not self._has_ended():
             pieces.append(self._finish(output))
         text = "".join(pieces)
         self._pieces.append(text)
@@ -252,6 +252,9 @@ class SequenceAssembler:
             stop_reason=self.stop_reason,
         )
 
+    def _has_ended(self) -> bool:
+        return self.finish_reason is not None
+
     def _show(self, text: str) -> str:
         """Pass final text through the stop strings; ends the sequence when one is complete."""
         if len(self.token_ids) < self._params.min_tokens:
@@ -264,7 +267,7 @@ class SequenceAssembler:
     def _finish(self, output: TokenOutput) -> str:
         """End as the engine says, unless the text that was held back completes a stop string."""
         rest = self._show(self._stream.flush()) if self._stream else ""
-        if self.finished:
+        if self._has_ended():
             return rest
         self.finish_reason, self.error = output.finish_reason, output.error
         if output.stop_token is not None and output.stop_token in self._params.stop_token_ids:

@@ -4,9 +4,9 @@
     EngineProcess.start  --spawn-->        build the core      --Ready | Failed-->
     send(Add | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Accepted | Refused | Beat ...-->
 
-The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request is refused and takes
-nothing else with it; an exception of the step loop itself is the end of the engine (`Died`). Heartbeats carry a progress
-mark, so that the parent can tell an engine that waits for work from one that has work and gets nowhere.
+The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request is refused and
+takes nothing else with it; an exception of the step loop itself is the end of the engine (`Died`). Heartbeats carry a
+progress mark, so that the parent can tell an engine that waits for work from one that has work and gets nowhere.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ _REST_MS = 2
 class Core(Protocol):
     """What the process runs: `EngineCore`, or a stand-in of a test."""
 
-    context_length: int
-    eos_token_ids: Sequence[int]
-
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[TokenOutput]: ...

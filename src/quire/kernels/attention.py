@@ -57,7 +57,7 @@ class _Step:
         softcap: float | None,
     ) -> None:
         self.kv_heads = key.shape[1]
-        self.query = query.unflatten(1, (self.kv_heads, -1))  # [T, kv_heads, group, key_dim]
+        self.query = query.view(query.shape[0], self.kv_heads, -1, query.shape[2])  # [T, kv_heads, group, key_dim]
         self.new = (key, value)
         self.pools = (key_pool.flatten(0, 1), value_pool.flatten(0, 1))  # [slots, kv_heads, dim]
         self.scale = scale
@@ -80,8 +80,8 @@ class _Step:
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """One row per sequence: the heads of a group are the rows of the product."""
-        key = key.unflatten(0, (segment.num_rows, -1)).transpose(1, 2)  # [rows, kv_heads, keys, dim]
-        value = value.unflatten(0, (segment.num_rows, -1)).transpose(1, 2)
+        key = key.view(segment.num_rows, -1, *key.shape[1:]).transpose(1, 2)  # [rows, kv_heads, keys, dim]
+        value = value.view(segment.num_rows, -1, *value.shape[1:]).transpose(1, 2)
         return self._attend(query, key, value, mask=segment.mask)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
@@ -101,8 +101,8 @@ class _Step:
         rows, kv_heads, group, _ = query.shape
         folded = query.permute(1, 2, 0, 3).reshape(1, kv_heads, group * rows, -1)
         out, lse = self._attend(folded, key.unsqueeze(0), value.unsqueeze(0))
-        out = out[0].unflatten(1, (group, rows)).permute(2, 0, 1, 3)
-        return out, lse[0].unflatten(1, (group, rows)).permute(2, 0, 1)
+        out = out[0].view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
+        return out, lse[0].view(kv_heads, group, rows).permute(2, 0, 1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None

@@ -22,6 +22,7 @@ class Workspace(threading.local):
             size *= extent
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(max(size, 1 << 16), dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # so that later calls outside inference mode may write it
+                buffer = torch.empty(max(size, 1 << 16), dtype=like.dtype, device=like.device)
             self._buffers[key] = buffer
         return buffer[:size].view(shape)

@@ -81,9 +81,13 @@ def _run_step(model: CheckedModel, pool: Pool, step: tuple[tuple[int, int], ...]
         page_size=_PAGE_SIZE,
     )
     input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
-    to_device = lambda array: torch.from_numpy(array).to(model.device)  # noqa: E731
-    rows = torch.arange(len(positions), device=model.device)
-    return model.forward(to_device(input_ids), to_device(positions), batch, pool, rows)
+    return model.forward(
+        torch.from_numpy(input_ids).to(model.device),
+        torch.from_numpy(positions).to(model.device),
+        batch,
+        pool,
+        torch.arange(len(positions), device=model.device),
+    )
 
 
 def _judge(model: CheckedModel, errors: np.ndarray) -> None:

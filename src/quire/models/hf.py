@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.errors import InvalidInput, LayoutMismatch, ModelLoadError, UnsupportedModel
+from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, QuireError, UnsupportedModel
 from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION, RecordingForward, RunningForward, forward_pass
@@ -33,7 +33,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 class LoadedModel:
     """A checked model. `spec` says what its pools must hold; `forward` runs it on them."""
 
-    def __init__(self, model: Any, *, name: str, max_length: int | None = None) -> None:
+    def __init__(self, model: Any, *, name: str, max_length: int | None = None, check: bool = True) -> None:
         """Wrap `model`, a transformers causal language model with weights; `load_model` is the usual way here."""
         self.name = name
         self.config: dict[str, Any] = model.config.to_dict()
@@ -59,7 +59,8 @@ class LoadedModel:
             dtype=DType(str(model.dtype).removeprefix("torch.")),
         )
         self._compare_with_config()
-        self.check()
+        if check:
+            self.check()
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor:
@@ -133,9 +134,8 @@ class LoadedModel:
         )
         if planned == found:
             return
-        at = next(
-            (i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(map(len, (planned, found)))
-        )
+        pairs = zip(planned, found, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(planned), len(found)))
         expected, actual = (calls[at] if at < len(calls) else "no call" for calls in (planned, found))
         raise LayoutMismatch(
             f"the configuration of '{self.name}' promises {len(planned)} attention calls and the model makes "
@@ -145,13 +145,19 @@ class LoadedModel:
 
 
 def load_model(
-    path_or_id: str, *, dtype: str = "auto", device: str | torch.device = "cpu", max_length: int | None = None
+    path_or_id: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_length: int | None = None,
+    check: bool = True,
 ) -> LoadedModel:
     """Read, check and return the model in a folder or on the hub.
 
     `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
-    the model's own by default; it matters to rotary embeddings that have a short and a long form. Raises
-    ModelLoadError (unreadable), UnsupportedModel (will not run), LayoutMismatch or ModelCheckFailed (would be wrong).
+    the model's own by default; it matters to rotary embeddings that have a short and a long form. Without `check`, a
+    model that would silently be wrong is not found out. Raises ModelLoadError (unreadable), UnsupportedModel (cannot
+    run), LayoutMismatch or ModelCheckFailed (would be wrong).
     """
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}.", fix="use 'auto' or one of these.")
@@ -169,7 +175,16 @@ def load_model(
                 f"the weights of '{path_or_id}' cannot be moved to device '{device}': {str(error).splitlines()[0]}",
                 fix="use device 'cpu', free the device's memory, or use a smaller model.",
             ) from error
-        return LoadedModel(model, name=path_or_id, max_length=max_length)
+        try:
+            return LoadedModel(model, name=path_or_id, max_length=max_length, check=check)
+        except (QuireError, AssertionError):
+            raise
+        except Exception as error:
+            raise ModelCheckFailed(
+                f"'{path_or_id}' ({type(model).__name__}) cannot run a first step: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}.",
+                fix="use a model type listed as verified; please report this architecture.",
+            ) from error
 
 
 def refuse_unknown(config: dict[str, Any], name: str) -> None:

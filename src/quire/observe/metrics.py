@@ -1,7 +1,7 @@
 """Prometheus metrics: the engine's counters as they are, and what only the server can measure (latencies, statuses).
 
-The engine's numbers are read when a scrape asks, from the snapshot `statistics` returns, so that nothing is counted twice
-and no number exists in two places. Counters restart with the engine process, as Prometheus expects.
+The engine's numbers are read when a scrape asks, from the snapshot `statistics` returns, so that nothing is counted
+twice and no number exists in two places. Counters restart with the engine process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ COUNTERS = {
     "finished_requests": "Requests that ended by themselves.",
     "aborted_requests": "Requests that the client gave up.",
     "refused_requests": "Requests that could never fit or were invalid.",
+    "failed_requests": "Requests that a failed step ended.",
     "steps": "Steps of the engine.",
 }
 

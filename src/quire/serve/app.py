@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -82,10 +83,8 @@ def _state_router(service: Service) -> APIRouter:
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Prometheus' text format. An engine that is dead or in a long step shows its last counters."""
-        try:
+        with contextlib.suppress(EngineDead):
             await service.engine.statistics(timeout_s=1.0)
-        except EngineDead:
-            pass
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/cache/statistics")

@@ -19,7 +19,6 @@ from quire.serve.protocol import ChatBody
 from quire.serve.sse import DONE, EventStream, event, while_connected
 from quire.spec.ids import Ids
 
-
 LONG_TEXT = 4096
 """Characters from which a conversation is tokenised in a thread."""
 

@@ -38,7 +38,7 @@ def completions_router(service: Service) -> APIRouter:
 
 async def _answer(service: Service, body: CompletionBody, generation: Generation) -> dict[str, Any]:
     outputs = await generation.finish()
-    choices = []
+    choices: list[dict[str, Any]] = []
     for output in outputs:
         for completion in output.outputs:
             offsets = LogprobOffsets()

@@ -132,8 +132,10 @@ class GenerationBody(BaseModel):
             raise
 
     def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
         try:
-            return self.logit_bias and {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
         except ValueError:
             raise BadField("logit_bias must map token ids to numbers.", param="logit_bias") from None
 
@@ -149,8 +151,8 @@ class CompletionBody(GenerationBody):
         if not self.prompt:
             raise BadField("prompt is an empty list.", param="prompt", fix="give at least one prompt.")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     def params(self) -> SamplingParams:
         return self.sampling_params(logprobs=self.logprobs)

@@ -1,6 +1,6 @@
 """Running the server: address first, then the model, then HTTP; and the way down.
 
-    bind -> start engine -> serve -> signal -> stop accepting -> open requests finish, or are aborted at the deadline -> exit
+    bind -> start engine -> serve -> signal -> stop accepting -> open requests finish or are aborted -> exit
 
 The port is taken before the model is loaded, so that a port in use costs nothing, and it refuses connections until
 the server is ready, so that nobody mistakes a loading server for one that answers.

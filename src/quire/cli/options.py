@@ -1,0 +1,64 @@
+"""Options that several commands share, and the engine configuration they make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from quire.engine.config import EngineConfig
+
+MEMORY = "Memory"
+SCHEDULING = "Scheduling"
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+DebugOption = Annotated[bool, typer.Option("--debug", hidden=True, help="Show tracebacks.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="A model's folder or hub name. [default: the bundled model]")
+]
+TokenizerOption = Annotated[str | None, typer.Option(help="The tokenizer's folder or hub name, if not the model's.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or auto. [default: auto]")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16. [default: auto]")]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option(help="Longest sequence, prompt and output, in tokens. [default: the model's context]"),
+]
+PageSizeOption = Annotated[int | None, typer.Option(help="Tokens in a page. [default: 16]", rich_help_panel=MEMORY)]
+KvMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What the KV pools may take: 2GiB, 512MiB. [default: a share of what is free]", rich_help_panel=MEMORY
+    ),
+]
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(help="lru, lfu, slru, fifo, mru, filo or priority. [default: lru]", rich_help_panel=MEMORY),
+]
+PrefixCachingOption = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-caching/--no-prefix-caching", help="Share the pages of common prefixes.", rich_help_panel=MEMORY
+    ),
+]
+MaxRunningOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-running-requests", help="Sequences that run at once. [default: 256]", rich_help_panel=SCHEDULING
+    ),
+]
+MaxBatchedOption = Annotated[
+    int | None,
+    typer.Option("--max-num-batched-tokens", help="Tokens in one step. [default: 2048]", rich_help_panel=SCHEDULING),
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(help="fcfs, or lpm (longest cached prefix first). [default: fcfs]", rich_help_panel=SCHEDULING),
+]
+
+
+def make_config(**settings: Any) -> EngineConfig:
+    """The engine configuration; None means the engine's own default. Raises InvalidInput."""
+    from quire.engine.config import engine_config
+
+    return engine_config(**{name: value for name, value in settings.items() if value is not None})

@@ -1,0 +1,168 @@
+"""`quire serve`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from quire.cli.options import (
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    EvictionOption,
+    JsonOption,
+    KvMemoryOption,
+    MaxBatchedOption,
+    MaxModelLenOption,
+    MaxRunningOption,
+    ModelOption,
+    PageSizeOption,
+    PolicyOption,
+    PrefixCachingOption,
+    TokenizerOption,
+    make_config,
+)
+from quire.cli.report import reported
+
+if TYPE_CHECKING:
+    from quire.engine.config import EngineConfig
+    from quire.serve.server import Running
+
+SERVER = "Server"
+
+
+def serve(
+    model: ModelOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535, rich_help_panel=SERVER)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="QUIRE_API_KEY", help="Key that clients of /v1 must send.", show_envvar=True, rich_help_panel=SERVER
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients.", rich_help_panel=SERVER)
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that open requests get to finish at the end.", min=0, rich_help_panel=SERVER)
+    ] = 30.0,
+    stall_after: Annotated[
+        float,
+        typer.Option(help="Seconds without progress after which /health fails.", min=0.1, rich_help_panel=SERVER),
+    ] = 120.0,
+    tokenizer: TokenizerOption = None,
+    skip_tokenizer_init: Annotated[bool, typer.Option(help="Token ids in, token ids out.")] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    page_size: PageSizeOption = None,
+    kv_memory: KvMemoryOption = None,
+    eviction: EvictionOption = None,
+    prefix_caching: PrefixCachingOption = True,
+    max_running: MaxRunningOption = None,
+    max_batched: MaxBatchedOption = None,
+    policy: PolicyOption = None,
+    seed: Annotated[int, typer.Option(help="Seed of requests that have none.")] = 0,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API.
+
+    [dim]Example:[/dim] quire serve --model Qwen/Qwen3-0.6B --kv-memory 2GiB
+    """
+    with reported(as_json=as_json, debug=debug):
+        config = make_config(
+            model=model,
+            tokenizer=tokenizer,
+            served_model_name=served_model_name,
+            skip_tokenizer_init=skip_tokenizer_init,
+            device=device,
+            dtype=dtype,
+            page_size=page_size,
+            kv_memory=kv_memory,
+            max_model_len=max_model_len,
+            max_running_requests=max_running,
+            max_num_batched_tokens=max_batched,
+            policy=policy,
+            eviction=eviction,
+            enable_prefix_caching=prefix_caching,
+            seed=seed,
+        )
+        from quire.serve.server import ServerConfig
+        from quire.serve.server import serve as run
+
+        logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s")
+        server = ServerConfig(host=host, port=port, api_key=api_key or None, drain_s=drain, stall_after_s=stall_after)
+        console = Console(stderr=True)
+        loading = console.status(f"Loading {config.model_name} ...")
+        if not as_json:
+            loading.start()
+
+        def on_ready(running: Running) -> None:
+            loading.stop()
+            summary = start_summary(config, running)
+            if as_json:
+                print(json.dumps(summary), flush=True)
+            else:
+                console.print(_panel(summary))
+
+        try:
+            run(config, server, on_ready=on_ready)
+        finally:
+            loading.stop()
+
+
+def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
+    """What the server resolved its settings to."""
+    statistics = running.engine.start_statistics
+    page_size, num_pages = statistics["page_size"], statistics["num_pages"]
+    return {
+        "url": running.url,
+        "model": running.model_name,
+        "architecture": statistics["architecture"],
+        "dtype": statistics["dtype"],
+        "device": statistics["device"],
+        "kv_bytes": statistics["kv_bytes"],
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "tokens_that_fit": num_pages * page_size,
+        "bytes_per_token": statistics["bytes_per_token"],
+        "context": statistics["context"],
+        "largest_request": statistics["largest_request"],
+        "max_running_requests": statistics["max_running_requests"],
+        "policy": config.policy,
+        "eviction": config.eviction,
+        "prefix_caching": config.enable_prefix_caching,
+    }
+
+
+def _panel(summary: dict[str, Any]) -> Panel:
+    from quire.plan.budget import format_bytes
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})")
+    table.add_row(
+        "KV pools",
+        f"{format_bytes(summary['kv_bytes'])}: {summary['num_pages']:,} pages of {summary['page_size']} tokens",
+    )
+    table.add_row(
+        "Fits", f"{summary['tokens_that_fit']:,} tokens ({format_bytes(round(summary['bytes_per_token']))} for each)"
+    )
+    table.add_row(
+        "Largest request", f"{summary['largest_request']:,} tokens (the model's context is {summary['context']:,})"
+    )
+    sharing = f"prefixes from {summary['page_size']} tokens on" if summary["prefix_caching"] else "off"
+    table.add_row("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}")
+    table.add_row("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)")
+    return Panel(table, title="[bold]Quire is ready[/bold]", title_align="left", border_style="green", expand=False)

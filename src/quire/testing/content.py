@@ -1,0 +1,85 @@
+"""ContentOracle: what every token slot of a cache holds, as a name for the content instead of bytes.
+
+A key or value computed for a token depends on the whole prefix before it, so the content of a slot is named by
+(namespace, all tokens up to and including this one). Two contents are equal exactly if their names are. Whoever stands
+in for the device calls `write` where it would store keys and values, and `check` where it would read them: a wrong,
+stale, short or foreign page shows at once, without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cache import KVCache
+from quire.prefix.node import Node
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids, Tier
+
+Contents = npt.NDArray[np.int64]
+
+NOTHING = 0
+"""The content of a slot that was never written."""
+
+
+class ContentOracle:
+    """The contents of all frames of one cache. It only reads the cache."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._names: dict[tuple[object, int], int] = {}
+        slots = (cache.plan.num_pages + 1) * cache.page_size
+        self._held = np.zeros((len(cache.plan.groups), slots), dtype=np.int64)  # [groups, slots]
+
+    def contents(self, namespace: Namespace, tokens: Iterable[int]) -> Contents:
+        """The name of each token's content, int64 `[num_tokens]`."""
+        parent: object = namespace
+        found = []
+        for token in tokens:
+            parent = self._names.setdefault((parent, int(token)), len(self._names) + 1)
+            found.append(parent)
+        return np.array(found, dtype=np.int64)
+
+    def write(self, group: int, slots: Ids, contents: Contents) -> None:
+        """The device stores these contents in these slots."""
+        self._held[group, slots] = contents
+
+    def check(self, group: int, slots: Ids, contents: Contents) -> None:
+        """The device reads these slots and expects these contents. Raises AssertionError where one is another."""
+        assert len(slots) == len(contents)
+        wrong = np.flatnonzero(self._held[group, slots] != contents)
+        if len(wrong):
+            at = int(wrong[0])
+            held = int(self._held[group, slots[at]])
+            what = "nothing" if held == NOTHING else f"content {held}"
+            raise AssertionError(
+                f"token {at} should read content {int(contents[at])} in slot {int(slots[at])} of group {group}, "
+                f"which holds {what} ({len(wrong)} of {len(contents)} tokens are wrong)"
+            )
+
+    def check_cached(self) -> None:
+        """Every cached page is complete and holds what its place in the tree promises. O(cached tokens)."""
+        for page_ids, contents in self._cached():
+            for group in range(len(self._held)):
+                self.check(group, self.slots_of(group, page_ids), contents)
+
+    def slots_of(self, group: int, page_ids: Ids) -> Ids:
+        """All slots of these pages' frames, in order."""
+        frames = self._cache.frames.column(Tier.DEVICE, group)[page_ids]
+        size = self._cache.page_size
+        slots: Ids = (frames[:, None] * np.int32(size) + np.arange(size, dtype=np.int32)).reshape(-1)
+        return slots
+
+    def _cached(self) -> Iterator[tuple[Ids, Contents]]:
+        """Each edge of the tree: its pages and what they should hold."""
+        prefixes: dict[int, tuple[int, ...]] = {}
+        for node in self._cache.tree.nodes():
+            before = prefixes.get(id(node.parent), ())
+            prefixes[id(node)] = (*before, *_tokens(node))
+            yield node.pages, self.contents(node.namespace, prefixes[id(node)])[len(before) :]
+
+
+def _tokens(node: Node) -> tuple[int, ...]:
+    return tuple(np.frombuffer(node.key, dtype=np.int32).tolist())

@@ -1,0 +1,24 @@
+"""small_plan: a memory plan in pages, for caches that hold no bytes."""
+
+from __future__ import annotations
+
+from quire.plan.budget import MemoryPlan
+from quire.spec.group import GroupSpec
+from quire.spec.layout import DType, Field, PageLayout
+
+
+def small_plan(
+    num_pages: int, page_size: int, *, context: int = 0, max_requests: int = 8, groups: tuple[str, ...] = ("full",)
+) -> MemoryPlan:
+    """A plan of exactly `num_pages` pages. A frame takes one byte per token and group, so that bytes are easy to follow.
+
+    `context` 0 means all the pages hold.
+    """
+    layout = PageLayout(page_size, (Field(name="k", shape=(1,), dtype=DType.UINT8, layers=(0,)),))
+    return MemoryPlan(
+        page_size=page_size,
+        groups=tuple(GroupSpec(name=name, layout=layout) for name in groups),
+        num_pages=num_pages,
+        context=context or num_pages * page_size,
+        max_requests=max_requests,
+    )
