@@ -6,11 +6,14 @@ own defaults; what differs from them is said where it is set. Imports happen in 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Engine(Protocol):
     """What is measured."""
+
+    package: ClassVar[str]
+    """Imported before anything else, so that processes can do so side by side."""
 
     def start(
         self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
@@ -27,11 +30,14 @@ class Engine(Protocol):
 class Quire:
     """Quire, in this process."""
 
+    package = "quire.engine.llm"
+
     def start(
         self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
     ) -> None:
         """Load through the public `LLM`."""
         import torch
+
         from quire import LLM
 
         torch.set_num_threads(threads)
@@ -56,6 +62,8 @@ class Quire:
 
 class Generate:
     """transformers' `generate` on one padded batch. Keeps nothing between calls."""
+
+    package = "transformers.models.llama"
 
     def start(
         self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
@@ -83,6 +91,8 @@ class Generate:
 
 class ContinuousBatching:
     """transformers' continuous batching. One manager is kept, or every batch would start with an empty cache."""
+
+    package = "transformers.models.llama"
 
     def start(
         self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
@@ -134,6 +144,8 @@ class ContinuousBatching:
 
 class Vllm:
     """vLLM's CPU backend, in this process."""
+
+    package = "vllm"
 
     def start(
         self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int

@@ -9,6 +9,7 @@ Whatever a library prints goes to stderr, so that it cannot garble an answer. Ne
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -35,6 +36,7 @@ class Worker:
 
     def __init__(self, engine: str) -> None:
         self._engine = ENGINES[engine]()
+        importlib.import_module(self._engine.package)
 
     def start(self, **settings: Any) -> dict[str, Any]:
         """Load the engine with these settings."""

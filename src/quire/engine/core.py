@@ -38,14 +38,15 @@ class EngineCore:
     """One engine: a model, its pools, its queues. Single-threaded; `step` is called while `has_work`.
 
     Raises the QuireErrors of loading, planning and allocating on construction. After it, an error ends one request.
+    `model` is one that is loaded already, for engines that share weights; by default the configuration's is loaded.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
         self.config = config
         self.device = resolve_device(config.device)
-        self.model: LoadedModel = load_model(
-            config.model, dtype=config.dtype, device=self.device, max_length=config.max_model_len
-        )
+        if model is None:
+            model = load_model(config.model, dtype=config.dtype, device=self.device, max_length=config.max_model_len)
+        self.model = model
         self.plan = self._plan()
         self.events = EventLog() if config.enable_kv_events else None
         self.cache = KVCache(

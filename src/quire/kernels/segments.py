@@ -28,8 +28,10 @@ MIN_SHARED_TOKENS = 256
 """Reads a shared run must save (tokens times readers beyond the first) to be worth a segment of its own."""
 MIN_RUN = 128
 """Tokens of consecutive slots from which reading in place beats gathering."""
-MAX_GATHER = 8192
-"""Tokens gathered into the workspace at once."""
+MAX_GATHER = 1024
+"""Tokens gathered for dense segments at once: few enough that they are still in the cache when they are read."""
+MAX_BATCHED = 4096
+"""Tokens gathered for a batched segment, padding included."""
 BLOCK_ROWS = 256
 """Rows of a chunk that share the masks at a window's edge."""
 
@@ -320,7 +322,7 @@ def _buckets(lengths: Slots) -> Iterator[Slots]:
         full = end == len(in_order)
         if not full:
             longest = in_order[end]
-            full = longest > in_order[begin] * 1.5 + 32 or longest * (end + 1 - begin) > MAX_GATHER
+            full = longest > in_order[begin] * 1.5 + 32 or longest * (end + 1 - begin) > MAX_BATCHED
         if full:
             yield order[begin:end]
             begin = end

@@ -1,4 +1,4 @@
-"""For tests of code that uses Quire: a content oracle, a model without a device, a small plan. No kernels, no weights."""
+"""For tests of code that uses Quire: a content oracle, a model without a device, a small plan."""
 
 from quire.testing.content import ContentOracle
 from quire.testing.fake_model import FakeModel, FakeStep, next_token

@@ -61,16 +61,16 @@ class ContentOracle:
 
     def check_cached(self) -> None:
         """Every cached page is complete and holds what its place in the tree promises. O(cached tokens)."""
-        for page_ids, contents in self._cached():
-            for group in range(len(self._held)):
-                self.check(group, self.slots_of(group, page_ids), contents)
+        cached = list(self._cached())
+        if not cached:
+            return
+        page_ids, contents = (np.concatenate(parts) for parts in zip(*cached, strict=True))
+        for group in range(len(self._held)):
+            self.check(group, self.slots_of(group, page_ids), contents)
 
     def slots_of(self, group: int, page_ids: Ids) -> Ids:
         """All slots of these pages' frames, in order."""
-        frames = self._cache.frames.column(Tier.DEVICE, group)[page_ids]
-        size = self._cache.page_size
-        slots: Ids = (frames[:, None] * np.int32(size) + np.arange(size, dtype=np.int32)).reshape(-1)
-        return slots
+        return slots_of_frames(self._cache.frames.column(Tier.DEVICE, group)[page_ids], self._cache.page_size)
 
     def _cached(self) -> Iterator[tuple[Ids, Contents]]:
         """Each edge of the tree: its pages and what they should hold."""
@@ -79,6 +79,13 @@ class ContentOracle:
             before = prefixes.get(id(node.parent), ())
             prefixes[id(node)] = (*before, *_tokens(node))
             yield node.pages, self.contents(node.namespace, prefixes[id(node)])[len(before) :]
+
+
+def slots_of_frames(frames: Ids, page_size: int) -> Ids:
+    """All slots of these frames, in order."""
+    slots: Ids = np.repeat(frames * np.int32(page_size), page_size)
+    slots += np.tile(np.arange(page_size, dtype=np.int32), len(frames))
+    return slots
 
 
 def _tokens(node: Node) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from quire.scheduler.batch import Batch, Work
 from quire.scheduler.request import Request
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.testing.content import ContentOracle
+from quire.testing.content import ContentOracle, slots_of_frames
 
 
 def next_token(namespace: Namespace, tokens: Sequence[int] | Ids, vocabulary: int) -> int:
@@ -59,7 +59,12 @@ class FakeModel:
         for group in range(len(self._cache.plan.groups)):
             writes.append(self._cache.slots(kvs, starts, ends, group))
             table = self._cache.page_table(kvs, ends, group)
-            reads.append([self._slots(frames, int(end)) for frames, end in zip(table, ends, strict=True)])
+            reads.append(
+                [
+                    slots_of_frames(frames, self._cache.page_size)[: int(end)]
+                    for frames, end in zip(table, ends, strict=True)
+                ]
+            )
         known = [work.request.tokens.copy() for work in batch.works]
         return FakeStep(batch, self._cache.open_fence(), previous, known, writes, reads)
 
@@ -77,7 +82,7 @@ class FakeModel:
 
     def solo(self, request: Request) -> list[int]:
         """The output of the request as if nothing else existed, by the definition and without a cache."""
-        tokens = request.tokens[: request.num_prompt_tokens].tolist()
+        tokens: list[int] = request.tokens[: request.num_prompt_tokens].tolist()
         for _ in range(request.max_tokens):
             tokens.append(next_token(request.namespace, tokens, self.vocabulary))
             drawn = len(tokens) - request.num_prompt_tokens
@@ -101,15 +106,9 @@ class FakeModel:
             known = step.known[index] = np.append(known, np.int32(_drawn_for(step.previous, work)))
         return known[:end]
 
-    def _slots(self, frames: Ids, end: int) -> Ids:
-        size = self._cache.page_size
-        slots: Ids = (frames[:, None] * np.int32(size) + np.arange(size, dtype=np.int32)).reshape(-1)
-        return slots[:end]
-
 
 def _drawn_for(step: FakeStep, work: Work) -> int:
-    tokens = [
-        token for other, token in zip(step.batch.works, step.drawn, strict=True) if other.request is work.request
-    ]
-    assert len(tokens) == 1 and tokens[0] is not None
-    return tokens[0]
+    tokens = [token for other, token in zip(step.batch.works, step.drawn, strict=True) if other.request is work.request]
+    (token,) = tokens
+    assert token is not None
+    return token

@@ -10,7 +10,7 @@ from quire.spec.layout import DType, Field, PageLayout
 def small_plan(
     num_pages: int, page_size: int, *, context: int = 0, max_requests: int = 8, groups: tuple[str, ...] = ("full",)
 ) -> MemoryPlan:
-    """A plan of exactly `num_pages` pages. A frame takes one byte per token and group, so that bytes are easy to follow.
+    """A plan of exactly `num_pages` pages. A frame takes one byte per token and group.
 
     `context` 0 means all the pages hold.
     """

@@ -1,0 +1,132 @@
+"""Where the time of Quire's steps goes: exclusive wall time of its parts, separately for prefill and decode steps.
+
+Parts are timed by wrapping the functions and modules where they begin, some 400 calls a step at a microsecond each; the
+time of an inner part does not count for the outer one. A step is a decode step if every request in it has one token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+PARTS = (
+    "linear layers",
+    "lm_head",
+    "attention kernel",
+    "key and value writes",
+    "attention plan",
+    "other model code",
+    "batch to tensors",
+    "sampler",
+    "scheduler and cache: schedule",
+    "scheduler and cache: settle",
+    "step loop and outputs",
+)
+
+
+class Stopwatch:
+    """Adds up exclusive time by part and phase."""
+
+    def __init__(self) -> None:
+        self.steps: Counter[str] = Counter()
+        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._step: dict[str, float] = defaultdict(float)
+        self._stack: list[str] = []
+        self._since = 0.0
+        self._phase = ""
+
+    def enter(self, part: str) -> None:
+        """Time counts for `part` from here, until it leaves or another enters."""
+        self._charge()
+        self._stack.append(part)
+
+    def leave(self) -> None:
+        """Time counts for the part outside again."""
+        self._charge()
+        self._stack.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self._step[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def begin_phase(self, phase: str) -> None:
+        """The running step is of this phase."""
+        self._phase = phase
+
+    def end_step(self) -> None:
+        """Book what the step took."""
+        if self._phase:
+            self.steps[self._phase] += 1
+            for part, seconds in self._step.items():
+                self._seconds[part][self._phase] += seconds
+        self._step.clear()
+        self._phase = ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Seconds by phase of each part that took any."""
+        return [{"part": part, "seconds": self._seconds[part]} for part in PARTS if part in self._seconds]
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, its time counted for `part`."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self.enter(part)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return wrapper
+
+
+@contextmanager
+def profiled(engine: Any) -> Iterator[Stopwatch]:
+    """Time the parts of a started `engines.Quire` inside."""
+    from torch.nn import Linear
+
+    from quire.kernels.batch import PagedBatch
+    from quire.models import attention
+
+    watch = Stopwatch()
+    core = engine.llm.engine
+    launch, step = core.runner.launch, core.step
+
+    def phased_launch(batch: Any, previous: Any) -> Any:
+        watch.begin_phase("decode" if all(work.count == 1 for work in batch.works) else "prefill")
+        return launch(batch, previous)
+
+    def whole_step() -> Any:
+        try:
+            return step()
+        finally:
+            watch.leave()
+            watch.end_step()
+            watch.enter("step loop and outputs")
+
+    places = [
+        (core.runner, "launch", watch.timed("batch to tensors", phased_launch)),
+        (core.runner._model, "forward", watch.timed("other model code", core.runner._model.forward)),
+        (core.runner._sampler, "draw", watch.timed("sampler", core.runner._sampler.draw)),
+        (core.scheduler, "schedule", watch.timed("scheduler and cache: schedule", core.scheduler.schedule)),
+        (core.scheduler, "settle", watch.timed("scheduler and cache: settle", core.scheduler.settle)),
+        (core, "step", whole_step),
+        (attention, "paged_attention", watch.timed("attention kernel", attention.paged_attention)),
+        (attention, "write_slots", watch.timed("key and value writes", attention.write_slots)),
+        (PagedBatch, "plan", watch.timed("attention plan", PagedBatch.plan)),
+    ]
+    for name, module in core.runner._model._model.named_modules():
+        if isinstance(module, Linear):
+            places.append(
+                (module, "forward", watch.timed("lm_head" if name == "lm_head" else "linear layers", module.forward))
+            )
+    with ExitStack() as stack:
+        for owner, name, call in places:
+            stack.enter_context(patch.object(owner, name, call))
+        watch.enter("step loop and outputs")
+        yield watch

@@ -1,0 +1,73 @@
+"""Greedy tokens equal `transformers` generation: every architecture, page size and chunk, cold, warm and starved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.running import core_for, generated, run, shared_prompts
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
+
+from quire.models.hf import LoadedModel, load_model
+from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.ids import pages_for
+
+NEW_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
+LONGEST = max(map(len, PROMPTS)) + NEW_TOKENS
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, list[list[int]]]:
+    """A loaded model and what transformers generates with the same weights."""
+    folder = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    reference = build_tiny(request.param)
+    return load_model(str(folder)), [generated(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(1, 23, False), (16, 50, True), (64, 2048, False)])
+def test_cold_then_warm(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: int, overlap: bool) -> None:
+    """Mixed batches on an ample pool; the second time the prompts are found in the cache."""
+    model, expected = case
+    core = core_for(model, page_size=page_size, max_num_batched_tokens=chunk, overlap=overlap)
+    assert run(core, PROMPTS, GREEDY, "cold") == expected
+    cold = core.statistics()
+    assert run(core, PROMPTS, GREEDY, "warm") == expected
+    warm = core.statistics()
+    hits = warm["hit_tokens"] - cold["hit_tokens"]
+    reusable = sum((len(prompt) - 1) // page_size * page_size for prompt in PROMPTS)
+    assert hits == reusable > 0
+    assert warm["frames"]["full"]["private"] == 0
+
+
+def test_starved(case: tuple[LoadedModel, list[list[int]]]) -> None:
+    """A pool that holds little more than one request: everything is evicted or preempted, and nothing is different."""
+    model, expected = case
+    page_size = 4
+    core = core_for(
+        model, pages=pages_for(LONGEST - 1, page_size) + 8, page_size=page_size, max_num_batched_tokens=17, eviction="lru"
+    )
+    for turn in range(2):
+        assert run(core, PROMPTS, GREEDY, f"turn{turn}") == expected
+    statistics = core.statistics()
+    assert statistics["evicted_pages"] > 0
+    assert statistics["preemptions"] > 0
+    assert statistics["hit_tokens"] > 0
+    assert statistics["frames"]["full"]["private"] == 0
+
+
+def test_tokens_vary(case: tuple[LoadedModel, list[list[int]]]) -> None:
+    """The weights are drawn wide enough that the comparison can fail: prompts that differ give tokens that differ."""
+    _, expected = case
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    assert len({token for tokens in expected for token in tokens}) > 4

@@ -1,0 +1,111 @@
+"""The parts of README.md that are generated from the code. `python -m tests.examples.readme_sections` rewrites them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import typer.main
+
+from quire import errors
+from quire.cli.app import app
+from quire.engine.config import EngineConfig
+from quire.models.registry import support_table
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+
+MEANINGS = {
+    "model": "folder or hub name; the bundled model if left out",
+    "tokenizer": "another folder or hub name for the tokenizer",
+    "served_model_name": "the name clients use",
+    "skip_tokenizer_init": "token ids in, token ids out",
+    "device": "`cpu`, `cuda`, `cuda:N`; `auto` is the first GPU, else the CPU",
+    "dtype": "`float32`, `float16`, `bfloat16`; `auto` is the model's own",
+    "page_size": "tokens in a page, and the shortest prefix that can be shared",
+    "kv_memory": "bytes of the KV pools (`2GiB`); by default a quarter of the free memory, at most 4 GiB, on a CPU, "
+    "and 80 % of what is free after loading on a GPU",
+    "max_model_len": "longest sequence, prompt and output; by default the model's context",
+    "max_running_requests": "sequences that hold memory at once",
+    "max_num_batched_tokens": "tokens in one step; longer prompts are computed in chunks",
+    "policy": "`fcfs`, or `lpm`: longest cached prefix first",
+    "eviction": "`lru`, `lfu`, `slru`, `fifo`, `mru`, `filo`, `priority`",
+    "enable_prefix_caching": "share the pages of common prefixes",
+    "enable_kv_events": "record pages stored and removed (`engine.events`)",
+    "overlap": "schedule a step while one is in flight; by default where the device is not the CPU",
+    "seed": "seed of requests that have none",
+}
+FLAGS = {"max_running_requests": "max_running", "max_num_batched_tokens": "max_batched"}
+FLAGS |= {"enable_prefix_caching": "prefix_caching"}
+"""Settings whose parameter of `quire serve` has another name."""
+
+
+def models() -> str:
+    """Model types by status, from the table that loading refuses by."""
+    from tests.tiny_models import ARCHITECTURES  # loads transformers
+
+    rows = support_table()
+    verified = [row.model_type for row in rows if row.status == "verified"]
+    compared = {settings["model_type"] for settings in ARCHITECTURES.values()}
+    assert compared <= set(verified)
+    lines = [
+        f"**Compared with transformers' `generate` in every `make test`:** {_names(sorted(compared))}.",
+        "",
+        f"**Verified when the list was made:** {_names([name for name in verified if name not in compared])}.",
+        "",
+        "| refused, because it ... | types |",
+        "|---|---|",
+    ]
+    reasons = dict.fromkeys(row.reason for row in rows if row.status == "refused")
+    lines += [f"| {reason} | {_names([r.model_type for r in rows if r.reason == reason])} |" for reason in reasons]
+    return "\n".join(lines)
+
+
+def error_codes() -> str:
+    """Every error class with its code, HTTP status and exit code."""
+    lines = ["| code | raised as | HTTP | exit | what it is |", "|---|---|---|---|---|"]
+    for error in _error_classes():
+        first = inspect.cleandoc(error.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        lines.append(f"| `{error.code}` | `{error.__name__}` | {error.status} | {error.exit_code} | {first} |")
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """Every field of `EngineConfig`: the keyword of `LLM`, the flag of `quire serve` and the default."""
+    flags = {parameter.name: parameter for parameter in typer.main.get_command(app).commands["serve"].params}  # type: ignore[attr-defined]
+    lines = ["| `LLM(...)` | `quire serve` | default | meaning |", "|---|---|---|---|"]
+    for name, field in EngineConfig.model_fields.items():
+        parameter = flags.get(FLAGS.get(name, name))
+        flag = f"`{'/'.join((parameter.opts[0], *parameter.secondary_opts[:1]))}`" if parameter else "-"
+        default = "-" if field.default is None or name == "model" else f"`{field.default}`"
+        lines.append(f"| `{name}` | {flag} | {default} | {MEANINGS[name]} |")
+    return "\n".join(lines)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"models": models, "errors": error_codes, "settings": settings}
+
+
+def generated(text: str) -> str:
+    """`text` with every section between its two marks replaced by what the code says now."""
+    for name, make in SECTIONS.items():
+        marks = re.compile(rf"<!-- {name}: generated -->\n.*?<!-- {name}: end -->", re.DOTALL)
+        before, *found = marks.split(text)
+        assert len(found) == 1, f"README.md has {len(found)} sections '{name}'"
+        text = f"{before}<!-- {name}: generated -->\n{make()}\n<!-- {name}: end -->{found[0]}"
+    return text
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _error_classes() -> Iterator[type[errors.QuireError]]:
+    for member in vars(errors).values():
+        if isinstance(member, type) and issubclass(member, errors.QuireError):
+            yield member
+
+
+if __name__ == "__main__":
+    README.write_text(generated(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,92 @@
+"""Documents that cannot rot: examples run, code blocks of the README run, its tables are the code's, links lead on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.cli.demo_server import running_server
+from tests.examples.readme_sections import README, ROOT, generated
+
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))
+EXPECTED = {
+    "01_generate.py": ["prompt tokens were not computed again", "prompt tokens, 0 from the cache"],
+    "02_prefix_reuse.py": ["48 from the cache", "evicted: 1 page", "QUIRE-FIT-02", "audit passed"],
+    "03_serve_and_chat.py": ["prompt tokens, 0 from the cache", "HTTP 400, QUIRE-CONTEXT-01"],
+    "04_allocator.py": ["[10, 11, 12, 13, 14, 15, 16]", "QUIRE-PAGES-01", "QUIRE-PAGES-02"],
+}
+"""What each example must print. A new example needs a row."""
+
+
+def run_program(*command: str | Path) -> str:
+    """The standard output of a program run as a user would, in this source tree. Fails with its errors."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of `quire serve` with the bundled model."""
+    with running_server("--kv-memory", "16MiB") as summary:
+        yield summary["url"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(path: Path) -> None:
+    printed = run_program(sys.executable, path)
+    for text in EXPECTED[path.name]:
+        assert text in printed
+    if path.name in ("01_generate.py", "03_serve_and_chat.py"):
+        assert re.search(r"[1-9]\d* from the cache", printed), "nothing was reused"
+
+
+def test_every_example_is_listed_and_short() -> None:
+    index = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES:
+        assert path.name in index
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 80
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", _blocks("python"), ids=lambda block: block.splitlines()[0])
+def test_python_of_the_readme_runs(block: str, server: str) -> None:
+    printed = run_program(sys.executable, "-c", block.replace("http://127.0.0.1:8000", server))
+    assert "from the cache" in printed
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("block", _blocks("bash"), ids=lambda block: block.split()[0])
+def test_shell_of_the_readme_runs(block: str, server: str) -> None:
+    assert '"cached_tokens"' in run_program("bash", "-c", block.replace("http://127.0.0.1:8000", server))
+
+
+def test_generated_sections_of_the_readme() -> None:
+    """`python -m tests.examples.readme_sections` brings them up to date."""
+    text = README.read_text(encoding="utf-8")
+    assert text == generated(text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_documents_name_exists(document: Path) -> None:
+    """Relative links, and paths in code quotes: from the root, from src/quire, or from the document's folder."""
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    assert not [link for link in links if not (document.parent / link).exists()]
+    paths = re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|toml|safetensors)|(?:[\w.-]+/)+)`", text)
+    places = (ROOT, ROOT / "src" / "quire", document.parent)
+    assert not [path for path in paths if not any((place / path).exists() for place in places)]

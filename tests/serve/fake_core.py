@@ -1,0 +1,88 @@
+"""A stand-in for the engine core: echoes the prompt, and misbehaves where the prompt asks for it. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.engine.config import EngineConfig
+from quire.engine.messages import EngineRequest, TokenOutput
+from quire.errors import ContextTooLong, PlanError
+from quire.spec.ids import Ids
+
+CONTEXT = 256
+STEP_S = 0.002
+
+
+class EchoCore:
+    """One token for each running request and step: the prompt, over and over."""
+
+    context_length = CONTEXT
+    eos_token_ids: Sequence[int] = (0,)
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.served_model_name == "no pool":
+            raise PlanError("a pool of zero pages.", fix="raise --kv-memory to 1MiB.")
+        if config.served_model_name == "broken":
+            raise ValueError("broken weights")
+        self._running: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self._num_steps = 0
+        self._num_aborted = 0
+
+    def add(self, request: EngineRequest) -> None:
+        tokens = request.tokens().tolist()
+        if len(tokens) >= CONTEXT:
+            raise ContextTooLong(f"{len(tokens)} tokens; the context is {CONTEXT}.", fix="shorten it.")
+        if b"defect" in bytes(tokens):
+            raise RuntimeError("a defect in add")
+        self._running[request.request_id] = (request, [])
+
+    def abort(self, request_id: str) -> None:
+        self._num_aborted += self._running.pop(request_id, None) is not None
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[TokenOutput]:
+        time.sleep(STEP_S)
+        if any(b"stall" in bytes(r.tokens().tolist()) for r, _ in self._running.values()):
+            return []
+        self._num_steps += 1
+        return [self._advance(request_id) for request_id in list(self._running)]
+
+    def _advance(self, request_id: str) -> TokenOutput:
+        request, drawn = self._running[request_id]
+        prompt = request.tokens().tolist()
+        if b"crash" in bytes(prompt):
+            raise RuntimeError("a crash in step")
+        drawn.append(prompt[len(drawn) % len(prompt)])
+        limit = request.params.max_tokens or CONTEXT - len(prompt)
+        ended = len(drawn) >= limit
+        if ended:
+            del self._running[request_id]
+        failed = b"fail" in bytes(prompt)
+        return TokenOutput(
+            request_id=request_id,
+            token_ids=drawn[-1:],
+            finish_reason="error" if failed else "length" if ended else None,
+            error="QUIRE-ENGINE-02: it failed" if failed else "",
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        return {"steps": self._num_steps, "running_requests": len(self._running), "aborted_requests": self._num_aborted}
+
+
+class ByteTokenizer:
+    """Token ids are bytes."""
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> Ids:
+        return self.encode("".join(message["content"] for message in messages))

@@ -1,0 +1,100 @@
+"""`quire serve` in a child process, for tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import psutil
+from openai import OpenAI
+
+START_S = 120.0
+
+
+class LiveServer:
+    """Started on a free port; ready when constructed."""
+
+    def __init__(self, *options: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log()
+        self.summary: dict[str, Any] = json.loads(line)
+        self.port = int(self.summary["url"].rpartition(":")[2])
+        self._children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def client(self, api_key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.summary['url']}/v1", api_key=api_key, max_retries=0, timeout=60)
+
+    def request(
+        self, path: str, body: object = None, *, raw: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Status and decoded body of one request; a body makes it a POST."""
+        payload = json.dumps(body).encode() if body is not None else raw
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            method = "GET" if payload is None else "POST"
+            connection.request(method, path, payload, {"Content-Type": "application/json"} | (headers or {}))
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return response.status, json.loads(text) if is_json else text
+        finally:
+            connection.close()
+
+    def open_request(self, path: str, body: object) -> socket.socket:
+        """A POST that was sent and not read yet."""
+        payload = json.dumps(body).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        connection.sendall(head.encode() + payload)
+        return connection
+
+    def statistics(self) -> dict[str, Any]:
+        status, statistics = self.request("/v1/cache/statistics")
+        assert status == 200, statistics
+        return dict(statistics)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The statistics once nothing runs or waits."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            statistics = self.statistics()
+            if statistics["running_requests"] == statistics["waiting_requests"] == 0:
+                return statistics
+            assert time.monotonic() < deadline, statistics
+            time.sleep(0.02)
+
+    def engine(self) -> psutil.Process:
+        """The engine's process: the child that has the model in memory."""
+        return max(self._children, key=lambda child: child.memory_info().rss)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def children_left(self) -> list[psutil.Process]:
+        """Children of the server that still run."""
+        _, alive = psutil.wait_procs(self._children, timeout=5)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

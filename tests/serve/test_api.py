@@ -1,0 +1,275 @@
+"""The OpenAI API, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from live_server import LiveServer
+from openai import APIStatusError, OpenAI
+from openai.types import Completion
+from prometheus_client.parser import text_string_to_metric_families
+
+MODEL = "tiny"
+PROMPT = "It is a truth universally acknowledged, that a single man in possession"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you then?"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> OpenAI:
+    return server.client()
+
+
+def complete(client: OpenAI, **options: object) -> Completion:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0} | options
+    return client.completions.create(**body)  # type: ignore[call-overload, no-any-return]
+
+
+def cached(completion: Completion) -> int:
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    return completion.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_a_repeated_prompt_comes_from_the_cache(client: OpenAI) -> None:
+    prompt = "A prompt that no other test sends, and that is longer than a page. "
+    first, again = (complete(client, prompt=prompt) for _ in range(2))
+    assert (cached(first), cached(again)) == (0, len(prompt) // 16 * 16)
+    assert first.choices[0].text == again.choices[0].text
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(prompt), 24)
+    assert first.choices[0].finish_reason == "length"
+    salted = complete(client, prompt=prompt, extra_body={"cache_salt": "another tenant"})
+    assert cached(salted) == 0
+    assert salted.choices[0].text == first.choices[0].text
+
+
+def test_a_stream_is_the_same_text(client: OpenAI) -> None:
+    whole = complete(client)
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_chat_and_its_stream(client: OpenAI) -> None:
+    options = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage.completion_tokens == 20
+    chunks = list(client.chat.completions.create(**options, stream=True))  # type: ignore[call-overload]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    plain = [{"role": "user", "content": "Hello"}]
+    answers = [
+        client.chat.completions.create(**(options | {"messages": messages})).choices[0].message.content  # type: ignore[call-overload]
+        for messages in (parts, plain)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_n_and_seed(client: OpenAI) -> None:
+    drawn = [complete(client, n=2, temperature=1.0, seed=seed) for seed in (7, 7, 8)]
+    texts = [[choice.text for choice in d.choices] for d in drawn]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert texts[0][0] != texts[0][1]
+    assert [choice.index for choice in drawn[0].choices] == [0, 1]
+    streamed: dict[int, str] = {0: "", 1: ""}
+    for chunk in complete(client, n=2, temperature=1.0, seed=7, stream=True):  # type: ignore[attr-defined]
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert list(streamed.values()) == texts[0]
+
+
+def test_logprobs_in_both_shapes(client: OpenAI) -> None:
+    choice = complete(client, logprobs=3, max_tokens=6).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.text_offset is not None
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == 6
+    assert choice.logprobs.text_offset[0] == 0
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=4,  # type: ignore[arg-type]
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content or []
+    assert len(content) == 6
+    for position in content:
+        top = position.top_logprobs
+        assert len(top) == 4
+        assert top[0].logprob == max(t.logprob for t in top) == position.logprob  # greedy takes the best
+        assert sum(math.exp(t.logprob) for t in top) <= 1.0001
+
+
+def test_stop_strings(client: OpenAI) -> None:
+    text = complete(client, max_tokens=60).choices[0].text
+    at = next(i for i in range(8, len(text) - 3) if "\ufffd" not in text[i : i + 3] and text.find(text[i : i + 3]) == i)
+    stop = text[at : at + 3]
+    choice = complete(client, max_tokens=60, stop=[stop, "never in there"]).choices[0]
+    assert (choice.text, choice.finish_reason) == (text[:at], "stop")
+    assert choice.stop_reason == stop  # type: ignore[attr-defined]
+    chunks = complete(client, max_tokens=60, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:at]  # type: ignore[attr-defined]
+    kept = complete(client, max_tokens=60, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == text[:at] + stop
+
+
+def test_prompts_of_every_kind(client: OpenAI) -> None:
+    single = [complete(client, prompt=p).choices[0].text for p in ("abc", "wxyz")]
+    many = complete(client, prompt=["abc", "wxyz"], n=2)
+    assert [c.text for c in many.choices] == [single[0], single[0], single[1], single[1]]
+    assert [c.index for c in many.choices] == [0, 1, 2, 3]
+    assert many.usage is not None
+    assert (many.usage.prompt_tokens, many.usage.completion_tokens) == (7, 96)
+    ids = [complete(client, prompt=p, extra_body={"return_token_ids": True}).choices[0] for p in ([40, 41], [[40, 41]])]
+    assert ids[0].text == ids[1].text
+    assert len(ids[0].token_ids) == 24  # type: ignore[attr-defined]
+
+
+def test_models(client: OpenAI, server: LiveServer) -> None:
+    [model] = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert server.request("/v1/models/nope")[0] == 404
+
+
+def test_many_clients_get_their_solo_answers(client: OpenAI) -> None:
+    prompts = [PROMPT[: 10 + 3 * i] for i in range(8)]
+    solo = [complete(client, prompt=p).choices[0].text for p in prompts]
+    with ThreadPoolExecutor(16) as threads:
+        together = list(threads.map(lambda p: complete(client, prompt=p).choices[0].text, prompts * 2))
+    assert together == solo * 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages(server: LiveServer, stream: bool) -> None:
+    before = server.wait_idle()
+    body = {"prompt": "leaving", "max_tokens": 370, "stream": stream, "ignore_eos": True, "n": 2}
+    connection = server.open_request("/v1/completions", body)
+    if stream:
+        assert b"200 OK" in connection.recv(64)
+    while server.statistics()["running_requests"] == 0:
+        time.sleep(0.005)
+    connection.close()
+    after = server.wait_idle()
+    assert after["aborted_requests"] == before["aborted_requests"] + 2
+    assert after["frames"]["full"]["private"] == 0
+
+
+def test_metrics(server: LiveServer, client: OpenAI) -> None:
+    complete(client)
+    statistics = server.wait_idle()
+    status, text = server.request("/metrics")
+    assert status == 200
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for key in ("prompt_tokens", "hit_tokens", "output_tokens", "evicted_pages", "preemptions"):
+        assert samples[(f"quire_{key}_total",)] == statistics[key]
+    frames = statistics["frames"]["full"]
+    for state in ("free", "private", "cached", "moving", "quarantined"):
+        assert samples[("quire_frames", "full", state)] == frames[state]
+    assert samples[("quire_healthy",)] == 1
+    assert samples[("quire_time_to_first_token_seconds_count",)] > 0
+    assert samples[("quire_http_responses_total", "/v1/completions", "200")] > 0
+
+
+BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = [
+    ("completions", b"{not json", 400, None, "not JSON"),
+    ("completions", b"[1, 2]", 400, None, "JSON object"),
+    ("completions", b"", 400, None, ""),
+    ("completions", {}, 400, "prompt", "prompt is required"),
+    ("completions", {"prompt": 5}, 400, "prompt", "prompt should be"),
+    ("completions", {"prompt": []}, 400, "prompt", "empty"),
+    ("completions", {"prompt": [[]]}, 400, None, "empty"),
+    ("completions", {"prompt": ""}, 400, None, "empty"),
+    ("completions", {"prompt": [1, 300]}, 400, None, "vocabulary"),
+    ("completions", {"prompt": [1, -1]}, 400, None, "token id"),
+    ("completions", {"prompt": [2**40]}, 400, None, "token ids"),
+    ("completions", {"prompt": [True]}, 400, "prompt", "prompt should be"),
+    ("completions", {"prompt": "a", "model": "gpt-4"}, 404, None, "use 'tiny'"),
+    ("completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "integer"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "at least 0"),
+    ("completions", {"prompt": "a", "top_p": 1.5}, 400, "top_p", "at most 1"),
+    ("completions", {"prompt": "a", "n": 0}, 400, "n", "at least 1"),
+    ("completions", {"prompt": ["a"] * 100, "n": 100}, 400, "n", "512"),
+    ("completions", {"prompt": "a", "logprobs": 99}, 400, "logprobs", "at most 20"),
+    ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "non-empty"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
+    ("completions", {"prompt": "a", "echo": True}, 400, "echo", "leave echo out"),
+    ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "not supported"),
+    ("completions", {"prompt": "a" * 600}, 400, None, "512"),
+    ("completions", {"prompt": "a" * 500, "max_tokens": 100}, 400, None, "context"),
+    ("completions", {"prompt": "a" * 420, "max_tokens": 20}, 413, None, "--kv-memory"),
+    ("chat/completions", {}, 400, "messages", "messages is required"),
+    ("chat/completions", {"messages": []}, 400, "messages", "messages should"),
+    ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages", "'system'"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "messages"),
+    ("chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, None, "before a question"),
+    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", ""),
+    ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
+    (
+        "chat/completions",
+        {"messages": [*CHAT, {"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages",
+        "",
+    ),
+    ("chat/completions", {"messages": CHAT, "stream": True, "max_tokens": 600}, 400, None, "512"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "text"), BAD_BODIES)
+def test_bad_bodies(
+    server: LiveServer, path: str, body: bytes | dict[str, object], status: int, param: str | None, text: str
+) -> None:
+    raw = body if isinstance(body, bytes) else None
+    got, answer = server.request(f"/v1/{path}", None if raw is not None else body, raw=raw)
+    assert got == status, answer
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"].startswith("QUIRE-")
+    assert error["param"] == param
+    assert text in error["message"]
+    assert server.wait_idle()["frames"]["full"]["private"] == 0
+
+
+def test_harmless_fields_are_ignored(server: LiveServer) -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "response_format": {"type": "text"}}
+    status, answer = server.request("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2} | harmless)
+    assert status == 200, answer
+
+
+def test_the_client_sees_our_code_and_fix(client: OpenAI) -> None:
+    with pytest.raises(APIStatusError, match="Fix: ") as refused:
+        complete(client, prompt="a" * 420)
+    assert (refused.value.status_code, refused.value.code) == (413, "QUIRE-FIT-02")
+
+
+def test_unknown_routes_and_methods_have_the_same_shape(server: LiveServer) -> None:
+    for path, status in (("/v1/nope", 404), ("/v1/completions", 405)):
+        got, answer = server.request(path)
+        assert (got, answer["error"]["code"]) == (status, "QUIRE-INPUT-01")
+
+
+def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:
+    status, answer = server.request("/v1/completions", raw=b"", headers={"Content-Length": str(2**30)})
+    assert (status, answer["error"]["type"]) == (413, "request_too_large")

@@ -1,0 +1,173 @@
+"""The engine process and the async engine, with a core that misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from fake_core import CONTEXT, ByteTokenizer, EchoCore
+
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.config import engine_config
+from quire.errors import ContextTooLong, EngineDead, InvalidInput, PlanError, QuireError
+from quire.scheduler.sampling_params import SamplingParams
+
+
+@asynccontextmanager
+async def running(*, stall_after_s: float = 60.0) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(
+        engine_config(), build=EchoCore, tokenizer=ByteTokenizer(), stall_after_s=stall_after_s
+    )
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+async def text_of(engine: AsyncEngine, prompt: str, **params: object) -> str:
+    return "".join([delta.text async for delta in engine.generate(prompt, SamplingParams(**params))])  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+def test_answers_refusals_and_aborts() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            assert engine.context_length == CONTEXT
+            answers = await asyncio.gather(*(text_of(engine, f"prompt {i} ", max_tokens=30) for i in range(30)))
+            assert answers == [(f"prompt {i} " * 5)[:30] for i in range(30)]
+            with pytest.raises(ContextTooLong, match="shorten it"):
+                await engine.submit("x" * CONTEXT, SamplingParams())
+            with pytest.raises(QuireError, match="a defect in add"):
+                await engine.submit("defect", SamplingParams(n=3))
+            with pytest.raises(QuireError, match="it failed"):
+                await text_of(engine, "fail")
+            with pytest.raises(InvalidInput, match="token ids"):
+                await engine.submit([2**40], SamplingParams())
+            assert await text_of(engine, "abcdef", max_tokens=100, stop=["fab"]) == "abcde"
+            stream = await engine.submit("ab", SamplingParams(n=2, max_tokens=3))
+            assert sorted([d.index async for d in stream]) == [0, 0, 0, 1, 1, 1]
+            assert [o.text for o in stream.output().outputs] == ["aba", "aba"]
+            before = (await engine.statistics())["aborted_requests"]
+            generator = engine.generate("abc", SamplingParams(max_tokens=None, n=2))
+            await anext(generator)
+            await generator.aclose()
+            task = asyncio.create_task(text_of(engine, "abc", max_tokens=None))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+            async def idle() -> bool:
+                statistics = await engine.statistics()
+                return statistics["running_requests"] == 0 and statistics["aborted_requests"] == before + 3
+
+            await until(idle)
+            assert engine.health().healthy
+
+    asyncio.run(body())
+
+
+def test_start_errors_keep_their_class() -> None:
+    async def start(name: str) -> AsyncEngine:
+        return await AsyncEngine.start(engine_config(served_model_name=name), build=EchoCore, tokenizer=ByteTokenizer())
+
+    with pytest.raises(PlanError, match="raise --kv-memory") as refused:
+        asyncio.run(start("no pool"))
+    assert refused.value.code == PlanError.code
+    with pytest.raises(QuireError, match="broken weights"):
+        asyncio.run(start("broken"))
+
+
+@pytest.mark.parametrize("how", ["crash", "kill"])
+def test_a_dead_engine_ends_every_request_and_health(how: str) -> None:
+    async def body() -> None:
+        async with running() as engine:
+            waiting = [asyncio.create_task(text_of(engine, "abc", max_tokens=None)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            if how == "crash":
+                waiting.append(asyncio.create_task(text_of(engine, "crash")))
+            else:
+                engine._process.process.kill()
+            results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+            assert all(isinstance(result, EngineDead) for result in results)
+            assert not engine.health().healthy
+            with pytest.raises(EngineDead):
+                await engine.submit("abc", SamplingParams())
+            with pytest.raises(EngineDead):
+                await engine.statistics()
+
+    asyncio.run(body())
+
+
+def test_health_tells_waiting_from_stuck() -> None:
+    async def body() -> None:
+        async with running(stall_after_s=1.0) as engine:
+            await asyncio.sleep(1.3)
+            assert engine.health().healthy, "idle is not stuck"
+            stream = await engine.submit("stall", SamplingParams())
+
+            async def stuck() -> bool:
+                return not engine.health().healthy
+
+            await until(stuck)
+            assert "no progress" in engine.health().reason
+            stream.close()
+
+            async def well() -> bool:
+                return engine.health().healthy
+
+            await until(well)
+            os.kill(engine._process.process.pid or 0, signal.SIGSTOP)
+            task = asyncio.create_task(text_of(engine, "abc"))
+            await until(stuck)
+            os.kill(engine._process.process.pid or 0, signal.SIGCONT)
+            assert await task
+            assert engine.health().healthy
+
+    asyncio.run(body())
+
+
+def test_shutdown_drains_then_aborts() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            task = asyncio.create_task(text_of(engine, "abc", max_tokens=40))
+            await asyncio.sleep(0.02)
+            stopping = asyncio.create_task(engine.shutdown(drain_s=5.0))
+            await asyncio.sleep(0.01)
+            with pytest.raises(EngineDead, match="shutting down"):
+                await engine.submit("abc", SamplingParams())
+            assert await task == ("abc" * 14)[:40]
+            await stopping
+        async with running() as engine:
+            stuck = asyncio.create_task(text_of(engine, "stall"))
+            await asyncio.sleep(0.02)
+            started = time.monotonic()
+            await engine.shutdown(drain_s=0.2)
+            assert time.monotonic() - started < 3
+            with pytest.raises(EngineDead, match="aborted"):
+                await stuck
+            assert not psutil.pid_exists(engine._process.process.pid or 0)
+
+    asyncio.run(body())
+
+
+def test_an_idle_engine_does_not_spin() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            child = psutil.Process(engine._process.process.pid)
+            before = sum(child.cpu_times()[:2])
+            await asyncio.sleep(1.0)
+            assert sum(child.cpu_times()[:2]) - before < 0.2
+
+    asyncio.run(body())
