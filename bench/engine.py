@@ -79,7 +79,7 @@ class Shape:
 
 
 TOY = Shape(
-    hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=512, requests=4, shared=192, own=16, new=8
+    hidden=128, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=512, requests=4, shared=192, own=16, new=8
 )
 
 
@@ -154,8 +154,9 @@ class Process:
             line = ""
         if not line:
             self._process.wait()
-            tail = [text for text in self._log.read_text().strip().splitlines() if text.strip()][-1:]
-            raise RuntimeError(tail[0] if tail else f"ended with status {self._process.returncode}")
+            lines = [text.strip() for text in self._log.read_text().splitlines() if text.strip()]
+            lines = [text for text in lines if "Error" in text.partition(":")[0]] or lines
+            raise RuntimeError(lines[-1] if lines else f"ended with status {self._process.returncode}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -284,8 +285,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         f"{shape['new']} out; {result['parameters'] / 1e6:.0f}M-parameter Llama; {result['threads']} threads; "
         f"{result['repeats']} repeats",
         caption="tok/s: output tokens per wall second, median (lowest to highest). CPU s: of a batch, all threads, "
-        "median (lowest to highest). x Quire: rate over Quire's, by wall and by CPU time; above 1 is faster. Equal: tokens "
-        "as generate's, up to where a request first differs. Reused: prompt tokens from the cache.",
+        "median (lowest to highest). x Quire: rate over Quire's, by wall and by CPU time; above 1 is faster. Equal: "
+        "tokens as generate's, up to where a request first differs. Reused: prompt tokens from the cache.",
     )
     table.add_column("dtype")
     table.add_column("mode")
@@ -297,7 +298,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         for mode in MODES:
             for engine in result["order"]:
                 if engine in found["absent"]:
-                    table.add_row(dtype, mode, NAMES[engine], found["absent"][engine][:60], *[""] * 5)
+                    table.add_row(dtype, mode, NAMES[engine], "absent", *[""] * 5)
                     continue
                 row = found["summary"][engine][mode]
                 equal = f"{row['equal_tokens']}/{row['num_tokens']}" if "equal_tokens" in row else ""
@@ -314,6 +315,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
                 )
             table.add_section()
     console.print(table)
+    for engine, why in {name: why for found in result["measured"].values() for name, why in found["absent"].items()}.items():
+        console.print(f"{NAMES[engine]} is absent: {why}", markup=False)
 
 
 def wrong(result: dict[str, Any]) -> list[str]:

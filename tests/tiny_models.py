@@ -62,13 +62,14 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "llama_yarn": {
         "model_type": "llama",
         "rope_parameters": {
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 10000.0,
         },
     },
     "qwen2": {"model_type": "qwen2"},
-    "qwen2_sliding": {
-        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1
-    },
+    "qwen2_sliding": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen2_moe": {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {"model_type": "qwen3", "head_dim": 24},
     "qwen3_moe": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 16},
@@ -90,17 +91,38 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", "sliding_window": 8, "layer_types": _SLIDING},
     "granite": {
-        "model_type": "granite", "attention_multiplier": 0.1, "residual_multiplier": 0.7, "embedding_multiplier": 2.0
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
     },
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 8, "layer_types": _SLIDING},
-    "gpt2": {"model_type": "gpt2", "num_key_value_heads": None, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT_LENGTH},
+    "gpt2": {
+        "model_type": "gpt2",
+        "num_key_value_heads": None,
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": CONTEXT_LENGTH,
+    },
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "gpt_bigcode": {
-        "model_type": "gpt_bigcode", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT_LENGTH
+        "model_type": "gpt_bigcode",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": CONTEXT_LENGTH,
     },
-    "opt": {"model_type": "opt", "num_key_value_heads": None, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 1},
+    "opt": {
+        "model_type": "opt",
+        "num_key_value_heads": None,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+        "pad_token_id": 1,
+    },
     "gemma": {"model_type": "gemma", "head_dim": 24},
     "gemma2": {
         "model_type": "gemma2",
@@ -116,9 +138,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
         "layer_types": _SLIDING,
         "query_pre_attn_scalar": 16,
     },
-    "gpt_oss": {
-        "model_type": "gpt_oss", **_EXPERTS, "head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING
-    },
+    "gpt_oss": {"model_type": "gpt_oss", **_EXPERTS, "head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 10},
     "stablelm": {"model_type": "stablelm", "partial_rotary_factor": 0.5},
     "smollm3": {"model_type": "smollm3"},

@@ -343,6 +343,17 @@ class SampleMaker:
             if at >= len(self.sentences) or not self.opens_well(at):
                 at = self.passage_start()
 
+    def questions(self, most: int) -> list[list[int]]:
+        """Up to `most` prompts of one turn, all of the same number of tokens."""
+        by_length: dict[int, list[list[int]]] = {}
+        while True:
+            text = self.topic_prompt([self.sentences[self.passage_start()]])
+            prompt = [self.bos, self.user, *self.encode(text), self.end, self.assistant]
+            bucket = by_length.setdefault(len(prompt), [])
+            bucket.append(prompt)
+            if len(bucket) == most:
+                return bucket
+
     def system_prompt(self, room: int) -> str:
         """No system prompt, a short one or, where there is room, a long house style."""
         rng = self.rng

@@ -173,6 +173,41 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Ten
     return torch.nn.functional.cross_entropy(logits, targets[chosen])
 
 
+def repeats(tokens: list[int], size: int = 5) -> list[bool]:
+    """For each token, whether it completes an n-gram that has occurred before."""
+    seen: set[tuple[int, ...]] = set()
+    flags = []
+    for at in range(len(tokens)):
+        gram = tuple(tokens[max(0, at + 1 - size) : at + 1])
+        flags.append(len(gram) == size and gram in seen)
+        seen.add(gram)
+    return flags
+
+
+def repetition_loss(model: LlamaForCausalLM, maker: SampleMaker) -> Tensor:
+    """The unlikelihood of what the model repeats when it answers greedily.
+
+    A small model falls into loops at temperature zero. Here it answers a few questions,
+    and the tokens that complete a repeated n-gram are made less likely (Welleck et al.,
+    "Neural Text Generation with Unlikelihood Training", 2019).
+    """
+    prompts = torch.tensor(maker.questions(16))
+    with torch.no_grad():
+        ids = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=72,
+            do_sample=False,
+        )
+    answers = ids[:, prompts.size(1) :]
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, prompts.size(1) - 1 :]
+    chosen = logits.softmax(-1).gather(-1, answers[..., None])[..., 0]
+    penalty = -torch.log1p(-chosen.clamp(max=0.999))
+    flags = torch.tensor([repeats(row) for row in answers.tolist()])
+    flags &= answers != SPECIAL_TOKENS.index("<|pad|>")
+    return penalty[flags].sum() / flags.numel()
+
+
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> float:
     """The mean loss over fixed batches."""
@@ -198,11 +233,13 @@ def train(
     start = time.monotonic()
     step = tokens = 0
     average = math.nan
+    looping = torch.zeros(())
     while True:
         minutes = (time.monotonic() - start) / 60
         done = step / args.steps if args.steps else minutes / args.minutes
         if done >= 1:
             break
+        done = args.resume_at + (1 - args.resume_at) * done
         for optim, lrs in zip(optims, peaks, strict=True):
             for group, lr in zip(optim.param_groups, lrs, strict=True):
                 group["lr"] = lr * rate(done)
@@ -210,6 +247,9 @@ def train(
         ids, labels = batch(maker, args.batch_tokens // length, length)
         loss = next_token_loss(model, ids, labels)
         torch.autograd.backward(loss)
+        if done > 0.6 and step % 3 == 0:
+            looping = repetition_loss(model, maker)
+            torch.autograd.backward(3.0 * looping)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optim in optims:
             optim.step()
@@ -221,7 +261,7 @@ def train(
             speed = tokens / (time.monotonic() - start)
             print(
                 f"step {step:5d}  {100 * done:5.1f}%  loss {loss.item():.3f}  "
-                f"average {average:.3f}  {speed:.0f} tok/s",
+                f"average {average:.3f}  loops {looping.item():.3f}  {speed:.0f} tok/s",
                 flush=True,
             )
         if step % args.eval_every == 0:
@@ -293,6 +333,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deb", type=Path, help="the corpus package, if already downloaded")
     parser.add_argument("--minutes", type=float, default=40.0, help="time to train for")
     parser.add_argument("--steps", type=int, help="train for this many steps instead")
+    parser.add_argument(
+        "--resume-at",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="go on from the weights in --out, this share (0 to 1) into the schedule",
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a step")
     parser.add_argument("--eval-every", type=int, default=200, help="steps between validations")
     parser.add_argument("--vocab-size", type=int, default=2048, help="size of the vocabulary")
@@ -321,6 +368,8 @@ def main() -> int:
         "chat": [batch(checker, 4, 512, chat=1.0) for _ in range(6)],
     }
     model = new_model(args.vocab_size)
+    if args.resume_at:
+        model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32).train()
     print(
         f"{len(sentences)} sentences, {len(maker.encode(' '.join(sentences)))} tokens; "
         f"{sum(p.numel() for p in model.parameters())} parameters",

@@ -24,14 +24,19 @@ def core_for(model: LoadedModel, *, pages: int | None = None, page_size: int = 1
 
 
 def run(
-    core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], name: str = "r"
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    name: str = "r",
 ) -> list[list[int]]:
     """Add all prompts at once and step until idle; the tokens of each. Audits the cache after every step."""
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     tokens: dict[str, list[int]] = {}
     for i, (prompt, p) in enumerate(zip(prompts, many, strict=True)):
         core.add(
-            EngineRequest(request_id=f"{name}-{i}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=p, index=0)
+            EngineRequest(
+                request_id=f"{name}-{i}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=p, index=0
+            )
         )
         tokens[f"{name}-{i}"] = []
     while core.has_work():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from tests.engine.running import core_for, generated, run, shared_prompts
-from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import pages_for
+from tests.engine.running import core_for, generated, run, shared_prompts
+from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 
 NEW_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

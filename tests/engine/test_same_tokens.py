@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.running import core_for, generated, run, shared_prompts
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
 
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import pages_for
+from tests.engine.running import core_for, generated, run, shared_prompts
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -28,7 +28,9 @@ def _one_thread() -> Any:
 
 
 @pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, list[list[int]]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LoadedModel, list[list[int]]]:
     """A loaded model and what transformers generates with the same weights."""
     folder = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
     reference = build_tiny(request.param)
@@ -55,7 +57,11 @@ def test_starved(case: tuple[LoadedModel, list[list[int]]]) -> None:
     model, expected = case
     page_size = 4
     core = core_for(
-        model, pages=pages_for(LONGEST - 1, page_size) + 8, page_size=page_size, max_num_batched_tokens=17, eviction="lru"
+        model,
+        pages=pages_for(LONGEST - 1, page_size) + 8,
+        page_size=page_size,
+        max_num_batched_tokens=17,
+        eviction="lru",
     )
     for turn in range(2):
         assert run(core, PROMPTS, GREEDY, f"turn{turn}") == expected

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; servers started here inherit it
 
-from live_server import LiveServer
-from tiny_model import make_tiny_model
+from tests.serve.live_server import LiveServer
+from tests.serve.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +22,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny_model: Path) -> Iterator[LiveServer]:
     """A server with a pool smaller than the model's context. At the end it must go quietly."""
-    live = LiveServer("--model", str(tiny_model), "--kv-memory", "100KiB")
-    yield live
-    live.terminate()
-    assert live.wait() == 0, live.log()
-    assert not live.children_left()
+    with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB") as live:
+        yield live
+        live.terminate()
+        assert live.wait() == 0, live.log()
+        assert not live.children_left()

@@ -21,16 +21,41 @@ START_S = 120.0
 class LiveServer:
     """Started on a free port; ready when constructed."""
 
-    def __init__(self, *options: str) -> None:
-        self._log = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+    def __init__(self, *command: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log()
         self.summary: dict[str, Any] = json.loads(line)
         self.port = int(self.summary["url"].rpartition(":")[2])
         self._children = psutil.Process(self.process.pid).children(recursive=True)
+
+    @classmethod
+    def quire(cls, *options: str) -> LiveServer:
+        """The real one."""
+        return cls("quire", "serve", "--port", "0", "--json", *options)
+
+    @classmethod
+    def echo(cls, *options: str) -> LiveServer:
+        """The real server and engine process around `EchoCore`, which starts much faster than a model."""
+        return cls("tests.serve.echo_server", *options)
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, however it is."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._log.close()
 
     def log(self) -> str:
         self._log.seek(0)
@@ -59,8 +84,8 @@ class LiveServer:
         """A POST that was sent and not read yet."""
         payload = json.dumps(body).encode()
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        connection.sendall(head.encode() + payload)
+        head = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(payload)}")
+        connection.sendall("\r\n".join((*head, "", "")).encode() + payload)
         return connection
 
     def statistics(self) -> dict[str, Any]:
@@ -79,20 +104,14 @@ class LiveServer:
             time.sleep(0.02)
 
     def engine(self) -> psutil.Process:
-        """The engine's process: the child that has the model in memory."""
+        """The engine's process: the largest child; the other is multiprocessing's resource tracker."""
         return max(self._children, key=lambda child: child.memory_info().rss)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float = 30.0) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            if self.process.stdout is not None:
-                self.process.stdout.close()
+        return self.process.wait(timeout_s)
 
     def children_left(self) -> list[psutil.Process]:
         """Children of the server that still run."""

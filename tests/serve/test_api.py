@@ -7,10 +7,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from live_server import LiveServer
 from openai import APIStatusError, OpenAI
 from openai.types import Completion
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.live_server import LiveServer
 
 MODEL = "tiny"
 PROMPT = "It is a truth universally acknowledged, that a single man in possession"

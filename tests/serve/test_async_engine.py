@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
-from fake_core import CONTEXT, ByteTokenizer, EchoCore
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
+from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
 
 
 @asynccontextmanager

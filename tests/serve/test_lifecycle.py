@@ -2,75 +2,81 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from live_server import LiveServer
 from openai import APIStatusError, AuthenticationError
 
-
-def test_api_key_then_a_graceful_end(tiny_model: Path) -> None:
-    live = LiveServer("--model", str(tiny_model), "--kv-memory", "1MiB", "--api-key", "secret", "--drain", "20")
-    assert live.client("secret").models.list().data
-    with pytest.raises(AuthenticationError, match="API key"):
-        live.client("wrong").models.list()
-    assert live.request("/v1/completions", raw=b"{bad")[0] == 401, "the key comes before the body"
-    assert live.request("/health")[0] == 200
-    assert live.request("/metrics")[0] == 200
-
-    pieces: list[str] = []
-    reasons: list[str | None] = []
-    started = threading.Event()
-
-    def read() -> None:
-        options = {"model": "tiny", "prompt": "abc", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
-        for chunk in live.client("secret").completions.create(**options, stream=True):  # type: ignore[call-overload]
-            pieces.append(chunk.choices[0].text)
-            reasons.append(chunk.choices[0].finish_reason)
-            started.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert started.wait(20)
-    live.terminate()
-    reader.join(30)
-    assert reasons[-1] == "length", "the open stream was not cut"
-    assert live.wait() == 0, live.log()
-    assert not live.children_left()
-    with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", live.port), timeout=1)
+from tests.serve.live_server import LiveServer
 
 
-def test_a_dead_engine_fails_health_and_every_request(tiny_model: Path) -> None:
-    live = LiveServer("--model", str(tiny_model), "--kv-memory", "1MiB")
-    live.engine().kill()
-    deadline = time.monotonic() + 10
-    while (answer := live.request("/health"))[0] == 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert answer[0] == 503
-    assert "SIGKILL" in answer[1]["reason"]
-    with pytest.raises(APIStatusError, match="SIGKILL") as failed:
-        live.client().completions.create(model="tiny", prompt="abc")
-    assert (failed.value.status_code, failed.value.code) == (503, "QUIRE-ENGINE-01")
-    assert live.request("/v1/cache/statistics")[0] == 503
-    status, metrics = live.request("/metrics")
-    assert status == 200
-    assert "quire_healthy 0.0" in metrics
-    live.terminate()
-    assert live.wait() == 0, live.log()
+def test_the_api_key_comes_before_everything_else() -> None:
+    with LiveServer.echo("--api-key", "secret") as live:
+        assert live.client("secret").models.list().data
+        with pytest.raises(AuthenticationError, match="API key"):
+            live.client("wrong").models.list()
+        assert live.request("/v1/completions", raw=b"{bad")[0] == 401
+        assert live.request("/health")[0] == 200
+        assert live.request("/metrics")[0] == 200
 
 
-def test_the_engine_ends_with_a_killed_server(tiny_model: Path) -> None:
-    live = LiveServer("--model", str(tiny_model), "--kv-memory", "1MiB")
-    live.process.kill()
-    live.wait()
-    assert not live.children_left()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_graceful_end_finishes_open_streams(number: signal.Signals) -> None:
+    with LiveServer.echo() as live:
+        options = {"model": "echo", "prompt": "abc", "max_tokens": 200}
+        chunks = live.client().completions.create(**options, stream=True)  # type: ignore[call-overload]
+        next(chunks)
+        live.process.send_signal(number)
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons[-1] == "length", "the open stream was cut"
+        assert len(reasons) == 199
+        assert live.wait() == 0, live.log()
+        assert not live.children_left()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", live.port), timeout=1)
+
+
+def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:
+    with LiveServer.echo("--drain", "0.3") as live:
+        connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
+        with connection, connection.makefile("rb") as lines:
+            assert b"200 OK" in lines.readline()
+            live.terminate()
+            assert b"shutting down" in lines.read()
+        assert live.wait() == 0, live.log()
+        assert not live.children_left()
+
+
+def test_a_dead_engine_fails_health_and_every_request() -> None:
+    with LiveServer.echo() as live:
+        live.engine().kill()
+        deadline = time.monotonic() + 10
+        while (answer := live.request("/health"))[0] == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert answer[0] == 503
+        assert "SIGKILL" in answer[1]["reason"]
+        with pytest.raises(APIStatusError, match="SIGKILL") as failed:
+            live.client().completions.create(model="echo", prompt="abc")
+        assert (failed.value.status_code, failed.value.code) == (503, "QUIRE-ENGINE-01")
+        assert live.request("/v1/cache/statistics")[0] == 503
+        status, metrics = live.request("/metrics")
+        assert status == 200
+        assert "quire_healthy 0.0" in metrics
+        live.terminate()
+        assert live.wait() == 0, live.log()
+
+
+def test_the_engine_ends_with_a_killed_server() -> None:
+    with LiveServer.echo() as live:
+        live.process.kill()
+        live.wait()
+        assert not live.children_left()
 
 
 def test_a_port_in_use_costs_no_model(tiny_model: Path) -> None:

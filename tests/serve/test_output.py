@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_model import byte_tokenizer
 
 from quire.engine.messages import TokenLogprobs, TokenOutput
 from quire.engine.output import RequestAssembler, SequenceAssembler, SequenceDelta, StopStrings, TextStream
 from quire.scheduler.sampling_params import SamplingParams
+from tests.serve.tiny_model import byte_tokenizer
 
 
 class Pieces:

@@ -45,8 +45,9 @@ def private_pages(cache: KVCache) -> Ids:
 
 def _page_owners(cache: KVCache) -> Iterator[str]:
     """Every page id is free, private, cached or moving, and only one of them."""
+    every = np.arange(1, cache.plan.num_pages + 1, dtype=np.int32)
     owners: dict[str, Ids] = {
-        "free": np.flatnonzero(~cache.pages.is_out(np.arange(cache.plan.num_pages + 1, dtype=np.int32)))[1:],
+        "free": every[~cache.pages.is_out(every)],
         "private": private_pages(cache),
         "cached": _concatenate([node.pages for node in cache.tree.nodes()]),
         "moving": _concatenate([retired.pages for retired in cache.retired]),
@@ -77,11 +78,13 @@ def _frames(cache: KVCache) -> Iterator[str]:
             yield f"group '{name}': a frame is bound to two pages"
         if not np.array_equal(column != 0, out):
             page = int(np.flatnonzero((column != 0) != out)[0])
-            yield f"group '{name}': page {page} is {'out' if out[page] else 'free'} and its frame is {int(column[page])}"
+            state = "out" if out[page] else "free"
+            yield f"group '{name}': page {page} is {state} and its frame is {int(column[page])}"
         if not allocator.is_out(bound).all():
             yield f"group '{name}': a bound frame is free"
         if allocator.num_free_pages + len(bound) != cache.plan.num_pages:
-            yield f"group '{name}': {allocator.num_free_pages} free + {len(bound)} bound != {cache.plan.num_pages} frames"
+            free, total = allocator.num_free_pages, cache.plan.num_pages
+            yield f"group '{name}': {free} free + {len(bound)} bound != {total} frames"
 
 
 def _requests(cache: KVCache) -> Iterator[str]:

@@ -254,7 +254,7 @@ class KVCache:
         return table
 
     def slots(self, kvs: Sequence[RequestKV], starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
-        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` of each request, packed int32."""
+        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed."""
         rows = np.repeat(self._rows_of(kvs), ends - starts)
         positions = _positions(starts, ends)
         frames = self.frames.column(Tier.DEVICE, group)[self._rows[rows, positions // self.page_size]]

@@ -15,7 +15,7 @@ from quire.errors import QuireError
 TIMEOUT_S = 120.0
 
 
-class Rejected(QuireError):  # noqa: N818 - what happened, not whose fault it is
+class Rejected(QuireError):
     """The server answered with an error; `body` is its error object."""
 
     def __init__(self, status: int, body: dict[str, Any]) -> None:

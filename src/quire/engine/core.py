@@ -213,7 +213,8 @@ class EngineCore:
         context = min(config.max_model_len or spec.context_length, spec.context_length)
         if config.max_model_len is not None and config.max_model_len > spec.context_length:
             raise InvalidInput(
-                f"max_model_len {config.max_model_len:,} is beyond the model's context of {spec.context_length:,} tokens.",
+                f"max_model_len {config.max_model_len:,} is beyond the model's context of "
+                f"{spec.context_length:,} tokens.",
                 fix=f"set it to at most {spec.context_length:,}.",
             )
         kv_bytes = config.kv_memory if config.kv_memory is not None else self._free_bytes()

@@ -45,7 +45,7 @@ class Sampler:
         self._seed = seed
 
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
-        """`logits` float32 `[rows, vocabulary]`, row i of `requests[i]`, whose next token is drawn. May overwrite them."""
+        """Draw the next token of `requests[i]` from row i of `logits`, float32 `[rows, vocabulary]`, overwritten."""
         logprobs = {i: logits[i].clone() for i, r in enumerate(requests) if r.params.logprobs is not None}
         for row, request in enumerate(requests):
             self._adjust(logits[row], request)

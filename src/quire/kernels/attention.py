@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch as PagedBatch
-from quire.kernels.partial import flash_usable, partial_flash, partial_math
+from quire.kernels.partial import flash_usable, native_on_cpu, partial_flash, partial_math
 from quire.kernels.segments import Segment, Source
 from quire.kernels.workspace import Workspace
+
+_WIDEN_ROWS = 8
+"""Rows from which converting half-precision keys once costs less than multiplying without instructions for them."""
 
 _workspace = Workspace()
 
@@ -63,6 +66,7 @@ class _Step:
         self.scale = scale
         self.softcap = softcap
         self.flash = flash_usable(query, key.shape[-1], value.shape[-1], softcap)
+        self.widen = self.flash and not native_on_cpu(query.dtype)
         self._source: Source | None = None
         self._tokens: tuple[Tensor, Tensor] = self.new
 
@@ -108,6 +112,8 @@ class _Step:
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if self.flash:
+            if self.widen and query.shape[-2] >= _WIDEN_ROWS:
+                query, key, value = query.float(), _widened("wide_key", key), _widened("wide_value", value)
             return partial_flash(query, key, value, scale=self.scale, causal=causal, mask=mask)
         return partial_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)
 
@@ -126,7 +132,10 @@ class _Step:
         else:
             key, value = (
                 torch.index_select(
-                    pool, 0, source.index, out=_workspace.take(name, pool, len(source.index), *pool.shape[1:])
+                    pool,
+                    0,
+                    source.index,
+                    out=_workspace.take(name, pool.dtype, pool.device, len(source.index), *pool.shape[1:]),
                 )
                 for name, pool in zip(("key", "value"), self.pools, strict=True)
             )
@@ -166,3 +175,11 @@ class _Merged:
         if sinks is not None:
             self.out.mul_(torch.sigmoid(self.lse - sinks.float().view(self.lse.shape[1:])).unsqueeze(-1))
         return self.out.flatten(1, 2)
+
+
+def _widened(name: str, tokens: Tensor) -> Tensor:
+    """`tokens` `[..., keys, dim]` in float32; dimensions expanded by stride 0 are converted once."""
+    shape = tokens.shape
+    narrow = tokens[:, :1] if tokens.stride(1) == 0 else tokens
+    wide = _workspace.take(name, torch.float32, tokens.device, *narrow.shape)
+    return wide.copy_(narrow).expand(shape)

@@ -5,12 +5,24 @@ Shapes are `[batch, heads, rows, dim]` throughout, with any strides. Every row m
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SCORES = 1 << 24
 """Elements of a score matrix the plain path holds at once."""
+
+
+@cache
+def native_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` with instructions of its own, rather than element by element."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def flash_usable(query: Tensor, key_dim: int, value_dim: int, softcap: float | None) -> bool:

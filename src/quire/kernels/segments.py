@@ -28,6 +28,8 @@ MIN_SHARED_TOKENS = 256
 """Reads a shared run must save (tokens times readers beyond the first) to be worth a segment of its own."""
 MIN_RUN = 128
 """Tokens of consecutive slots from which reading in place beats gathering."""
+MAX_RUN = 4096
+"""Tokens a segment reads in place at once, for the kernel's sake: what it converts or scores has a bounded size."""
 MAX_GATHER = 1024
 """Tokens gathered for dense segments at once: few enough that they are still in the cache when they are read."""
 MAX_BATCHED = 4096
@@ -179,14 +181,16 @@ class _Planner:
         for i in np.flatnonzero(~short).tolist():
             begins, ends = self._slot_runs(int(sequences[i]), int(lows[i]), int(highs[i]))
             in_place = ends - begins >= MIN_RUN
-            for begin, end in zip(begins[in_place].tolist(), ends[in_place].tolist(), strict=True):
-                self._add(rows[i : i + 1], Source(begin, end), 0, end - begin)
+            self._add_runs(rows[i : i + 1], begins[in_place], ends[in_place])
             rest = flatten_ranges(begins[~in_place], ends[~in_place])
-            for at in range(0, len(rest), MAX_GATHER):
-                slots.append(rest[at : at + MAX_GATHER])
+            whole = len(rest) - len(rest) % MAX_GATHER
+            self._add_gathered(rows[i : i + 1], rest[:whole])
+            if whole < len(rest):  # a row is in a batched segment once, so that parts are merged one by one
+                slots.append(rest[whole:])
                 owners.append(rows[i : i + 1])
-                lengths.append(np.array([len(slots[-1])]))
-        self._add_batched(np.concatenate(owners), np.concatenate(lengths), np.concatenate(slots))
+                lengths.append(np.array([len(rest) - whole]))
+        if sum(map(len, owners)):
+            self._add_batched(np.concatenate(owners), np.concatenate(lengths), np.concatenate(slots))
 
     def _add_batched(self, rows: Slots, lengths: Slots, slots: Slots) -> None:
         """Batched segments of `rows`, row i reading the next `lengths[i]` of `slots`, padded with its own last one."""
@@ -211,11 +215,20 @@ class _Planner:
             return
         begins, ends = self._slot_runs(sequence, low, high)
         in_place = ends - begins >= MIN_RUN
-        for begin, end in zip(begins[in_place].tolist(), ends[in_place].tolist(), strict=True):
-            self._add(rows, Source(begin, end), 0, end - begin)
-        rest = flatten_ranges(begins[~in_place], ends[~in_place])
-        for at in range(0, len(rest), MAX_GATHER):
-            part = rest[at : at + MAX_GATHER]
+        self._add_runs(rows, begins[in_place], ends[in_place])
+        self._add_gathered(rows, flatten_ranges(begins[~in_place], ends[~in_place]))
+
+    def _add_runs(self, rows: Slots, begins: Slots, ends: Slots) -> None:
+        """Dense segments that read slots `begins[i]:ends[i]` in place."""
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            for at in range(begin, end, MAX_RUN):
+                stop = min(at + MAX_RUN, end)
+                self._add(rows, Source(at, stop), 0, stop - at)
+
+    def _add_gathered(self, rows: Slots, slots: Slots) -> None:
+        """Dense segments that gather `slots`."""
+        for at in range(0, len(slots), MAX_GATHER):
+            part = slots[at : at + MAX_GATHER]
             self._add(rows, Source(index=self._to_device(part)), 0, len(part))
 
     def _slot_runs(self, sequence: int, low: int, high: int) -> tuple[Slots, Slots]:

@@ -14,15 +14,15 @@ class Workspace(threading.local):
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
-    def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """An uninitialised tensor of `shape` with the dtype and device of `like`."""
-        key = (name, like.dtype, like.device)
+    def take(self, name: str, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+        """An uninitialised tensor of `shape`."""
+        key = (name, dtype, device)
         size = 1
         for extent in shape:
             size *= extent
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):  # so that later calls outside inference mode may write it
-                buffer = torch.empty(max(size, 1 << 16), dtype=like.dtype, device=like.device)
+                buffer = torch.empty(max(size, 1 << 16), dtype=dtype, device=device)
             self._buffers[key] = buffer
         return buffer[:size].view(shape)

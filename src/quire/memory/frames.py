@@ -8,10 +8,10 @@ from quire.spec.ids import Bools, Ids, Tier
 
 
 class FrameTable:
-    """`frame[tier][group][page] -> frame id`, 0 where the page is not resident there. One int32 column per (tier, group).
+    """`frame[tier][group][page] -> frame id`, 0 where the page is not resident there; int32, a column per (tier, group).
 
-    The table owns no frame: binding and unbinding say where bytes are, allocators say whose they are. Pages are ids from
-    1 to `num_pages`; entry 0 of every column stays 0, so padded tokens map to the padding frame.
+    The table owns no frame: binding and unbinding say where bytes are, allocators say whose they are. Pages are ids
+    from 1 to `num_pages`; entry 0 of every column stays 0, so padded tokens map to the padding frame.
     """
 
     def __init__(self, num_pages: int, num_groups: int, tiers: tuple[Tier, ...] = (Tier.DEVICE,)) -> None:
@@ -26,7 +26,8 @@ class FrameTable:
 
     def resident(self, tier: Tier, group: int, pages: Ids) -> Bools:
         """Per page: whether it has a frame there."""
-        return self._columns[tier, group][pages] != 0
+        resident: Bools = self._columns[tier, group][pages] != 0
+        return resident
 
     def bind(self, tier: Tier, group: int, pages: Ids, frames: Ids) -> None:
         """Say that these pages' bytes are in these frames. The pages were not resident there before."""
@@ -37,6 +38,7 @@ class FrameTable:
     def unbind(self, tier: Tier, group: int, pages: Ids) -> Ids:
         """Say that these pages are no longer there, and return the frames they had (non-resident pages give none)."""
         column = self._columns[tier, group]
-        frames = column[pages]
+        frames: Ids = column[pages]
         column[pages] = 0
-        return frames[frames != 0]
+        found: Ids = frames[frames != 0]
+        return found

@@ -21,6 +21,7 @@ from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION, RecordingForward, RunningForward, forward_pass
 from quire.models.check import check_forward
+from quire.models.linear import widen_linears
 from quire.models.registry import refuse_unsupported
 from quire.models.rotary import fix_longrope
 from quire.models.source import ModelSource, quiet, reading, transformers_version
@@ -50,13 +51,15 @@ class LoadedModel:
                 fix="add 'max_position_embeddings' to config.json.",
             )
         fix_longrope(model, max_length or int(context_length))
+        dtype = DType(str(model.dtype).removeprefix("torch."))
+        widen_linears(model)
         model.set_attn_implementation(IMPLEMENTATION)
         self.spec = ModelSpec(
             architecture=type(model).__name__,
             calls=self.discover(),
             context_length=int(context_length),
             vocab_size=int(text_config.vocab_size),
-            dtype=DType(str(model.dtype).removeprefix("torch.")),
+            dtype=dtype,
         )
         self._compare_with_config()
         if check:

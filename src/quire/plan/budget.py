@@ -1,4 +1,4 @@
-"""From a byte budget to page counts, and from a request to the pages it needs. Admission and limits call the same code."""
+"""From a byte budget to page counts, and from a request to the pages it needs. Limits and admission are one code."""
 
 from __future__ import annotations
 

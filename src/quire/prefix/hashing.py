@@ -1,4 +1,4 @@
-"""Content keys of pages: a SHA-256 chain over length-prefixed fields, the same in every process and on every machine."""
+"""Content keys of pages: a SHA-256 chain over length-prefixed fields, the same in every process, on every machine."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class RadixCache:
     # -- inside
 
     def _walk(self, node: Node, data: bytes) -> Iterator[tuple[Node, int]]:
-        """Edges that `data` follows below `node`, each with how many of its pages match; stops at the first difference."""
+        """Edges that `data` follows below `node`, each with how many of its pages match, up to the first difference."""
         page_bytes = self._page_bytes
         end = len(data) - len(data) % page_bytes
         at = 0

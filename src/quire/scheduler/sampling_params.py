@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: list[str] = []
+    stop: list[str] | str = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     repetition_penalty: float = 1.0

@@ -14,8 +14,9 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -39,6 +40,12 @@ class ServerConfig:
     api_key: str | None = None
     drain_s: float = DRAIN_S
     stall_after_s: float = STALL_AFTER_S
+
+
+class StartEngine(Protocol):
+    """How the engine is started: `AsyncEngine.start`, or a stand-in."""
+
+    def __call__(self, config: EngineConfig, *, stall_after_s: float) -> Coroutine[Any, Any, AsyncEngine]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +77,17 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(config: EngineConfig, server: ServerConfig, *, on_ready: Callable[[Running], None] | None = None) -> None:
+def serve(
+    config: EngineConfig,
+    server: ServerConfig,
+    *,
+    on_ready: Callable[[Running], None] | None = None,
+    start: StartEngine = AsyncEngine.start,
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises what keeps it from starting, and `EngineDead` never: /health tells."""
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(config, server, listener, on_ready))
+        runner.run(_serve(config, server, listener, on_ready, start))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -90,6 +103,7 @@ async def _serve(
     server: ServerConfig,
     listener: socket.socket,
     on_ready: Callable[[Running], None] | None,
+    start: StartEngine,
 ) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -102,7 +116,7 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    engine = await _start_engine(config, server, stopping)
+    engine = await _started(start(config, stall_after_s=server.stall_after_s), stopping)
     if engine is None:
         return
     try:
@@ -132,18 +146,18 @@ async def _serve(
         await engine.shutdown()
 
 
-async def _start_engine(config: EngineConfig, server: ServerConfig, stopping: asyncio.Event) -> AsyncEngine | None:
+async def _started(start: Coroutine[Any, Any, AsyncEngine], stopping: asyncio.Event) -> AsyncEngine | None:
     """The engine, or None when a signal came first."""
-    start = asyncio.create_task(AsyncEngine.start(config, stall_after_s=server.stall_after_s))
+    starting = asyncio.create_task(start)
     waiting = asyncio.create_task(stopping.wait())
-    await asyncio.wait((start, waiting), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    if not start.done():
-        start.cancel()
+    if not starting.done():
+        starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await start
+            await starting
         return None
-    return start.result()
+    return starting.result()
 
 
 def _url(listener: socket.socket) -> str:

@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
 
-class ClientGone(Exception):  # noqa: N818 - it is no error of anybody's
+class ClientGone(Exception):
     """The client closed the connection before the answer was complete."""
 
 

@@ -17,7 +17,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesStored:
-    """Pages became reusable: consecutive pages of one prefix, by their chained hashes, after `parent` (b'' at a root)."""
+    """Pages became reusable: consecutive pages of one prefix by their chained hashes, `parent` being the one before."""
 
     namespace: Namespace
     parent: bytes

@@ -9,7 +9,7 @@ from quire.spec.layout import PageLayout
 
 @dataclass(frozen=True, slots=True)
 class ReachSpec:
-    """Which cached pages a resuming request still reads, as data; `quire.prefix.reach` gives each kind its behaviour."""
+    """Which cached pages a resuming request still reads, as data; `prefix.reach` gives each kind its behaviour."""
 
     kind: str = "full"
     tokens: int = 0

@@ -81,7 +81,8 @@ class PageLayout:
         for field in self.fields:
             if field.per != PER_PAGE and self.page_size % field.per:
                 raise ValueError(
-                    f"field '{field.name}' has one entry per {field.per} tokens, which does not divide a page of {self.page_size}"
+                    f"field '{field.name}' has one entry per {field.per} tokens, which does not divide a page of "
+                    f"{self.page_size}"
                 )
             for layer in field.layers:
                 if (field.name, layer) in seen:

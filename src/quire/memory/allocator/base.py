@@ -112,8 +112,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         pages = self.alloc_pages(need_size // self.page_size)
         if self.page_size == 1:
             return pages
-        slots = pages[:, None] * np.int32(self.page_size) + np.arange(self.page_size, dtype=np.int32)
-        return slots.reshape(-1)
+        slots = np.add.outer(pages * np.int32(self.page_size), np.arange(self.page_size, dtype=np.int32))
+        return slots.reshape(-1).astype(np.int32, copy=False)
 
     def alloc_extend(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
@@ -142,7 +142,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         starts = np.cumsum(counts) - counts
         position = np.arange(total, dtype=np.int64) + np.repeat(prefix - starts, counts)
         in_old_page = position < np.repeat(pages_before * size, counts)
-        slots = position + np.repeat(last + 1 - prefix, counts)
+        slots: npt.NDArray[np.int64] = position + np.repeat(last + 1 - prefix, counts)
         fresh = ~in_old_page
         first_page = np.cumsum(num_new) - num_new - pages_before
         where = position[fresh] // size + np.repeat(first_page, counts)[fresh]
@@ -158,7 +158,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         prefix, seq, last = self._check_lengths(seq - 1, seq, last_loc)
         crosses = prefix % self.page_size == 0
         pages = self.alloc_pages(int(np.count_nonzero(crosses)))
-        slots = (last + 1).astype(np.int32)
+        slots: Ids = (last + 1).astype(np.int32)
         slots[crosses] = pages * np.int32(self.page_size)
         return slots
 

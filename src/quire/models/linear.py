@@ -1,0 +1,37 @@
+"""Linear layers of half precision on processors that have no instructions for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.partial import native_on_cpu
+
+
+def widen_linears(model: torch.nn.Module) -> int:
+    """Keep the weights of `model`'s linear layers in float32 where the CPU has no native products of their dtype.
+
+    Inputs and outputs keep their dtype, so results are those of the narrow product (which accumulates in float32 as
+    well), 5 to 10 times sooner; the weights take twice the memory. Does nothing on other devices. Returns the number of
+    layers changed. Embeddings that share a weight with a layer keep it as it was.
+    """
+    widened = 0
+    for module in model.modules():
+        if type(module) is not torch.nn.Linear or module.weight.device.type != "cpu":
+            continue
+        if native_on_cpu(module.weight.dtype):
+            continue
+        module.weight = torch.nn.Parameter(module.weight.detach().float(), requires_grad=False)
+        if module.bias is not None:
+            module.bias = torch.nn.Parameter(module.bias.detach().float(), requires_grad=False)
+        layer: Any = module
+        layer.forward = partial(_wide_linear, layer)
+        widened += 1
+    return widened
+
+
+def _wide_linear(layer: torch.nn.Linear, rows: Tensor) -> Tensor:
+    return torch.nn.functional.linear(rows.float(), layer.weight, layer.bias).to(rows.dtype)

@@ -1,0 +1,183 @@
+"""The sampler against definitions written out one token at a time, and its independence of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.sampler import Sampler
+from quire.scheduler.request import Request
+from quire.scheduler.sampling_params import SamplingParams
+
+VOCABULARY = 12
+
+
+def request(
+    params: SamplingParams,
+    *,
+    prompt: tuple[int, ...] = (1, 2),
+    outputs: tuple[int, ...] = (),
+    name: str = "r",
+    index: int = 0,
+) -> Request:
+    """A request about to draw its next token, as the scheduler leaves it."""
+    made = Request(name, np.array(prompt, dtype=np.int32), params, max_tokens=1000, index=index)
+    for token in outputs:
+        made.append(token)
+    made.pending = 1
+    return made
+
+
+def draws(params: SamplingParams, logits: list[float], times: int) -> Counter[int]:
+    """How often each token is drawn over many positions."""
+    sampler, found = Sampler([]), Counter[int]()
+    requests = []
+    for place in range(times):
+        made = request(params)
+        made.num_tokens += place  # only the position matters to a draw without penalties
+        requests.append(made)
+    tokens = sampler.draw(torch.tensor([logits] * times), requests).tokens
+    found.update(tokens.tolist())
+    return found
+
+
+def allowed(logits: list[float], params: SamplingParams) -> set[int]:
+    """Tokens that top-k, then top-p, then min-p leave, by their definitions."""
+    scaled = [value / params.temperature for value in logits]
+    order = sorted(range(len(logits)), key=lambda token: -scaled[token])
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
+    total, kept, passed = sum(weights), [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if passed / total >= params.top_p and kept:
+            break
+        kept.append(token)
+        passed += weight
+    return {
+        token
+        for token, weight in zip(order, weights, strict=True)
+        if token in kept and weight >= params.min_p * weights[0]
+    }
+
+
+@settings(max_examples=25)
+@given(
+    logits=st.permutations([0.0, 0.31, 0.77, 1.13, 1.59, 2.03, 2.41, -1.07, -2.3, 0.53, 3.1, 1.87]),
+    top_k=st.sampled_from([0, 1, 3, 7]),
+    top_p=st.sampled_from([0.05, 0.41, 0.83, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.37]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+)
+def test_only_allowed_tokens_and_all_of_them(
+    logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    """What is drawn over many positions is exactly what the filters leave (the rarest kept ones may not show)."""
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, seed=3)
+    found, expected = set(draws(params, logits, 400)), allowed(logits, params)
+    assert found <= expected
+    scaled = torch.softmax(torch.tensor(logits) / temperature, -1)
+    assert {token for token in expected if scaled[token] > 0.05} <= found
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    """Without filters, tokens come as often as the softmax says, within five standard deviations."""
+    logits, times = [0.0, 1.0, 2.0, -1.0, 0.5], 20_000
+    found = draws(SamplingParams(seed=11), logits, times)
+    for token, p in enumerate(torch.softmax(torch.tensor(logits), -1).tolist()):
+        assert abs(found[token] - times * p) < 5 * math.sqrt(times * p * (1 - p))
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    """The same request draws the same token alone, in a batch, and in another row of it."""
+    params = SamplingParams(seed=5, temperature=1.5)
+    rows = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    requests = [request(params, index=i, name=f"r{i}") for i in range(8)]
+    together = Sampler([]).draw(rows.clone(), requests).tokens.tolist()
+    alone = [Sampler([]).draw(rows[i : i + 1].clone(), [requests[i]]).tokens.item() for i in range(8)]
+    backwards = Sampler([]).draw(rows.flip(0), requests[::-1]).tokens.tolist()[::-1]
+    assert together == alone == backwards
+
+
+def test_index_and_seed_and_position_matter() -> None:
+    """Sequences of one request differ, and so do seeds and positions."""
+    flat = torch.zeros(1, 1000)
+
+    def draw(**settings: Any) -> int:
+        made = request(SamplingParams(seed=settings.get("seed", 1)), index=settings.get("index", 0))
+        made.num_tokens += settings.get("place", 0)
+        return int(Sampler([]).draw(flat.clone(), [made]).tokens.item())
+
+    assert len({draw(index=i) for i in range(5)}) == 5
+    assert len({draw(seed=i) for i in range(5)}) == 5
+    assert len({draw(place=i) for i in range(5)}) == 5
+    assert draw(seed=2) == draw(seed=2)
+
+
+def test_greedy_takes_the_highest_among_sampled_rows() -> None:
+    """Greedy and sampled rows share a batch."""
+    rows = torch.tensor([[0.0, 5.0, 1.0], [9.0, 0.0, 0.0], [0.0, 0.0, 7.0]])
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0)]
+    tokens = Sampler([]).draw(rows, [request(p, prompt=(1,)) for p in params]).tokens.tolist()
+    assert tokens == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(temperature=0, repetition_penalty=2.0), [2.0, 1.0, -2.0, 1.5]),
+        (SamplingParams(temperature=0, presence_penalty=0.5), [4.0, 1.0, -1.5, 2.5]),
+        (SamplingParams(temperature=0, frequency_penalty=0.5), [4.0, 1.0, -1.5, 2.0]),
+        (SamplingParams(temperature=0, logit_bias={1: 10.0}), [4.0, 11.0, -1.0, 3.0]),
+    ],
+)
+def test_adjustments(params: SamplingParams, expected: list[float]) -> None:
+    """Repetition counts the prompt (token 0) and the outputs (2, 3, 3); presence and frequency the outputs alone."""
+    row = torch.tensor([[4.0, 1.0, -1.0, 3.0]])
+    Sampler([]).draw(row, [request(params, prompt=(0,), outputs=(2, 3, 3))])
+    assert row[0].tolist() == pytest.approx(expected)
+
+
+def test_min_tokens_holds_the_end_back() -> None:
+    """The end token cannot be drawn before `min_tokens` have been."""
+    params = SamplingParams(temperature=0, min_tokens=2, max_tokens=9)
+    for outputs, expected in (((), 0), ((0,), 0), ((0, 0), 3)):
+        row = torch.tensor([[1.0, 0.0, 0.0, 5.0]])
+        assert Sampler([3]).draw(row, [request(params, prompt=(1,), outputs=outputs)]).tokens.item() == expected
+
+
+def test_logprobs_are_of_the_model_not_of_the_draw() -> None:
+    """Reported values ignore temperature and penalties; ranks count from 1; the most likely come first."""
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    params = SamplingParams(temperature=0.7, seed=1, logprobs=2, presence_penalty=2.0)
+    made = request(params, prompt=(1,), outputs=(1,))
+    drawn = Sampler([]).draw(logits.clone(), [made])
+    found = drawn.row_logprobs(0)
+    assert found is not None
+    truth = torch.log_softmax(logits[0], -1)
+    token = int(drawn.tokens.item())
+    assert found[0].logprob == pytest.approx(truth[token].item())
+    assert found[0].rank == 1 + int((truth > truth[token]).sum())
+    assert found[0].top_ids == [1, 3]
+    assert found[0].top_logprobs == pytest.approx(truth[[1, 3]].tolist())
+
+
+def test_wide_vocabulary_falls_back_to_a_whole_sort() -> None:
+    """A flat distribution over more candidates than the shortcut holds: top-p still reaches its share of them."""
+    times, size = 400, 2500
+    requests = []
+    for place in range(times):
+        made = request(SamplingParams(seed=2, top_p=0.9))
+        made.num_tokens += place
+        requests.append(made)
+    logits = torch.linspace(0.01, 0, size).repeat(times, 1)
+    tokens = Sampler([]).draw(logits, requests).tokens
+    assert int(tokens.max()) > 0.8 * size
+    assert int(tokens.max()) <= 0.91 * size

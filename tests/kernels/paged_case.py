@@ -1,0 +1,113 @@
+"""A step of paged sequences with random contents, and what attention gives on it, computed the slow way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import PagedBatch, paged_attention
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads and dims of a case."""
+
+    kv_heads: int = 2
+    group: int = 2
+    key_dim: int = 8
+    value_dim: int = 8
+    dtype: torch.dtype = torch.float32
+
+
+class PagedCase:
+    """Sequences `(context, new tokens)`, the first `shared` tokens of all of them being the same pages.
+
+    Whatever no sequence has written is NaN, frame 0 included, so a stray read shows.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[tuple[int, int]],
+        *,
+        page_size: int,
+        shared: int = 0,
+        scattered: bool = True,
+        shape: Shape = Shape(),
+        seed: int = 0,
+    ) -> None:
+        self.sequences = list(sequences)
+        self.shape = shape
+        generator = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        frames = self._frames(page_size, shared // page_size, scattered, generator)
+        num_frames = int(frames.max()) + 2
+        self.keys = torch.full((num_frames, page_size, shape.kv_heads, shape.key_dim), torch.nan, dtype=shape.dtype)
+        self.values = torch.full((num_frames, page_size, shape.kv_heads, shape.value_dim), torch.nan, dtype=shape.dtype)
+        self.slots = [self._slots(frames[r], context, page_size) for r, (context, _) in enumerate(sequences)]
+        written = torch.from_numpy(np.unique(np.concatenate(self.slots)))
+        for pool in (self.keys, self.values):
+            flat = pool.flatten(0, 1)
+            flat[written] = torch.randn(len(written), *flat.shape[1:], dtype=torch.float32).to(shape.dtype)
+        counts = [new for _, new in sequences]
+        new_slots = np.concatenate([s[len(s) - new :] for s, new in zip(self.slots, counts, strict=True)])
+        self.batch = PagedBatch(
+            query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            context_lens=np.array([context for context, _ in sequences], dtype=np.int32),
+            frames=frames,
+            slots=new_slots.astype(np.int32),
+            page_size=page_size,
+        )
+        heads = shape.kv_heads * shape.group
+        self.query = torch.randn(heads, len(new_slots), shape.key_dim).to(shape.dtype).transpose(0, 1)
+        self.new = torch.from_numpy(new_slots)
+
+    def _frames(self, page_size: int, shared_pages: int, scattered: bool, generator: np.random.Generator) -> np.ndarray:
+        pages = [-(-context // page_size) for context, _ in self.sequences]
+        ids = np.arange(1, sum(pages) + 1)
+        order = iter((generator.permutation(ids) if scattered else ids).tolist())
+        frames = np.full((len(pages), max(pages)), -1, dtype=np.int32)
+        for r, count in enumerate(pages):
+            frames[r, :count] = [next(order) for _ in range(count)]
+            frames[r, : min(shared_pages, count)] = frames[0, : min(shared_pages, count)]
+        return frames
+
+    @staticmethod
+    def _slots(table: np.ndarray, context: int, page_size: int) -> np.ndarray:
+        return np.array([int(table[t // page_size]) * page_size + t % page_size for t in range(context)])
+
+    def attend(self, **options: object) -> Tensor:
+        """The kernel's answer."""
+        key, value = self.keys.flatten(0, 1)[self.new], self.values.flatten(0, 1)[self.new]
+        return paged_attention(self.query, key, value, self.keys, self.values, self.batch, **options)
+
+    def expected(
+        self, *, scale: float, window: int | None = 0, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """One softmax per row and head over all of the row's keys, in float64."""
+        outs = []
+        for r, (context, new) in enumerate(self.sequences):
+            rows = self.query[self.batch.query_starts[r] : self.batch.query_starts[r + 1]].double()
+            key, value = (
+                pool.flatten(0, 1)[torch.from_numpy(self.slots[r])].double().repeat_interleave(self.shape.group, 1)
+                for pool in (self.keys, self.values)
+            )
+            scores = torch.einsum("qhd,khd->hqk", rows, key) * scale
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
+            behind = torch.arange(context - new, context)[:, None] - torch.arange(context)[None, :]
+            hidden = (behind < 0) | (behind >= (window or context))
+            scores[:, hidden] = -torch.inf
+            weights = scores.exp()
+            total = weights.sum(-1)
+            if sinks is not None:
+                total = total + sinks.double().exp()[:, None]
+            outs.append(torch.einsum("hqk,khd->qhd", weights / total[..., None], value))
+        return torch.cat(outs)
+
+    def error(self, **options: object) -> float:
+        """Largest difference between the two; NaN if the kernel read what was never written."""
+        return float((self.attend(**options).double() - self.expected(**options)).abs().max())

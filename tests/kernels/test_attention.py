@@ -1,0 +1,132 @@
+"""Paged attention against a slow reference: every mix of chunks, decodes, sharing, windows, caps and sinks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import segments
+from quire.kernels.attention import PagedBatch
+from tests.kernels.paged_case import PagedCase, Shape
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@st.composite
+def sequences(draw, *, shared: int) -> list[tuple[int, int]]:
+    """Up to six sequences beyond a shared prefix: decodes mostly, and chunks that may start anywhere."""
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        context = shared + draw(st.integers(1, 60))
+        new = 1 if draw(st.booleans()) else draw(st.integers(1, context))
+        found.append((context, new))
+    return found
+
+
+@settings(max_examples=150)
+@given(data=st.data(), page_size=st.sampled_from([1, 3, 16]), scattered=st.booleans(), seed=st.integers(0, 99))
+def test_any_mix_equals_the_reference(data, page_size, scattered, seed):
+    shared = data.draw(st.sampled_from([0, 0, 5, 40, 300]), label="shared")
+    shape = Shape(
+        kv_heads=data.draw(st.sampled_from([1, 2, 3]), label="kv_heads"),
+        group=data.draw(st.sampled_from([1, 2, 4]), label="group"),
+        value_dim=data.draw(st.sampled_from([8, 8, 4, 12]), label="value_dim"),
+        dtype=data.draw(st.sampled_from(list(TOLERANCE)), label="dtype"),
+    )
+    mix = data.draw(sequences(shared=shared), label="sequences")
+    case = PagedCase(mix, page_size=page_size, shared=shared, scattered=scattered, shape=shape, seed=seed)
+    error = case.error(
+        scale=data.draw(st.sampled_from([0.25, 1.0]), label="scale"),
+        window=data.draw(st.sampled_from([0, None, 1, 2, 7, 33, 128, 1000]), label="window"),
+        softcap=data.draw(st.sampled_from([None, None, 5.0]), label="softcap"),
+        sinks=data.draw(st.sampled_from([None, torch.linspace(-2, 3, shape.kv_heads * shape.group)]), label="sinks"),
+    )
+    assert error < TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [0, 300])
+def test_long_contexts_cross_every_size_limit(monkeypatch, scattered, dtype, window):
+    """Runs longer than one segment, gathers of several pieces, padded buckets of several sizes."""
+    monkeypatch.setattr(segments, "MAX_RUN", 512)
+    monkeypatch.setattr(segments, "MAX_GATHER", 256)
+    monkeypatch.setattr(segments, "MAX_BATCHED", 600)
+    monkeypatch.setattr(segments, "BLOCK_ROWS", 64)
+    mix = [(1400, 1), (700, 1), (690, 1), (30, 1), (64, 64), (900, 200), (1300, 2)]
+    case = PagedCase(mix, page_size=16, shared=16, scattered=scattered, shape=Shape(dtype=dtype))
+    assert case.error(scale=0.3, window=window) < TOLERANCE[dtype]
+
+
+def test_prefix_of_a_prefix_is_shared_in_levels():
+    """Two families of decodes below one system prompt, in rows that are not consecutive, and a chunk."""
+    case = PagedCase([(700, 1), (650, 1), (640, 1), (660, 30), (900, 1)], page_size=16, shared=320)
+    case.batch.frames[3, :36] = case.batch.frames[1, :36]
+    for r in (1, 3):
+        case.slots[r] = case._slots(case.batch.frames[r], case.sequences[r][0], 16)
+    plan = case.batch.plan(0, torch.device("cpu"))
+    assert any(s.num_rows == 34 for s in plan.segments), "all rows together"
+    assert any(s.num_rows == 31 for s in plan.segments), "the second level"
+    assert case.error(scale=0.3) < 1e-5
+
+
+def test_a_shared_run_is_read_once():
+    case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048, scattered=False)
+    shared, tails = case.batch.plan(0, torch.device("cpu")).segments
+    assert (shared.num_rows, shared.stop - shared.start, shared.source.index) == (16, 2048, None)
+    assert (tails.num_rows, tails.stop - tails.start) == (16, 64)
+    assert case.error(scale=0.3) < 1e-5
+
+
+def test_rows_do_not_depend_on_their_neighbours_beyond_rounding():
+    alone = PagedCase([(300, 1)], page_size=16, seed=4)
+    together = PagedCase([(300, 1), (300, 1), (90, 40)], page_size=16, shared=288, seed=4)
+    together.keys[together.batch.frames[0]] = alone.keys[alone.batch.frames[0]]
+    together.values[together.batch.frames[0]] = alone.values[alone.batch.frames[0]]
+    together.query[0] = alone.query[0]
+    assert (alone.attend(scale=0.3)[0] - together.attend(scale=0.3)[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"scale": 0.3}, {"scale": 0.33}),
+        ({"scale": 0.3, "window": 20}, {"scale": 0.3, "window": 21}),
+        ({"scale": 0.3, "softcap": 3.0}, {"scale": 0.3}),
+        ({"scale": 0.3, "sinks": torch.ones(4)}, {"scale": 0.3}),
+    ],
+)
+def test_the_comparison_notices_a_wrong_option(right, wrong):
+    case = PagedCase([(90, 1), (70, 20)], page_size=16)
+    assert (case.attend(**wrong).double() - case.expected(**right)).abs().max() > 1e-3
+
+
+def test_a_step_without_rows_of_a_sequence():
+    case = PagedCase([(20, 0), (30, 1)], page_size=16)
+    assert case.error(scale=0.3) < 1e-5
+
+
+def test_shared_runs_of_page_tables():
+    frames = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [8, 9, 9, 9]], dtype=np.int32)
+    found = [
+        (members.tolist(), first, stop)
+        for members, first, stop in segments.shared_runs(frames, np.array([4, 4, 4, 4]), 128)
+    ]
+    assert found == [([0, 1, 2], 0, 2)], "the third page of two rows saves 128 tokens: not worth a segment"
+    found = [(m.tolist(), a, b) for m, a, b in segments.shared_runs(frames, np.array([4, 4, 4, 4]), 256)]
+    assert found == [([0, 1, 2], 0, 2), ([0, 1], 2, 3)]
+    assert not list(segments.shared_runs(frames, np.array([1, 0, 0, 4]), 1024)), "only full pages of the past count"
+
+
+def test_batch_refuses_more_new_tokens_than_context():
+    with pytest.raises(AssertionError, match="part of its context"):
+        PagedBatch(
+            query_starts=np.array([0, 3], dtype=np.int32),
+            context_lens=np.array([2], dtype=np.int32),
+            frames=np.ones((1, 1), dtype=np.int32),
+            slots=np.zeros(3, dtype=np.int32),
+            page_size=4,
+        )

@@ -1,0 +1,33 @@
+"""`python -m tests.serve.echo_server`: the server and its engine process, with `EchoCore` in place of the engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.config import engine_config
+from quire.serve.server import Running, ServerConfig, serve
+from tests.serve.fake_core import ByteTokenizer, EchoCore
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    parser.add_argument("--drain", type=float, default=5.0)
+    options = parser.parse_args()
+
+    def on_ready(running: Running) -> None:
+        print(json.dumps({"url": running.url}), flush=True)
+
+    serve(
+        engine_config(served_model_name="echo"),
+        ServerConfig(port=0, api_key=options.api_key, drain_s=options.drain),
+        on_ready=on_ready,
+        start=partial(AsyncEngine.start, build=EchoCore, tokenizer=ByteTokenizer()),
+    )
+
+
+if __name__ == "__main__":
+    main()
