@@ -1,6 +1,11 @@
 """Settings for every test: hypothesis draws the same examples each time, so that a failure repeats."""
 
+import os
+
 from hypothesis import HealthCheck, settings
+
+# Tiny tensors: a second thread only waits for the first, and spins while it does. Servers under test inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "repeatable",

@@ -191,12 +191,12 @@ def repetition_loss(model: LlamaForCausalLM, maker: SampleMaker) -> Tensor:
     and the tokens that complete a repeated n-gram are made less likely (Welleck et al.,
     "Neural Text Generation with Unlikelihood Training", 2019).
     """
-    prompts = torch.tensor(maker.questions(16))
+    prompts = torch.tensor(maker.questions(8))
     with torch.no_grad():
         ids = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            max_new_tokens=72,
+            max_new_tokens=64,
             do_sample=False,
         )
     answers = ids[:, prompts.size(1) :]
@@ -247,7 +247,7 @@ def train(
         ids, labels = batch(maker, args.batch_tokens // length, length)
         loss = next_token_loss(model, ids, labels)
         torch.autograd.backward(loss)
-        if done > 0.6 and step % 3 == 0:
+        if done > 0.6 and step % 4 == 0:
             looping = repetition_loss(model, maker)
             torch.autograd.backward(3.0 * looping)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

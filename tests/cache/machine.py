@@ -153,17 +153,15 @@ class CacheMachine:
             error = self._refused("full", lambda: self.cache.extend(kvs, counts))
             assert (error.wanted, error.free, error.evictable) == (wanted, free, evictable)
             return
-        in_flight = [
-            {int(slot) // size for reads in f.reads[g] for slot in reads} for f in self.flights for g in self.groups
-        ]
+        in_flight = [(group, self._read_frames(f, group)) for f in self.flights for group in self.groups]
         moving = {int(page) for retired in self.cache.retired for page in retired.pages}
         self.cache.extend(kvs, counts)
         self._forgotten(max(0, wanted - free))
         for s, count in zip(batch, counts, strict=True):
             pages = self.cache.page_ids(s.kv)[-(-s.allocated // size) :]
             assert not moving & set(pages.tolist()), "a page was handed out while a step could touch it"
-            for at, frames in enumerate(in_flight):
-                new = self._frames(pages, at % len(self.groups))
+            for group, frames in in_flight:
+                new = self.cache.frames.column(Tier.DEVICE, group)[pages]
                 assert not frames & set(new.tolist()), "a frame was handed out while a step could touch it"
             s.allocated += count
         self.happened["batch"] += len(batch) > 1
@@ -292,9 +290,7 @@ class CacheMachine:
             table = self.cache.page_table(kvs, settled, group)
             by_table = (table[:, :, None] * size + np.arange(size)).reshape(len(live), -1)
             for s, row, own in zip(live, by_table, slots, strict=True):
-                assert row[: s.settled].tolist() == own.tolist(), (
-                    "the page table names other frames than the pages have"
-                )
+                assert row[: s.settled].tolist() == own.tolist(), "the page table names other frames"
                 self.oracle.check(group, own, self.oracle.contents(s.namespace, s.tokens[: s.settled]))
             packed = self.cache.slots(kvs, np.zeros_like(settled), settled, group)
             assert packed.tolist() == np.concatenate(slots).tolist()
@@ -416,8 +412,8 @@ class CacheMachine:
             return []
         return [left.pop(choices.below(len(left))) for _ in range(choices.between(1, len(left)))]
 
-    def _frames(self, pages: np.ndarray, group: int) -> np.ndarray:
-        return self.cache.frames.column(Tier.DEVICE, group)[pages]
+    def _read_frames(self, flight: Flight, group: int) -> set[int]:
+        return {int(slot) // self.model.page_size for slots in flight.reads[group] for slot in slots}
 
     def _hash(self, prefix: Prefix) -> bytes:
         """The chained hash of a page, from its definition."""

@@ -43,7 +43,7 @@ class PlainCache:
     def matched(self, namespace: Hashable, tokens: Any) -> int:
         pages = range(1, len(tokens) // self.page_size + 1)
         hits = [self.prefix(namespace, tokens, n) in self.cached for n in pages]
-        return (hits + [False]).index(False)
+        return [*hits, False].index(False)
 
     def leases(self) -> Counter[Prefix]:
         """How many leases hold each cached page."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import demo
+from quire.cli.demo_server import start_error
 from tests.cli.conftest import Run
 
 
@@ -46,11 +47,15 @@ def test_a_demo_that_shows_nothing_fails(run: Run, tiny_model: Path, monkeypatch
     assert "tokens were reused" in json.loads(shown.stderr)["error"]["message"]
 
 
-def test_the_servers_own_error_comes_through(run: Run, tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
-    shown = run("demo", "--model", tmp_path, "--json")
+def test_a_server_that_cannot_start_is_reported_in_its_own_words() -> None:
+    said = {"error": {"message": "no room.", "fix": "make room.", "code": "QUIRE-PLAN-01"}}
+    error = start_error(f"WARNING something\n{json.dumps(said)}\n", 3)
+    assert (error.message, error.fix, error.code, error.exit_code) == ("no room.", "make room.", "QUIRE-PLAN-01", 3)
+    assert "Killed" in start_error("Killed", -9).message
+    assert "-9" in start_error("", -9).message
+
+
+def test_without_a_model_there_is_no_demo(run: Run, tmp_path: Path) -> None:
+    shown = run("demo", "--model", tmp_path)
     assert shown.exit_code == 2
-    assert json.loads(shown.stderr)["error"]["code"] == "QUIRE-MODEL-02"
-    missing = run("demo", "--model", tmp_path / "nothing")
-    assert missing.exit_code == 2
-    assert "config.json" in missing.stderr or "no model" in missing.stderr
+    assert "no model" in shown.stderr

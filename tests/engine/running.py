@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
+
+AUDIT_EVERY = 7
 
 
 def core_for(model: LoadedModel, *, pages: int | None = None, page_size: int = 16, **settings: Any) -> EngineCore:
@@ -29,7 +32,7 @@ def run(
     params: SamplingParams | Sequence[SamplingParams],
     name: str = "r",
 ) -> list[list[int]]:
-    """Add all prompts at once and step until idle; the tokens of each. Audits the cache after every step."""
+    """Add all prompts at once and step until idle; the tokens of each. Audits the cache every few steps and at the end."""
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     tokens: dict[str, list[int]] = {}
     for i, (prompt, p) in enumerate(zip(prompts, many, strict=True)):
@@ -39,10 +42,14 @@ def run(
             )
         )
         tokens[f"{name}-{i}"] = []
-    while core.has_work():
+    for step in count():
+        if not core.has_work():
+            break
         for output in core.step():
             tokens[output.request_id].extend(output.token_ids)
-        core.audit()
+        if step % AUDIT_EVERY == 0:
+            core.audit()
+    core.audit()
     return list(tokens.values())
 
 

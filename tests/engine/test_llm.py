@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import ContextTooLong, InvalidInput, PlanError, QuireError, RequestTooLarge
@@ -23,7 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     """One engine for the tests that do not mind what is cached."""
-    torch.set_num_threads(1)
     return LLM(str(folder), skip_tokenizer_init=True, kv_memory="2MiB", page_size=4)
 
 

@@ -1,8 +1,8 @@
 """Mistakes that engines of this kind have shipped, each as a change to the real code. Every one must be noticed.
 
 A mutant is a function that breaks something, a sentence that says what goes wrong for a user, and the check that has to
-fail: the stateful check of the cache, of the allocators, of the scheduler, or the table of eviction orders. Add one when
-a bug was found that no check had seen.
+fail: the stateful check of the cache, of the allocators, of the scheduler, or the table of eviction orders. Add one
+when a bug was found that no check had seen.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def release_unpins_only_the_node(patch: Patch) -> None:
     real = RadixCache.release
 
     def release(tree: RadixCache, lease: Any) -> None:
-        above = [node for node in tree._upward(lease.node)][1:]
+        above = list(tree._upward(lease.node))[1:]
         real(tree, lease)
         for node in above:
             node.leases += 1
@@ -472,14 +472,13 @@ def the_limit_and_the_allocator_disagree(patch: Patch) -> None:
     patch.setattr(MemoryPlan, "pages_of", lambda plan, num_tokens: (num_tokens - 1) // plan.page_size)
 
 
-@mutant(
-    "scheduler", "what a request had answered before it was preempted counts as its prompt, and it answers too much"
-)
+@mutant("scheduler", "what a request had answered before it was preempted counts as its prompt and is not sent")
 def preemption_makes_output_prompt(patch: Patch) -> None:
     real = Scheduler._preempt
 
     def preempt(scheduler: Scheduler, request: Any) -> None:
         real(scheduler, request)
+        request.max_tokens -= request.num_outputs
         request.num_prompt_tokens = request.num_tokens
 
     patch.setattr(Scheduler, "_preempt", preempt)

@@ -32,7 +32,7 @@ def running_server(*options: str) -> Iterator[dict[str, Any]]:
             if not line:
                 process.wait(STOP_S)
                 log.seek(0)
-                raise _start_error(log.read(), process.returncode)
+                raise start_error(log.read(), process.returncode)
             yield json.loads(line)
         finally:
             process.terminate()
@@ -41,9 +41,11 @@ def running_server(*options: str) -> Iterator[dict[str, Any]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
-def _start_error(log: str, exit_code: int) -> QuireError:
+def start_error(log: str, exit_code: int) -> QuireError:
     """What the server said before it ended."""
     lines = log.strip().splitlines() or [f"the server ended with code {exit_code} and no message."]
     try:
@@ -51,7 +53,7 @@ def _start_error(log: str, exit_code: int) -> QuireError:
     except (ValueError, KeyError, TypeError):
         said = {"message": lines[-1]}
     error = QuireError(said["message"], fix=said.get("fix", ""))
-    error.code, error.exit_code = said.get("code", error.code), exit_code or error.exit_code
+    error.code, error.exit_code = said.get("code", error.code), max(exit_code, 1)
     return error
 
 

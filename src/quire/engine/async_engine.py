@@ -299,10 +299,11 @@ class AsyncEngine:
         waited_s = time.monotonic() - self._progress.at_s
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._progress.has_work else "does not answer"
+            waits = self._last_statistics.get("waiting_reason", "")
             return Health(
                 healthy=False,
                 reason=f"the engine {work} for {waited_s:.0f} s ({len(self._streams)} sequences are open; "
-                f"the limit is {self._stall_after_s:g} s).",
+                f"the limit is {self._stall_after_s:g} s){': ' if waits else '.'}{waits}",
             )
         return Health(healthy=True)
 

@@ -8,7 +8,7 @@ from quire.spec.ids import Bools, Ids, Tier
 
 
 class FrameTable:
-    """`frame[tier][group][page] -> frame id`, 0 where the page is not resident there; int32, a column per (tier, group).
+    """`frame[tier][group][page] -> frame id`, 0 where the page is not resident there. One int32 column for each pair.
 
     The table owns no frame: binding and unbinding say where bytes are, allocators say whose they are. Pages are ids
     from 1 to `num_pages`; entry 0 of every column stays 0, so padded tokens map to the padding frame.

@@ -113,7 +113,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self.page_size == 1:
             return pages
         slots = np.add.outer(pages * np.int32(self.page_size), np.arange(self.page_size, dtype=np.int32))
-        return slots.reshape(-1).astype(np.int32, copy=False)
+        flat: Ids = slots.reshape(-1).astype(np.int32, copy=False)
+        return flat
 
     def alloc_extend(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
