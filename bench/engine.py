@@ -315,7 +315,9 @@ def print_table(result: dict[str, Any], console: Console) -> None:
                 )
             table.add_section()
     console.print(table)
-    for engine, why in {name: why for found in result["measured"].values() for name, why in found["absent"].items()}.items():
+    for engine, why in {
+        name: why for found in result["measured"].values() for name, why in found["absent"].items()
+    }.items():
         console.print(f"{NAMES[engine]} is absent: {why}", markup=False)
 
 
@@ -356,11 +358,11 @@ def profile(options: argparse.Namespace, folder: Path, dtype: str, console: Cons
                     found[mode] = answer
     for mode, best in found.items():
         table = Table(
-            title=f"Quire, {dtype}, {mode}: {best['seconds'] * 1000:.0f} ms in {sum(best['steps'].values())} steps"
+            title=f"Quire, {dtype}, {mode}: CPU time in {sum(best['steps'].values())} steps, {options.threads} threads"
         )
         table.add_column("part")
         for phase, steps in best["steps"].items():
-            table.add_column(f"{phase}: ms ({steps} steps)", justify="right")
+            table.add_column(f"{phase}: CPU ms ({steps} steps)", justify="right")
             table.add_column("ms/step", justify="right")
             table.add_column("%", justify="right")
         totals = {phase: sum(row["seconds"].get(phase, 0) for row in best["rows"]) for phase in best["steps"]}

@@ -172,8 +172,9 @@ def build_tiny(architecture: str, *, seed: int = 0, **overrides: Any) -> Any:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     finally:
         transformers_logging.set_verbosity(verbosity)

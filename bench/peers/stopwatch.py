@@ -1,7 +1,7 @@
-"""Where the time of Quire's steps goes: exclusive wall time of its parts, separately for prefill and decode steps.
+"""Where the time of Quire's steps goes: exclusive CPU time of its parts, separately for prefill and decode steps.
 
-Parts are timed by wrapping the functions and modules where they begin, some 400 calls a step at a microsecond each; the
-time of an inner part does not count for the outer one. A step is a decode step if every request in it has one token.
+Parts are timed by wrapping the functions and modules where they begin, some hundred calls a step at two microseconds
+each; the time of an inner part does not count for the outer one. CPU time, of all threads, does not mind other jobs. A step is a decode step if every request in it has one token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PARTS = (
     "other model code",
     "batch to tensors",
     "sampler",
-    "scheduler and cache: schedule",
-    "scheduler and cache: settle",
-    "step loop and outputs",
+    "schedule, allocate",
+    "settle, commit",
+    "loop and outputs",
 )
 
 
@@ -50,7 +50,7 @@ class Stopwatch:
         self._stack.pop()
 
     def _charge(self) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self._stack:
             self._step[self._stack[-1]] += now - self._since
         self._since = now
@@ -107,14 +107,14 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
         finally:
             watch.leave()
             watch.end_step()
-            watch.enter("step loop and outputs")
+            watch.enter("loop and outputs")
 
     places = [
         (core.runner, "launch", watch.timed("batch to tensors", phased_launch)),
         (core.runner._model, "forward", watch.timed("other model code", core.runner._model.forward)),
         (core.runner._sampler, "draw", watch.timed("sampler", core.runner._sampler.draw)),
-        (core.scheduler, "schedule", watch.timed("scheduler and cache: schedule", core.scheduler.schedule)),
-        (core.scheduler, "settle", watch.timed("scheduler and cache: settle", core.scheduler.settle)),
+        (core.scheduler, "schedule", watch.timed("schedule, allocate", core.scheduler.schedule)),
+        (core.scheduler, "settle", watch.timed("settle, commit", core.scheduler.settle)),
         (core, "step", whole_step),
         (attention, "paged_attention", watch.timed("attention kernel", attention.paged_attention)),
         (attention, "write_slots", watch.timed("key and value writes", attention.write_slots)),
@@ -128,5 +128,5 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
     with ExitStack() as stack:
         for owner, name, call in places:
             stack.enter_context(patch.object(owner, name, call))
-        watch.enter("step loop and outputs")
+        watch.enter("loop and outputs")
         yield watch

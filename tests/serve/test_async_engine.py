@@ -51,8 +51,9 @@ def test_answers_refusals_and_aborts() -> None:
                 await engine.submit("x" * CONTEXT, SamplingParams())
             with pytest.raises(QuireError, match="a defect in add"):
                 await engine.submit("defect", SamplingParams(n=3))
-            with pytest.raises(QuireError, match="it failed"):
+            with pytest.raises(QuireError, match="it failed") as failed:
                 await text_of(engine, "fail")
+            assert (failed.value.code, failed.value.status) == ("QUIRE-ENGINE-02", 500)
             with pytest.raises(InvalidInput, match="token ids"):
                 await engine.submit([2**40], SamplingParams())
             assert await text_of(engine, "abcdef", max_tokens=100, stop=["fab"]) == "abcde"
@@ -70,7 +71,7 @@ def test_answers_refusals_and_aborts() -> None:
 
             async def idle() -> bool:
                 statistics = await engine.statistics()
-                return statistics["running_requests"] == 0 and statistics["aborted_requests"] == before + 3
+                return bool(statistics["running_requests"] == 0 and statistics["aborted_requests"] == before + 3)
 
             await until(idle)
             assert engine.health().healthy

@@ -138,8 +138,9 @@ def _tree_counters(cache: KVCache) -> Iterator[str]:
 
 def _evictable(cache: KVCache) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
+    queued = cache.tree.queued()
     for node in cache.tree.nodes():
-        if node.is_leaf and not node.leases and not cache.tree.is_queued(node):
+        if node.is_leaf and not node.leases and node not in queued:
             yield f"an unleased leaf of {len(node.pages)} pages can never be evicted"
 
 

@@ -84,7 +84,7 @@ def _cpu_quota() -> float | None:
 
 
 def _memory() -> dict[str, Any]:
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     memory = psutil.virtual_memory()
     limits = [int(text) for path in _CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]

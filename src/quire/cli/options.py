@@ -15,25 +15,25 @@ SCHEDULING = "Scheduling"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 DebugOption = Annotated[bool, typer.Option("--debug", hidden=True, help="Show tracebacks.")]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="A model's folder or hub name. [default: the bundled model]")
+    str | None, typer.Option("--model", "-m", help="A model's folder or hub name. (default: the bundled model)")
 ]
 TokenizerOption = Annotated[str | None, typer.Option(help="The tokenizer's folder or hub name, if not the model's.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or auto. [default: auto]")]
-DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16. [default: auto]")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or auto. (default: auto)")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16. (default: auto)")]
 MaxModelLenOption = Annotated[
     int | None,
-    typer.Option(help="Longest sequence, prompt and output, in tokens. [default: the model's context]"),
+    typer.Option(help="Longest sequence, prompt and output, in tokens. (default: the model's context)"),
 ]
-PageSizeOption = Annotated[int | None, typer.Option(help="Tokens in a page. [default: 16]", rich_help_panel=MEMORY)]
+PageSizeOption = Annotated[int | None, typer.Option(help="Tokens in a page. (default: 16)", rich_help_panel=MEMORY)]
 KvMemoryOption = Annotated[
     str | None,
     typer.Option(
-        help="What the KV pools may take: 2GiB, 512MiB. [default: a share of what is free]", rich_help_panel=MEMORY
+        help="What the KV pools may take: 2GiB, 512MiB. (default: a share of what is free)", rich_help_panel=MEMORY
     ),
 ]
 EvictionOption = Annotated[
     str | None,
-    typer.Option(help="lru, lfu, slru, fifo, mru, filo or priority. [default: lru]", rich_help_panel=MEMORY),
+    typer.Option(help="lru, lfu, slru, fifo, mru, filo or priority. (default: lru)", rich_help_panel=MEMORY),
 ]
 PrefixCachingOption = Annotated[
     bool,
@@ -44,16 +44,16 @@ PrefixCachingOption = Annotated[
 MaxRunningOption = Annotated[
     int | None,
     typer.Option(
-        "--max-running-requests", help="Sequences that run at once. [default: 256]", rich_help_panel=SCHEDULING
+        "--max-running-requests", help="Sequences that run at once. (default: 256)", rich_help_panel=SCHEDULING
     ),
 ]
 MaxBatchedOption = Annotated[
     int | None,
-    typer.Option("--max-num-batched-tokens", help="Tokens in one step. [default: 2048]", rich_help_panel=SCHEDULING),
+    typer.Option("--max-num-batched-tokens", help="Tokens in one step. (default: 2048)", rich_help_panel=SCHEDULING),
 ]
 PolicyOption = Annotated[
     str | None,
-    typer.Option(help="fcfs, or lpm (longest cached prefix first). [default: fcfs]", rich_help_panel=SCHEDULING),
+    typer.Option(help="fcfs, or lpm (longest cached prefix first). (default: fcfs)", rich_help_panel=SCHEDULING),
 ]
 
 

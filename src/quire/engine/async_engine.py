@@ -145,8 +145,11 @@ def _load_tokenizer(path_or_id: str) -> Tokenizer:
 
 
 def _request_error(delta: SequenceDelta) -> QuireError:
-    error = InvalidInput(delta.error) if delta.status == 400 else QuireError(delta.error)
-    error.status = delta.status
+    code, _, message = delta.error.partition(": ")
+    if not code.startswith("QUIRE-"):
+        code, message = QuireError.code, delta.error
+    error = QuireError(message)
+    error.code, error.status = code, delta.status
     return error
 
 
@@ -414,9 +417,8 @@ class AsyncEngine:
         asyncio.get_running_loop().call_later(0.1, self._bury)
 
     def _bury(self) -> None:
-        if not self._draining:
-            self._process.process.join(0)
-            self._die(self._process.death())
+        self._process.process.join(0)
+        self._die(self._process.death())
 
     def _die(self, error: QuireError) -> None:
         if self._death is None:

@@ -7,6 +7,8 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from quire.engine.config import BUNDLED_MODEL, EngineConfig, engine_config
 from quire.engine.core import EngineCore, prompt_bytes
@@ -45,8 +47,9 @@ class LLM:
         adapter: str = "",
         salt: str = "",
         priority: int = 0,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs in the order of the prompts.
+        """Complete each prompt; outputs in the order of the prompts. `progress` draws a bar on standard error.
 
         A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. All prompts are
         checked before any runs: if one can never run, QuireError is raised and none has run.
@@ -56,7 +59,8 @@ class LLM:
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
         for assembler in assemblers:
             self._add(assembler, assemblers, adapter=adapter, salt=salt, priority=priority)
-        return self._run(assemblers)
+        with Progress(console=Console(stderr=True), disable=not progress) as bar:
+            return self._run(assemblers, bar)
 
     def chat(
         self,
@@ -131,14 +135,19 @@ class LLM:
             self._abort(added)
             raise
 
-    def _run(self, assemblers: list[RequestAssembler]) -> list[RequestOutput]:
+    def _run(self, assemblers: list[RequestAssembler], bar: Progress) -> list[RequestOutput]:
+        task = bar.add_task("sequences", total=sum(assembler.params.n for assembler in assemblers))
         by_id = {assembler.request_id: assembler for assembler in assemblers}
         try:
             while self.engine.has_work():
                 for output in self.engine.step():
                     assembler = by_id.get(output.request_id.rpartition("-")[0])
-                    if assembler is not None and assembler.push(output).must_abort:
+                    if assembler is None:
+                        continue
+                    delta = assembler.push(output)
+                    if delta.must_abort:
                         self.engine.abort(output.request_id)
+                    bar.advance(task, delta.finish_reason is not None and bool(delta.token_ids))
         except BaseException:
             self._abort(assemblers)
             raise

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -180,7 +180,8 @@ class EngineProcess:
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(config, wiring, build), name="quire-engine", daemon=True
         )
-        self.process.start()
+        with _signals_blocked():
+            self.process.start()
         # Runs at interpreter exit too, before multiprocessing would wait for a child that ignores SIGTERM.
         self._finalizer = weakref.finalize(self, _clean_up, self.process, self._folder)
 
@@ -240,6 +241,16 @@ class EngineProcess:
             socket.bind("tcp://127.0.0.1:*")
             address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return socket, address
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Start a child that no Ctrl-C can hit before it has said that it leaves signals to its parent."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _signal_name(number: int) -> str:

@@ -16,15 +16,15 @@ ENCODER = "is an encoder or encoder-decoder; Quire serves decoder-only language 
 CHUNKED = "attends in chunks with position-dependent temperature, which this version does not compute"
 OWN_MASK = "builds an attention mask of its own, which paged attention does not see"
 
-_VERIFIED = """
-    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2
-    deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3
-    gemma3_text gemma3n gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2
-    gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
-    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi
-    moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+_VERIFIED = ""
+    " afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2
+    deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2
+    gemma3 gemma3_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2
+    gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
+    mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2
+    olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma youtu
 """
 
 _REFUSED = {
@@ -77,6 +77,13 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
         if reason:
             raise UnsupportedModel(
                 f"model '{name}' is of type '{kind}', which {reason}.", fix="use a model type listed as verified."
+            )
+        quantised = part.get("quantization_config")
+        if quantised and quantised.get("quant_method") != "mxfp4":  # which transformers itself expands
+            raise UnsupportedModel(
+                f"the weights of '{name}' are quantised ('{quantised.get('quant_method')}'), which this version does "
+                "not compute with.",
+                fix="use the model's float32, float16 or bfloat16 weights.",
             )
         if "dynamic" in rope_types(part):
             raise UnsupportedModel(

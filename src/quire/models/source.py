@@ -83,6 +83,10 @@ def reading(source: ModelSource, what: str) -> Iterator[None]:
 
 def _load_error(source: ModelSource, what: str, error: Exception) -> ModelLoadError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, ImportError):
+        return ModelLoadError(
+            f"{what} of '{source.name}' needs a package that is not installed: {first_line}", fix="install it."
+        )
     if source.local:
         return ModelLoadError(
             f"{what} of '{source.name}' cannot be read: {first_line}",

@@ -216,9 +216,9 @@ class RadixCache:
         """The root of each namespace that has or had pages held."""
         return dict(self._roots)
 
-    def is_queued(self, node: Node) -> bool:
-        """Whether the eviction queue holds a valid entry for the node. O(queue)."""
-        return any(ticket == node.ticket and entry is node for _, ticket, entry in self._queue)
+    def queued(self) -> set[Node]:
+        """Nodes with a valid entry in the eviction queue. O(queue)."""
+        return {node for _, ticket, node in self._queue if ticket == node.ticket}
 
     def path_pages(self, lease: Lease) -> Ids:
         """Page ids of the leased path, in order."""

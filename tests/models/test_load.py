@@ -1,0 +1,276 @@
+"""What loading refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, UnsupportedModel
+from quire.models import hf, source
+from quire.models.hf import LoadedModel, load_model
+from quire.models.registry import REFUSED, VERIFIED, support_table
+from quire.spec.layout import DType
+from tests.tiny_models import ARCHITECTURES, build_tiny, save_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny("llama_gqa", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    """A copy to break."""
+    return shutil.copytree(tiny, tmp_path / "model")
+
+
+def write_config(folder, config):
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    write_config(folder, {**config, **changes})
+
+
+def refusal(folder, kind=ModelLoadError, **options):
+    with pytest.raises(kind) as caught:
+        load_model(str(folder), **options)
+    message = str(caught.value)
+    assert "Fix:" in message
+    return message
+
+
+class TestLoaded:
+    def test_facts(self, tiny):
+        model = load_model(str(tiny))
+        assert model.name == str(tiny)
+        assert model.spec.architecture == "LlamaForCausalLM"
+        assert model.spec.context_length == 512
+        assert model.spec.vocab_size == 256
+        assert model.spec.dtype is DType.FLOAT32
+        assert model.eos_token_ids == (255,)
+        assert model.config["model_type"] == "llama"
+
+    def test_dtype_of_the_configuration_and_of_the_caller(self, folder):
+        edit_config(folder, dtype="bfloat16")
+        assert load_model(str(folder)).spec.dtype is DType.BFLOAT16
+        assert load_model(str(folder), dtype="float16").spec.dtype is DType.FLOAT16
+
+    def test_several_end_tokens(self, folder):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+        assert load_model(str(folder)).eos_token_ids == (7, 9)
+
+    def test_loading_prints_nothing(self, tiny, capfd, recwarn):
+        load_model(str(tiny))
+        assert capfd.readouterr() == ("", "")
+        assert not recwarn.list
+
+    def test_unchecked(self, tiny, monkeypatch):
+        monkeypatch.setattr(hf, "check_forward", None)
+        assert load_model(str(tiny), check=False).spec.calls
+
+
+class TestFiles:
+    def test_no_folder(self, tmp_path):
+        message = refusal(tmp_path / "absent")
+        assert "there is no folder" in message
+        assert "'owner/model'" in message
+
+    def test_a_file(self, folder):
+        assert "is a file; a model is a folder" in refusal(folder / "model.safetensors")
+
+    def test_no_configuration(self, folder):
+        (folder / "config.json").unlink()
+        assert "has no config.json" in refusal(folder)
+
+    @pytest.mark.parametrize(("text", "said"), [("{", "cannot be read"), ("[1]", "holds a JSON list")])
+    def test_bad_configuration(self, folder, text, said):
+        write_config(folder, text)
+        assert said in refusal(folder)
+
+    def test_no_weights(self, folder):
+        (folder / "model.safetensors").unlink()
+        message = refusal(folder)
+        assert "the weights of" in message
+        assert "model.safetensors" in message
+
+    @pytest.mark.parametrize("size", [5, 300, 40_000])
+    def test_cut_weights(self, folder, size):
+        content = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content[:size])
+        assert "is corrupt" in refusal(folder)
+
+    def test_absent_tensor(self, folder):
+        edit_config(folder, num_hidden_layers=4)
+        message = refusal(folder)
+        assert "lack 9 tensors that LlamaForCausalLM needs, first 'model.layers.3." in message
+
+    def test_tensor_of_another_shape(self, folder):
+        edit_config(folder, intermediate_size=64)
+        assert "the weights of" in refusal(folder)
+
+    def test_hub_out_of_reach(self, monkeypatch):
+        def offline(*_, **__):
+            raise OSError("We couldn't connect to the hub.\nlong advice")
+
+        monkeypatch.setattr(source.PreTrainedConfig, "get_config_dict", offline)
+        message = refusal("owner/model")
+        assert "config.json of 'owner/model' cannot be fetched from the hub: We couldn't connect to the hub." in message
+        assert "long advice" not in message
+        assert "pass a local folder" in message
+
+
+class TestArguments:
+    def test_dtype(self, tiny):
+        assert "dtype 'int8' is not one of auto, float32, float16, bfloat16" in refusal(
+            tiny, InvalidInput, dtype="int8"
+        )
+
+    def test_device(self, tiny):
+        assert "cannot be moved to device 'cuda:77'" in refusal(tiny, device="cuda:77")
+        assert "cannot be moved to device 'quantum'" in refusal(tiny, device="quantum")
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize(
+        ("kind", "reason"),
+        [
+            ("mamba2", "needs recurrent state, which this version does not hold"),
+            ("qwen3_next", "needs recurrent state"),
+            ("jamba", "needs recurrent state"),
+            ("bloom", "which transformers does not let another implementation replace"),
+            ("deepseek_v32", "selects tokens with an indexer"),
+            ("deepseek_v4", "attends to compressed entries"),
+            ("llama4_text", "attends in chunks"),
+            ("bert", "is an encoder or encoder-decoder"),
+        ],
+    )
+    def test_refused_by_name(self, folder, kind, reason):
+        write_config(folder, {"model_type": kind})
+        message = refusal(folder, UnsupportedModel)
+        assert f"is of type '{kind}'" in message
+        assert reason in message
+
+    def test_refused_inside_a_wrapper(self, folder):
+        write_config(folder, {"model_type": "llama", "text_config": {"model_type": "qwen3_next"}})
+        assert "is of type 'qwen3_next', which needs recurrent state" in refusal(folder, UnsupportedModel)
+
+    def test_unknown_type(self, folder):
+        edit_config(folder, model_type="llama9")
+        message = refusal(folder, UnsupportedModel)
+        assert f"transformers {source.transformers_version()} does not know model type 'llama9'" in message
+
+    def test_no_type(self, folder):
+        write_config(folder, {"hidden_size": 4})
+        assert "has no 'model_type'" in refusal(folder, UnsupportedModel)
+
+    def test_no_language_model(self, folder):
+        write_config(folder, {"model_type": "vit"})
+        assert "'vit'" in (message := refusal(folder, UnsupportedModel))
+        assert "has no causal language model" in message
+
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_dynamic_rotary(self, folder, field):
+        edit_config(folder, **{field: {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}})
+        message = refusal(folder, UnsupportedModel)
+        assert "a request's output would depend on its neighbours" in message
+
+    def test_quantised_weights(self, folder):
+        edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+        assert "are quantised ('gptq')" in refusal(folder, UnsupportedModel)
+
+    def test_a_package_that_is_not_installed(self, folder, monkeypatch):
+        def absent(*_, **__):
+            raise ImportError("`accelerate` is required")
+
+        monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", absent)
+        assert "needs a package that is not installed: `accelerate` is required" in refusal(folder)
+
+    def test_unsupported_dtype(self, folder):
+        edit_config(folder, dtype="float64")
+        assert "the configuration's dtype is 'float64'" in refusal(folder, UnsupportedModel)
+
+    @pytest.mark.parametrize(
+        ("kind", "settings"),
+        [("bloom", {"n_head": 4, "n_layer": 2}), ("falcon", {"num_attention_heads": 4, "num_hidden_layers": 2})],
+    )
+    def test_models_that_ignore_the_interface_are_found_out(self, kind, settings):
+        """Even where no list names them."""
+        config = AutoConfig.for_model(
+            kind, hidden_size=32, vocab_size=64, attn_implementation="eager", max_position_embeddings=64, **settings
+        )
+        with pytest.raises(UnsupportedModel, match="computes attention in code of its own"):
+            LoadedModel(AutoModelForCausalLM.from_config(config), name="own")
+
+    def test_a_window_the_model_does_not_pass_on(self):
+        """phimoe's configuration promises windows; its attention calls have none."""
+        config = AutoConfig.for_model(
+            "phimoe",
+            hidden_size=32,
+            vocab_size=64,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            max_position_embeddings=64,
+            sliding_window=16,
+        )
+        with pytest.raises(LayoutMismatch, match="promises 2 attention calls and the model makes 2; call 0 should be"):
+            LoadedModel(AutoModelForCausalLM.from_config(config), name="windows")
+
+    def test_a_model_that_cannot_run(self, tiny, monkeypatch):
+        def broken(*_, **__):
+            raise TypeError("no such thing\nlong story")
+
+        monkeypatch.setattr(LoadedModel, "discover", broken)
+        message = refusal(tiny, ModelCheckFailed)
+        assert "cannot run a first step: TypeError: no such thing." in message
+
+
+class TestSupportTable:
+    def test_each_type_has_one_status(self):
+        assert not VERIFIED & set(REFUSED)
+        names = [row.model_type for row in support_table()]
+        assert names == sorted(set(names))
+        assert len(names) == len(VERIFIED) + len(REFUSED)
+
+    def test_refusals_have_reasons(self):
+        assert all(row.reason for row in support_table() if row.status == "refused")
+
+    def test_what_the_sweep_runs_is_listed(self):
+        assert {settings["model_type"] for settings in ARCHITECTURES.values()} <= VERIFIED
+
+
+class TestRotary:
+    def test_the_longest_context_of_the_deployment_chooses(self, tmp_path):
+        folder = str(save_tiny("phi3_longrope", tmp_path))
+        plain = build_tiny("phi3_longrope", attn_implementation="eager")
+        short, long = torch.arange(10), torch.arange(40)
+        with torch.inference_mode():
+            wanted = {n: plain(ids[None], use_cache=False).logits[0] for n, ids in (("short", short), ("long", long))}
+        assert torch.allclose(load_model(folder).plain_logits(long), wanted["long"], atol=1e-4)
+        assert torch.allclose(load_model(folder, max_length=20).plain_logits(short), wanted["short"], atol=1e-4)
+        assert not torch.allclose(load_model(folder).plain_logits(short), wanted["short"], atol=1e-1)
+
+
+class TestLinear:
+    def test_wide_weights_change_rounding_only(self, tmp_path):
+        folder = str(save_tiny("llama_gqa", tmp_path))
+        narrow = build_tiny("llama_gqa", attn_implementation="eager").to(torch.bfloat16)
+        tokens = torch.arange(30)
+        with torch.inference_mode():
+            wanted = narrow(tokens[None], use_cache=False).logits[0].float()
+        found = load_model(folder, dtype="bfloat16").plain_logits(tokens)
+        exact = load_model(folder).plain_logits(tokens)
+        assert (found - exact).norm() < 1.2 * (wanted - exact).norm()
+
+    def test_a_tied_embedding_keeps_its_dtype(self, tmp_path):
+        folder = str(save_tiny("gemma2", tmp_path))
+        model = load_model(folder, dtype="bfloat16")
+        assert model.spec.dtype is DType.BFLOAT16
