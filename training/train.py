@@ -117,12 +117,13 @@ def orthogonalised(update: Tensor, steps: int = 5) -> Tensor:
     """The nearest matrix to `update` with all singular values near one (Newton-Schulz)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     wide = update.size(0) <= update.size(1)
-    x = update if wide else update.T
+    x: Tensor = update if wide else update.T
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if wide else x.T
+    result: Tensor = x if wide else x.T
+    return result
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,8 +1,8 @@
 """`quire demo`: a real server with too little memory, several conversations at once, and what its counters say after.
 
 The pool holds three quarters of one context. All conversations share one long system prompt, which is computed once;
-what they say themselves is several times what fits, so that pages have to be evicted; and one request is larger than
-the pool, so that it is refused with the numbers.
+what they say themselves is more than what fits, so that pages have to be evicted. After them come two long prompts: one
+that just fits, for which nearly all of the cache has to go, and one that never can, which is refused with the numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ POOL_SHARE = 0.75  # of the context
 SYSTEM_SHARE = 0.30
 OWN_SHARE = 0.30  # what one conversation adds to the system prompt
 MOST_ANSWER_TOKENS = 48
+FITTING_SHARE = 0.9  # of the largest request: what one long prompt has, which evicts most of what is cached
 QUESTION_TOKENS = 16  # about; with the marks of the chat format
 IDLE_S = 10.0
 
@@ -116,9 +117,12 @@ def _show(console: Console, summary: dict[str, Any], *, num_conversations: int, 
         for job in jobs:
             job.result()
     took_s = time.perf_counter() - started_s
-    refusal = _too_large(client, system, context, summary["largest_request"])
+    tokens_per_character = talks[0].turns[0].prompt_tokens / len(system)
+    largest = summary["largest_request"]
+    served = _ask_at_length(client, system, int(FITTING_SHARE * largest / tokens_per_character))
+    refusal = _ask_at_length(client, system, int((largest + context) / 2 / tokens_per_character))
     after = _idle_statistics(client)
-    return _findings(summary, talks, before, after, refusal, took_s, peak_shared.most)
+    return _findings(summary, talks, before, after, served | {"refusal": refusal}, took_s, peak_shared.most)
 
 
 def _system_prompt(client: Client, num_tokens: int) -> str:
@@ -168,16 +172,14 @@ class _SharedPages:
             self.most = max(self.most, int(self._client.get("/v1/cache/statistics")["shared_pages"]))
 
 
-def _too_large(client: Client, system: str, context: int, largest_request: int) -> dict[str, Any]:
-    """Ask for more than the pool can ever hold; the refusal, empty when there was none."""
-    per_token = len(system) / (SYSTEM_SHARE * context)
-    text = (system + " ") * 10
-    question = text[: int((largest_request + context) / 2 * per_token)]
+def _ask_at_length(client: Client, system: str, num_characters: int) -> dict[str, Any]:
+    """Send one long question: the status, and the tokens it had or the error it met."""
+    question = (system + " ") * (num_characters // len(system) + 1)
     try:
-        client.chat([{"role": "user", "content": question}], max_tokens=1)
+        answer = client.chat([{"role": "user", "content": question[:num_characters]}], max_tokens=1)
     except Rejected as error:
         return {"status": error.status, **error.body}
-    return {}
+    return {"status": 200, "largest_served_tokens": answer["usage"]["total_tokens"]}
 
 
 def _idle_statistics(client: Client) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def _findings(
     talks: list[Conversation],
     before: dict[str, Any],
     after: dict[str, Any],
-    refusal: dict[str, Any],
+    long_prompts: dict[str, Any],
     took_s: float,
     most_shared: int,
 ) -> dict[str, Any]:
@@ -204,6 +206,7 @@ def _findings(
 
     turns = [turn for talk in talks for turn in talk.turns]
     output_tokens = sum(turn.output_tokens for turn in turns)
+    refusal = long_prompts["refusal"]
     private = sum(frames["private"] for frames in after["frames"].values())
     return {
         "server": summary,
@@ -213,6 +216,7 @@ def _findings(
         "shared_pages": max(most_shared, int(after.get("peak_shared_pages", 0))),
         "evicted_pages": grown("evicted_pages"),
         "preemptions": grown("preemptions"),
+        "largest_served_tokens": long_prompts.get("largest_served_tokens", 0),
         "refusal": refusal,
         "output_tokens": output_tokens,
         "output_tokens_per_s": round(output_tokens / took_s, 1),
@@ -223,7 +227,8 @@ def _findings(
         "checks": {
             "tokens were reused": grown("hit_tokens") > 0,
             "pages were evicted": grown("evicted_pages") > 0,
-            "the oversized request was refused": refusal.get("status") == 413,
+            "a request that just fits was served": long_prompts["status"] == 200,
+            "the oversized request was refused": refusal["status"] == 413,
             "no page leaked": private == 0,
         },
     }
@@ -283,6 +288,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     facts.add_row("Pages shared", f"{found['shared_pages']} at once, by several running requests")
     facts.add_row("Pages evicted", f"{found['evicted_pages']:,}, because the pool is that small")
     facts.add_row("Preemptions", f"{found['preemptions']}")
+    facts.add_row("Largest prompt", f"{found['largest_served_tokens']:,} tokens served")
     facts.add_row(
         "Throughput",
         f"{found['output_tokens_per_s']:,} output tokens/s; first token after {found['first_token_s'] * 1000:.0f} ms",
@@ -298,7 +304,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         answers.append(f"{answer['answer']}\n\n")
     answers.rstrip()
     refusal = found["refusal"]
-    refused = Text(f"HTTP {refusal.get('status', '-')}, {refusal.get('code', 'nothing was refused')}\n", style="bold")
+    refused = Text(f"HTTP {refusal['status']}, {refusal.get('code', 'nothing was refused')}\n", style="bold")
     refused.append(str(refusal.get("message", "")), style="not bold")
     panels = [
         Panel(answers, title="Answers", title_align="left"),

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 """Longest time between two beats of an engine that is between steps."""
 
+EXIT_DEFECT = 1
+"""Exit code of a failure that is no `QuireError`."""
+
 _EMPTY_STEPS_BEFORE_REST = 64
 _REST_MS = 2
 
@@ -67,7 +70,7 @@ BuildCore = Callable[[EngineConfig], Core]
 class WireError(msgspec.Struct, kw_only=True):
     """A `QuireError` on its way to another process, where `rebuild` makes it an exception of the same class."""
 
-    kind: str
+    kind: str  # the name of its class; "" for an exception that is none of ours, a defect
     message: str
     fix: str = ""
     details: str = ""  # the traceback, for the log
@@ -77,13 +80,20 @@ class WireError(msgspec.Struct, kw_only=True):
         details = "".join(traceback.format_exception(error))
         if isinstance(error, QuireError):
             return cls(kind=type(error).__name__, message=error.message, fix=error.fix, details=details)
-        return cls(kind="QuireError", message=f"{type(error).__name__}: {error}", details=details)
+        return cls(
+            kind="",
+            message=f"{type(error).__name__} in the engine process: {error}",
+            fix="this is a defect of Quire; its log shows where with --debug, please report it.",
+            details=details,
+        )
 
     def rebuild(self) -> QuireError:
         """The exception, of the class that was raised."""
-        kind = getattr(errors, self.kind, QuireError)
+        kind = getattr(errors, self.kind) if self.kind else QuireError
         error: QuireError = kind.__new__(kind)
         QuireError.__init__(error, self.message, fix=self.fix)
+        if not self.kind:
+            error.exit_code = EXIT_DEFECT
         return error
 
 
@@ -288,17 +298,18 @@ def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore) -> None:
         )
     except Exception as error:
         link.report(Failed(error=WireError.of(error)))
-        exit_code = error.exit_code if isinstance(error, QuireError) else 1
+        exit_code = error.exit_code if isinstance(error, QuireError) else EXIT_DEFECT
     else:
         try:
             StepLoop(core, link).run()
         except Exception as error:
             link.report(Died(error=WireError.of(error)))
-            exit_code = 1
+            exit_code = EXIT_DEFECT
     commands.close(linger=0)
     reports.close(linger=2_000)
     context.term()
-    sys.exit(exit_code)
+    sys.stderr.flush()
+    os._exit(exit_code)  # taking the interpreter and torch apart would take seconds, and nothing of it is left to save
 
 
 def _live_and_die_with_parent() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,8 @@ from quire.kernels.partial import flash_usable, native_on_cpu, partial_flash, pa
 from quire.kernels.segments import Segment, Source
 from quire.kernels.workspace import Workspace
 
-_WIDEN_ROWS = 8
-"""Rows from which converting half-precision keys once costs less than multiplying without instructions for them."""
+_WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
+"""Rows from which converting keys once costs less than multiplying without instructions for their dtype."""
 
 _workspace = Workspace()
 
@@ -66,7 +68,8 @@ class _Step:
         self.scale = scale
         self.softcap = softcap
         self.flash = flash_usable(query, key.shape[-1], value.shape[-1], softcap)
-        self.widen = self.flash and not native_on_cpu(query.dtype)
+        narrow = self.flash and not native_on_cpu(query.dtype)
+        self.widen_from = _WIDEN_ROWS[query.dtype] if narrow else sys.maxsize  # rows
         self._source: Source | None = None
         self._tokens: tuple[Tensor, Tensor] = self.new
 
@@ -112,7 +115,7 @@ class _Step:
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if self.flash:
-            if self.widen and query.shape[-2] >= _WIDEN_ROWS:
+            if query.shape[-2] >= self.widen_from:
                 query, key, value = query.float(), _widened("wide_key", key), _widened("wide_value", value)
             return partial_flash(query, key, value, scale=self.scale, causal=causal, mask=mask)
         return partial_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)

@@ -16,8 +16,8 @@ ENCODER = "is an encoder or encoder-decoder; Quire serves decoder-only language 
 CHUNKED = "attends in chunks with position-dependent temperature, which this version does not compute"
 OWN_MASK = "builds an attention mask of its own, which paged attention does not see"
 
-_VERIFIED = ""
-    " afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2
+_VERIFIED = """
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2
     deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2
     gemma3 gemma3_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2
     gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
@@ -46,7 +46,8 @@ _REFUSED = {
 }
 
 VERIFIED: frozenset[str] = frozenset(_VERIFIED.split())
-"""Model types whose logits on a mixed batch of paged sequences were compared with the plain forward pass."""
+"""Model types that passed the check at load as tiny random models: paged, chunked, mixed steps against the plain
+forward pass. Windows longer than the check's sequences are compared with the configuration instead."""
 
 REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds.split()}
 """Model types that are refused, with the reason."""

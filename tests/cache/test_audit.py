@@ -1,0 +1,127 @@
+"""The audit itself: every law, broken on purpose, is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cache import KVCache
+from quire.cache.audit import audit
+from quire.errors import AuditFailure
+from quire.testing import small_plan
+
+
+def a_cache() -> tuple[KVCache, Any]:
+    """One cached branch of two edges, a running request on it with a private page, free pages."""
+    cache = KVCache(small_plan(10, 2))
+    for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
+        kv = cache.begin(np.array(tokens, dtype=np.int32))
+        cache.extend([kv], [4 - kv.num_cached])
+        cache.finish(kv, np.array(tokens, dtype=np.int32))
+    kv = cache.begin(np.array([1, 2, 3, 4, 7], dtype=np.int32))
+    cache.extend([kv], [1])
+    audit(cache)
+    return cache, kv
+
+
+def nodes(cache: KVCache) -> list[Any]:
+    return sorted(cache.tree.nodes(), key=lambda node: node.key)
+
+
+def lose_a_page(cache: KVCache, kv: Any) -> None:
+    cache._rows[kv.row, 2] = 0
+
+
+def own_a_page_twice(cache: KVCache, kv: Any) -> None:
+    cache._rows[kv.row, 2] = nodes(cache)[-1].pages[0]
+
+
+def free_a_cached_page(cache: KVCache, kv: Any) -> None:
+    cache.pages.free_pages(nodes(cache)[-1].pages)
+
+
+def leak_a_page(cache: KVCache, kv: Any) -> None:
+    cache.pages.alloc_pages(1)
+
+
+def leak_a_frame(cache: KVCache, kv: Any) -> None:
+    cache.frame_allocators[0].alloc_pages(1)
+
+
+def bind_a_frame_twice(cache: KVCache, kv: Any) -> None:
+    column = next(iter(cache.frames._columns.values()))
+    bound = np.flatnonzero(column)
+    column[bound[0]] = column[bound[1]]
+
+
+def bind_the_padding_page(cache: KVCache, kv: Any) -> None:
+    next(iter(cache.frames._columns.values()))[0] = 1
+
+
+def commit_beyond_what_is_allocated(cache: KVCache, kv: Any) -> None:
+    cache._committed[kv.row] = 9
+
+
+def commit_less_than_is_protected(cache: KVCache, kv: Any) -> None:
+    cache._committed[kv.row] = 1
+
+
+def read_another_page_than_is_pinned(cache: KVCache, kv: Any) -> None:
+    cache._rows[kv.row, :2] = cache._rows[kv.row, 1::-1].copy()
+
+
+def miscount_leases(cache: KVCache, kv: Any) -> None:
+    nodes(cache)[-1].leases += 1
+
+
+def miscount_pages(cache: KVCache, kv: Any) -> None:
+    cache.tree.num_pages += 1
+
+
+def shorten_a_key(cache: KVCache, kv: Any) -> None:
+    nodes(cache)[-1].key += b"0000"
+
+
+def hang_a_child_elsewhere(cache: KVCache, kv: Any) -> None:
+    node = nodes(cache)[0]
+    first, child = node.children.popitem()
+    node.children[first[::-1]] = child
+
+
+def forget_to_queue(cache: KVCache, kv: Any) -> None:
+    cache.tree._queue.clear()
+
+
+def keep_a_root(cache: KVCache, kv: Any) -> None:
+    cache.tree._root(kv.namespace.__class__("unused"))
+
+
+BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [
+    (lose_a_page, "no owner|owners"),
+    (own_a_page_twice, "has 2 owners"),
+    (free_a_cached_page, "has 2 owners|is free and its frame"),
+    (leak_a_page, "no owner"),
+    (leak_a_frame, "frames"),
+    (bind_a_frame_twice, "bound to two pages"),
+    (bind_the_padding_page, "padding page"),
+    (commit_beyond_what_is_allocated, "out of order"),
+    (commit_less_than_is_protected, "out of order"),
+    (read_another_page_than_is_pinned, "lease's path"),
+    (miscount_leases, "leases and has"),
+    (miscount_pages, "num_pages"),
+    (shorten_a_key, "bytes of tokens"),
+    (hang_a_child_elsewhere, "wrong place"),
+    (forget_to_queue, "never be evicted"),
+    (keep_a_root, "root is kept"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "message"), BREAKS, ids=[breaks.__name__ for breaks, _ in BREAKS])
+def test_a_broken_law_is_named(breaks: Callable[[KVCache, Any], None], message: str) -> None:
+    cache, kv = a_cache()
+    breaks(cache, kv)
+    with pytest.raises(AuditFailure, match=message):
+        audit(cache)

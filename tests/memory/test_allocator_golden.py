@@ -1,0 +1,117 @@
+"""Recorded allocator traces of another engine, replayed: the same slots, the same availability.
+
+For single tokens every id agrees. For pages, the number of new pages, the offsets, which tokens share a page and what
+is available agree after every operation; which free page comes next may not. The recorded engine sorts what was freed
+as soon as an upper bound of the need (`tokens // page + sequences + 1`) exceeds the sorted part of its list; ours does
+when the exact need does, so it sorts later. Pages are therefore compared through a one-to-one map.
+
+Running out is `OutOfPages` here and an empty answer there. A recorded `free_segment`, a contiguous part of a row, is
+our `free`, which finds the pages by itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.errors import OutOfPages
+from quire.memory.allocator import (
+    BaseTokenToKVPoolAllocator,
+    PagedTokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_ops_0.5.23.json.gz"
+
+pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason=f"no recorded traces: {GOLDEN.name} is not beside the repo")
+
+
+def cases() -> list[dict[str, Any]]:
+    if not GOLDEN.exists():
+        return []
+    with gzip.open(GOLDEN, "rt") as file:
+        recorded = json.load(file)["cases"]
+    return [case for case in recorded if case["allocator"] in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")]
+
+
+def build(case: dict[str, Any]) -> BaseTokenToKVPoolAllocator:
+    if case["allocator"] == "TokenToKVPoolAllocator":
+        return TokenToKVPoolAllocator(case["size"], need_sort=case["need_sort"])
+    return PagedTokenToKVPoolAllocator(case["size"], case["page_size"], need_sort=case["need_sort"])
+
+
+class Replay:
+    """Runs recorded operations, translating the recorded page ids to ours."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.allocator = build(case)
+        self.size = case["page_size"]
+        self.ours: dict[int, int] = {0: 0, -1: -1}  # by recorded page; -1 is "no last slot"
+
+    def run(self, entry: dict[str, Any]) -> bool:
+        """One operation. Returns whether both ran out of pages; fails where they differ."""
+        try:
+            slots = self._apply(entry)
+        except OutOfPages:
+            assert entry["out"] is None, "we ran out, the recording did not"
+            return True
+        recorded = entry.get("out")
+        assert (recorded is None) == (slots is None), "the recording ran out, we did not"
+        if recorded is not None and slots is not None:
+            self._compare(recorded, slots)
+        return False
+
+    def _apply(self, entry: dict[str, Any]) -> np.ndarray | None:
+        match entry["op"]:
+            case "alloc":
+                return self.allocator.alloc(entry["n"])
+            case "alloc_extend":
+                last = self._translate(entry["last_loc"])
+                return self.allocator.alloc_extend(
+                    entry["prefix_lens"], entry["seq_lens"], last, entry["extend_num_tokens"]
+                )
+            case "alloc_decode":
+                return self.allocator.alloc_decode(entry["seq_lens"], self._translate(entry["last_loc"]))
+            case "free" | "free_segment":
+                self._free(entry["idx"])
+            case "free_group":
+                self.allocator.free_group_begin()
+                for slots in entry["lists"]:
+                    self._free(slots)
+                self.allocator.free_group_end()
+            case other:
+                raise AssertionError(f"unknown operation {other}")
+        return None
+
+    def _compare(self, recorded: list[int], slots: np.ndarray) -> None:
+        assert len(recorded) == len(slots)
+        if self.size == 1:
+            assert recorded == slots.tolist()
+        for theirs, ours in zip(recorded, slots.tolist(), strict=True):
+            assert theirs % self.size == ours % self.size
+            assert self.ours.setdefault(theirs // self.size, ours // self.size) == ours // self.size
+        assert len(set(self.ours.values())) == len(self.ours), "two recorded pages are one of ours"
+
+    def _translate(self, slots: list[int]) -> np.ndarray:
+        return np.array([self.ours[slot // self.size] * self.size + slot % self.size for slot in slots], dtype=np.int64)
+
+    def _free(self, slots: list[int]) -> None:
+        self.allocator.free(self._translate(slots))
+        for page in {slot // self.size for slot in slots}:
+            del self.ours[page]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"page{case['page_size']}-seed{case['seed']}")
+def test_a_recorded_trace(case: dict[str, Any]) -> None:
+    replay = Replay(case)
+    ran_out = 0
+    for number, entry in enumerate(case["log"]):
+        ran_out += replay.run(entry)
+        assert replay.allocator.available_size() == entry["available"], f"after operation {number}, {entry['op']}"
+    assert len(case["log"]) >= 160
+    assert ran_out == sum(entry["op"].startswith("alloc") and entry["out"] is None for entry in case["log"])
