@@ -186,7 +186,7 @@ def processes(options: argparse.Namespace, folder: Path, dtype: str) -> Iterator
 
 
 def start(process: Process, options: argparse.Namespace, folder: Path, dtype: str) -> dict[str, Any]:
-    """Load the model and run both batches once, so that compiling and first touches are over. Raises RuntimeError."""
+    """Load the model and run a part of both batches, so that compiling is over. Raises RuntimeError."""
     shape: Shape = options.shape
     about = process.ask(
         "start",
@@ -198,7 +198,7 @@ def start(process: Process, options: argparse.Namespace, folder: Path, dtype: st
         max_requests=shape.requests,
     )
     for mode in MODES:
-        process.ask("run", prompts=shape.prompts(-1, mode), new=shape.new)
+        process.ask("run", prompts=shape.prompts(-1, mode)[:4], new=4)
     return about
 
 
@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace, folder: Path, dtype: str, console: Cons
                 absent[engine] = str(error)
         runs: dict[str, dict[str, list[dict[str, Any]]]] = {engine: {mode: [] for mode in MODES} for engine in about}
         for repeat in range(options.repeats):
-            order = list(about)
+            order = [engine for engine in about if not _slow(runs[engine], options.patience)]
             random.Random(f"{SEED} order {dtype} {repeat}").shuffle(order)
             console.print(f"[dim]{dtype}: repeat {repeat + 1} of {options.repeats}: {', '.join(order)}[/]")
             for engine in order:
@@ -229,6 +229,11 @@ def measure(options: argparse.Namespace, folder: Path, dtype: str, console: Cons
                     runs[engine][mode].append(run | {"load": round(load, 2)})
     compare_tokens(runs)
     return {"runs": runs, "absent": absent, "engines": about}
+
+
+def _slow(modes: dict[str, list[dict[str, Any]]], patience: float) -> bool:
+    """Whether repeating this engine would take long; once is enough to see how far off it is."""
+    return any(run["seconds"] > patience for runs in modes.values() for run in runs)
 
 
 def compare_tokens(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
@@ -256,6 +261,7 @@ def summarise(runs: list[dict[str, Any]], baseline: list[dict[str, Any]] | None)
     rates = [run["num_tokens"] / run["seconds"] for run in runs]
     per_cpu = [run["num_tokens"] / run["cpu_seconds"] for run in runs]
     summary: dict[str, Any] = {
+        "runs": len(runs),
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_min": min(rates),
         "tokens_per_s_max": max(rates),
@@ -410,6 +416,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in ("requests", "shared", "own", "new"):
         parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Shape(), name)}")
     parser.add_argument("--repeats", type=int, help="default 5, with --toy 1")
+    parser.add_argument("--patience", type=float, default=60, help="seconds of a batch from which it is not repeated")
     parser.add_argument("--threads", type=int, help="default as many as CPUs, with --toy 1")
     parser.add_argument("--kv-mib", type=int, default=1024, help="memory for keys and values (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")

@@ -1,7 +1,8 @@
-"""Where the time of Quire's steps goes: exclusive CPU time of its parts, separately for prefill and decode steps.
+"""Where the time of Quire's steps goes: exclusive CPU time of its parts, for prefill and decode steps separately.
 
 Parts are timed by wrapping the functions and modules where they begin, some hundred calls a step at two microseconds
-each; the time of an inner part does not count for the outer one. CPU time, of all threads, does not mind other jobs. A step is a decode step if every request in it has one token.
+each; the time of an inner part does not count for the outer one. It is CPU time of all threads, which other jobs on the
+machine hardly change. A step is a decode step if every request in it has one token.
 """
 
 from __future__ import annotations

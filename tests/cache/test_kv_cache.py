@@ -88,7 +88,7 @@ def test_eviction_makes_room_only_as_far_as_needed() -> None:
 
 
 def test_out_of_pages_names_numbers_and_holders_and_changes_nothing() -> None:
-    cache = KVCache(small_plan(4, 1))
+    cache = KVCache(small_plan(4, 1, context=8))
     tokens = ids(1, 2)
     cache.finish(compute(cache, tokens), tokens)
     kv = cache.begin(ids(9))

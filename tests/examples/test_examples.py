@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -66,13 +67,18 @@ def _blocks(language: str) -> list[str]:
 @pytest.mark.parametrize("block", _blocks("python"), ids=lambda block: block.splitlines()[0])
 def test_python_of_the_readme_runs(block: str, server: str) -> None:
     printed = run_program(sys.executable, "-c", block.replace("http://127.0.0.1:8000", server))
-    assert "from the cache" in printed
+    reused = [int(number) for number in re.findall(r"(\d+) (?:of \d+ )?prompt tokens from the cache", printed)]
+    assert reused[0] == 0 < reused[-1]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", _blocks("bash"), ids=lambda block: block.split()[0])
 def test_shell_of_the_readme_runs(block: str, server: str) -> None:
-    assert '"cached_tokens"' in run_program("bash", "-c", block.replace("http://127.0.0.1:8000", server))
+    """The first time nothing is in the cache, the second time nearly everything."""
+    command = block.replace("http://127.0.0.1:8000", server)
+    first, second = (json.loads(run_program("bash", "-c", command))["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16 > 0
 
 
 def test_generated_sections_of_the_readme() -> None:

@@ -82,7 +82,7 @@ class AllocatorMachine:
 
     def wrong_free(self, choices: Choices) -> None:
         """A page that is not out, the padding page or one outside the pool, beside a right one."""
-        page = choices.one_of((0, -1, self.num_pages + 1, *self.free_pages, *self.grouped))
+        page = choices.one_of((0, -1, self.num_pages + 1, 2**32 + 1, *self.free_pages, *self.grouped))
         slots = [page * self.size + choices.below(self.size)]
         if self.sequences:
             slots.append(choices.one_of(self.sequences)[0])

@@ -47,7 +47,9 @@ def test_parse_bytes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 parsecs", "-1", "1,5G", "1e9", "8GiB8", "0x10", "١", "8 G iB", ".5G"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8 parsecs", "-1", "1,5G", "1e9", "8GiB8", "0x10", "\u0661", ".5G"]
+)
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidInput, match="8GiB or 512MiB"):
         parse_bytes(text)
@@ -59,9 +61,9 @@ def test_nothing_is_no_size(text: str | int) -> None:
         parse_bytes(text)
 
 
-def test_an_absurd_size_is_refused_not_a_crash() -> None:
-    with pytest.raises(InvalidInput):
-        parse_bytes("9" * 400)
+@pytest.mark.parametrize("size", [2**53 + 1, 10**400 - 1], ids=["beyond a float's digits", "beyond a float"])
+def test_large_sizes_are_exact(size: int) -> None:
+    assert parse_bytes(f"{size}B") == parse_bytes(str(size)) == size
 
 
 @pytest.mark.parametrize(
@@ -165,18 +167,12 @@ def test_the_stated_limit_is_the_limit(pages: int, page_size: int, context: int,
 def follow(plan: MemoryPlan, error: InvalidInput, prompt: int) -> None:
     """Do what the error advises; then the request is admitted."""
     shorter = re.search(r"prompt to at most ([\d,]+)", error.fix)
+    fewer = re.search(r"lower max_tokens to ([\d,]+)", error.fix)
     if shorter is not None:
-        allowed = int(shorter[1].replace(",", ""))
-        assert allowed < prompt
-        if allowed:
-            (plan if isinstance(error, ContextTooLong) else plan).check_request(
-                min(allowed, plan.largest_request - 1), 1
-            )
+        plan.check_request(int(shorter[1].replace(",", "")), 1)
     else:
-        fewer = re.search(r"lower max_tokens to ([\d,]+)", error.fix)
         assert fewer is not None
-        limit = plan.context if isinstance(error, ContextTooLong) else plan.largest_request
-        assert prompt + int(fewer[1].replace(",", "")) == limit
+        plan.check_request(prompt, int(fewer[1].replace(",", "")))
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 5_000), st.integers(20, 90), st.integers(1, 90))
@@ -203,7 +199,9 @@ def test_a_refusal_says_need_have_and_what_would_work() -> None:
         "(176 B of KV memory), so it can never hold more than 161 tokens in one request. "
         "Fix: lower max_tokens to 11 or the prompt, or start the server with at least --kv-memory 1MiB."
     )
-    with pytest.raises(ContextTooLong, match=r"5,000 prompt tokens .* 5,001; the context is 4,096 .* at most 4,095"):
+    with pytest.raises(
+        ContextTooLong, match=r"5,000 prompt tokens .* 5,001; the context is 4,096 .* at most 160 tokens"
+    ):
         plan.check_request(5_000, 1)
 
 

@@ -117,10 +117,11 @@ def _show(console: Console, summary: dict[str, Any], *, num_conversations: int, 
         for job in jobs:
             job.result()
     took_s = time.perf_counter() - started_s
-    tokens_per_character = talks[0].turns[0].prompt_tokens / len(system)
     largest = summary["largest_request"]
-    served = _ask_at_length(client, system, int(FITTING_SHARE * largest / tokens_per_character))
-    refusal = _ask_at_length(client, system, int((largest + context) / 2 / tokens_per_character))
+    num_characters = int(FITTING_SHARE * largest * len(system) / talks[0].turns[0].prompt_tokens)
+    served = _ask_at_length(client, system, num_characters)
+    too_large = (largest + context) / 2 / served.get("largest_served_tokens", largest)
+    refusal = _ask_at_length(client, system, int(num_characters * too_large))
     after = _idle_statistics(client)
     return _findings(summary, talks, before, after, served | {"refusal": refusal}, took_s, peak_shared.most)
 

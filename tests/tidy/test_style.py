@@ -1,0 +1,144 @@
+"""The house rules that a program can check. Each test lists every place that breaks its rule."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "quire"
+FILES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+MOST_FILE_LINES = 600
+MOST_FUNCTION_LINES = 100
+VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper"}
+KINDS = re.compile(r"swa|mamba|sliding|\bmla\b|\bgqa\b", re.IGNORECASE)
+KNOWS_NO_KIND = ("prefix/", "cache/", "scheduler/", "memory/frames.py")
+MAY_NAME_KINDS = ("prefix/reach.py",)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions(path: Path) -> Iterator[Function]:
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, Function))
+
+
+def test_the_rules_have_something_to_check() -> None:
+    assert len(FILES) > 40
+    assert {"cache/kv_cache.py", "prefix/reach.py", "memory/frames.py"} <= {name(path) for path in FILES}
+
+
+def test_no_module_has_a_vague_name() -> None:
+    paths = [path.relative_to(ROOT) for path in (*FILES, *TESTS)]
+    assert [str(path) for path in paths if VAGUE_NAMES & {path.stem, *path.parts[:-1]}] == []
+
+
+def test_files_are_short() -> None:
+    lengths = {name(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {path: length for path, length in lengths.items() if length > MOST_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{name(path)}:{function.name}": (function.end_lineno or 0) - function.lineno + 1
+        for path in FILES
+        for function in functions(path)
+    }
+    assert {function: length for function, length in lengths.items() if length > MOST_FUNCTION_LINES} == {}
+
+
+def test_only_the_command_line_prints() -> None:
+    calls = [
+        f"{name(path)}:{node.lineno}"
+        for path in FILES
+        if not name(path).startswith("cli/")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "pattern"),
+    [
+        ("type: ignore without a code", r"#\s*type:\s*ignore(?!\[)"),
+        ("noqa without a code", r"#\s*noqa(?!:\s*[A-Z]+[0-9]+)"),
+        ("unfinished business", r"\b(TODO|FIXME|XXX|HACK)\b"),
+    ],
+)
+def test_comments(rule: str, pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (*FILES, *TESTS)
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert found == [], rule
+
+
+def test_no_kind_of_attention_is_named_where_none_is_known() -> None:
+    """Kinds live in reach, layouts, models and kernels; the tree, the cache and the scheduler see groups."""
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in FILES
+        if name(path).startswith(KNOWS_NO_KIND) and name(path) not in MAY_NAME_KINDS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if KINDS.search(line)
+    ]
+    assert found == []
+
+
+def test_no_exception_is_swallowed_unnamed() -> None:
+    bare = [
+        f"{name(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert bare == []
+
+
+# -- docstrings
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """Public modules, classes, functions and methods without a docstring. Private scopes are not entered."""
+    module = tree_of(path)
+    if ast.get_docstring(module) is None:
+        yield name(path)
+    yield from _undocumented(module, name(path))
+
+
+def _undocumented(scope: ast.Module | ast.ClassDef, where: str) -> Iterator[str]:
+    for node in scope.body:
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if ast.get_docstring(node) is None and not _is_told_by_its_class(scope, node):
+            yield f"{where}:{node.name}"
+        if isinstance(node, ast.ClassDef):
+            yield from _undocumented(node, f"{where}:{node.name}")
+
+
+def _is_told_by_its_class(scope: ast.Module | ast.ClassDef, node: ast.AST) -> bool:
+    """The only public method of a documented class that has nothing else: a policy, whose class says it all."""
+    if not isinstance(scope, ast.ClassDef) or ast.get_docstring(scope) is None:
+        return False
+    return [item for item in scope.body if isinstance(item, Function | ast.ClassDef)] == [node]
+
+
+def test_everything_public_says_what_it_is() -> None:
+    assert [place for path in FILES for place in undocumented(path)] == []
