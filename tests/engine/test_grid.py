@@ -27,7 +27,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, list[li
 
 
 @pytest.mark.parametrize(
-    ("page_size", "chunk", "overlap"), list(product((1, 3, 16, 64, 256), (5, 64, 2048), (False, True)))
+    ("page_size", "chunk", "overlap"),
+    [*product((1, 16, 64), (5, 2048), (False, True)), (3, 64, True), (256, 64, False)],
 )
 def test_grid(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: int, overlap: bool) -> None:
     """Ample and starved pools, twice each."""
@@ -41,7 +42,7 @@ def test_grid(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: 
         assert statistics["frames"]["full"]["private"] == 0
         if pages is None and page_size <= 64:
             assert statistics["hit_tokens"] > 0
-        if pages is not None:
+        if pages is not None and page_size <= 16:  # larger pages leave too little cached to be in the way
             assert statistics["evicted_pages"] > 0
 
 

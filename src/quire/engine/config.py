@@ -20,7 +20,8 @@ class EngineConfig(BaseModel):
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
-    own.
+    own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second would
+    mostly wait, else as many as torch would take.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -41,6 +42,7 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     overlap: bool | None = None
+    threads: int | None = Field(default=None, ge=1, le=1024)
     seed: int = 0
 
     @field_validator("kv_memory", mode="before")

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _AUTO_SHARE_CPU = 0.25  # of the memory available at start
 _AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
 _AUTO_MOST_CPU = 4 * 2**30
+_SMALL_MODEL = 16 * 10**6  # parameters
 
 
 class EngineCore:
@@ -47,6 +48,7 @@ class EngineCore:
         if model is None:
             model = load_model(config.model, dtype=config.dtype, device=self.device, max_length=config.max_model_len)
         self.model = model
+        self._set_threads()
         self.plan = self._plan()
         self.events = EventLog() if config.enable_kv_events else None
         self.cache = KVCache(
@@ -207,6 +209,13 @@ class EngineCore:
             namespace=Namespace(message.adapter, message.salt),
             priority=message.priority,
         )
+
+    def _set_threads(self) -> None:
+        """Threads that wait for each other spin, which costs a small model more than they bring, and its neighbours too."""
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        elif self.device.type == "cpu" and self.model.num_parameters < _SMALL_MODEL:
+            torch.set_num_threads(1)
 
     def _plan(self) -> MemoryPlan:
         spec, config = self.model.spec, self.config
