@@ -50,9 +50,7 @@ def fetch_package(folder: Path) -> Path:
             "(pool/main/r/r-cran-janeaustenr/) and pass its path with --deb."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    result = subprocess.run(
-        ["apt-get", "download", PACKAGE], cwd=folder, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run(["apt-get", "download", PACKAGE], cwd=folder, capture_output=True, text=True, check=False)
     found = sorted(folder.glob(f"{PACKAGE}_*.deb"))
     if not found:
         raise CorpusError(
@@ -67,9 +65,7 @@ def read_data_file(deb: Path) -> bytes:
     if shutil.which("dpkg-deb") is None:
         raise CorpusError("dpkg-deb, which unpacks the corpus package, is not on this machine.")
     with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run(
-            ["dpkg-deb", "-x", str(deb), folder], capture_output=True, text=True, check=False
-        )
+        result = subprocess.run(["dpkg-deb", "-x", str(deb), folder], capture_output=True, text=True, check=False)
         path = Path(folder) / DATA_FILE
         if result.returncode != 0 or not path.is_file():
             raise CorpusError(f"{deb} holds no {DATA_FILE}. {result.stderr.strip()}")
@@ -160,9 +156,7 @@ def split_sentences(paragraph: str) -> list[str]:
 TITLE = r"(?:Mr\.|Mrs\.|Miss|Lady|Sir|Colonel|Captain|Admiral|Dr\.) "
 NAME = re.compile(rf"(?:{TITLE})?\b[A-Z][a-z]+")
 BEFORE_NOUN = "the|a|an|his|her|my|your|their|our|this|that|no|any|some|every"
-AFTER_NOUN = (
-    "of|was|is|were|had|and|to|in|which|for|with|that|at|on|as|by|from|but|would|could|or|he|she"
-)
+AFTER_NOUN = "of|was|is|were|had|and|to|in|which|for|with|that|at|on|as|by|from|but|would|could|or|he|she"
 NOUN = re.compile(rf"\b(?:{BEFORE_NOUN}) ([a-z]{{3,}})(?=[,.;:!?]| (?:{AFTER_NOUN})\b)")
 NOT_NAMES = set("Mr Mrs Miss Lady Sir Colonel Captain Admiral Lord Esq God Heaven Count".split())
 NOT_TOPICS = set("other same one own first last more most least whole such many very".split())
@@ -182,12 +176,8 @@ class Lexicon:
         capitalised = Counter(re.findall(r"(?<=[a-z,;] )[A-Z][a-z]{2,}\b", text))
         nouns = Counter(NOUN.findall(text))
         return cls(
-            names=frozenset(
-                w for w, n in capitalised.items() if n >= 6 and words[w.lower()] < n / 4
-            )
-            - NOT_NAMES,
-            nouns=frozenset(w for w, n in nouns.items() if n >= 6 and n >= 0.3 * words[w])
-            - NOT_TOPICS,
+            names=frozenset(w for w, n in capitalised.items() if n >= 6 and words[w.lower()] < n / 4) - NOT_NAMES,
+            nouns=frozenset(w for w, n in nouns.items() if n >= 6 and n >= 0.3 * words[w]) - NOT_TOPICS,
         )
 
     def keywords(self, sentence: str) -> tuple[list[str], list[str]]:
@@ -288,9 +278,7 @@ class Row:
 class SampleMaker:
     """Makes training rows of a given length out of a list of sentences."""
 
-    def __init__(
-        self, sentences: list[str], lexicon: Lexicon, tokenizer: Tokenizer, rng: random.Random
-    ) -> None:
+    def __init__(self, sentences: list[str], lexicon: Lexicon, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.sentences = sentences
         self.lexicon = lexicon
         self.tokenizer = tokenizer

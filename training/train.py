@@ -271,9 +271,7 @@ def train(
     return {"steps": step, "tokens": tokens, "minutes": minutes, "train_loss": average}
 
 
-def report(
-    model: LlamaForCausalLM, validation: dict[str, list[tuple[Tensor, Tensor]]]
-) -> dict[str, float]:
+def report(model: LlamaForCausalLM, validation: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, float]:
     """Print and return the validation losses."""
     losses = {f"val_{name}": evaluate(model, batches) for name, batches in validation.items()}
     print("  ".join(f"{name} {loss:.3f}" for name, loss in losses.items()), flush=True)
@@ -325,9 +323,7 @@ def show_samples(model: LlamaForCausalLM, out: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cache = Path(tempfile.gettempdir()) / "quire-corpus"
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the model")
     parser.add_argument("--cache", type=Path, default=cache, help="folder for the corpus package")

@@ -32,7 +32,7 @@ def run(
     params: SamplingParams | Sequence[SamplingParams],
     name: str = "r",
 ) -> list[list[int]]:
-    """Add all prompts at once and step until idle; the tokens of each. Audits the cache every few steps and at the end."""
+    """Add all prompts at once and step until idle; the tokens of each. Audits the cache on the way and at the end."""
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     tokens: dict[str, list[int]] = {}
     for i, (prompt, p) in enumerate(zip(prompts, many, strict=True)):

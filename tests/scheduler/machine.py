@@ -90,7 +90,7 @@ class SchedulerMachine:
         request = Request(
             f"r{self.happened['arrived']}",
             np.array(prompt, dtype=np.int32),
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, presence_penalty=choices.chance(15) / 2),  # waits for its own tokens
             max_tokens=max_tokens,
             stop_ids=frozenset([0]) if choices.chance(15) else frozenset(),
             namespace=NAMESPACES[choices.chance(20)],

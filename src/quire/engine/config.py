@@ -20,8 +20,8 @@ class EngineConfig(BaseModel):
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
-    own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second would
-    mostly wait, else as many as torch would take.
+    own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
+    would mostly wait, else as many as torch would take.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -211,7 +211,7 @@ class EngineCore:
         )
 
     def _set_threads(self) -> None:
-        """Threads that wait for each other spin, which costs a small model more than they bring, and its neighbours too."""
+        """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         elif self.device.type == "cpu" and self.model.num_parameters < _SMALL_MODEL:
