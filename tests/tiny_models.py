@@ -110,6 +110,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "gpt_bigcode": {
         "model_type": "gpt_bigcode",
+        "tie_word_embeddings": False,
         "n_embd": 64,
         "n_layer": 3,
         "n_head": 4,

@@ -35,6 +35,7 @@ MEANINGS = {
     "enable_prefix_caching": "share the pages of common prefixes",
     "enable_kv_events": "record pages stored and removed (`engine.events`)",
     "overlap": "schedule a step while one is in flight; by default where the device is not the CPU",
+    "threads": "CPU threads of torch in the engine's process; by default 1 for a tiny model, else what torch takes",
     "seed": "seed of requests that have none",
 }
 FLAGS = {"max_running_requests": "max_running", "max_num_batched_tokens": "max_batched"}
@@ -74,7 +75,8 @@ def error_codes() -> str:
 
 def settings() -> str:
     """Every field of `EngineConfig`: the keyword of `LLM`, the flag of `quire serve` and the default."""
-    flags = {parameter.name: parameter for parameter in typer.main.get_command(app).commands["serve"].params}  # type: ignore[attr-defined]
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    flags = {parameter.name: parameter for parameter in serve.params}
     lines = ["| `LLM(...)` | `quire serve` | default | meaning |", "|---|---|---|---|"]
     for name, field in EngineConfig.model_fields.items():
         parameter = flags.get(FLAGS.get(name, name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,7 @@ def running_server(*options: str) -> Iterator[dict[str, Any]]:
     """The server's start-up summary (`quire serve --json`); it is stopped at the end. Raises what it could not do."""
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ  # a tiny model is slower on more threads
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL, env=environment
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

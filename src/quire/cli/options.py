@@ -55,6 +55,10 @@ PolicyOption = Annotated[
     str | None,
     typer.Option(help="fcfs, or lpm (longest cached prefix first). (default: fcfs)", rich_help_panel=SCHEDULING),
 ]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(help="CPU threads of the engine. (default: 1 for a tiny model, else torch's)"),
+]
 
 
 def make_config(**settings: Any) -> EngineConfig:

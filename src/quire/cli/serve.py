@@ -25,6 +25,7 @@ from quire.cli.options import (
     PageSizeOption,
     PolicyOption,
     PrefixCachingOption,
+    ThreadsOption,
     TokenizerOption,
     make_config,
 )
@@ -71,6 +72,7 @@ def serve(
     max_running: MaxRunningOption = None,
     max_batched: MaxBatchedOption = None,
     policy: PolicyOption = None,
+    threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Seed of requests that have none.")] = 0,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -93,6 +95,7 @@ def serve(
             max_running_requests=max_running,
             max_num_batched_tokens=max_batched,
             policy=policy,
+            threads=threads,
             eviction=eviction,
             enable_prefix_caching=prefix_caching,
             seed=seed,
