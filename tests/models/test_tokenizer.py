@@ -51,30 +51,6 @@ def test_encode_and_decode(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("text", TEXTS[:-1])
-@pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_stream_never_splits_a_character(tokenizer, text, step):
-    ids = tokenizer.encode(text).tolist()
-    stream = tokenizer.stream()
-    pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
-    assert not any("�" in piece for piece in pieces)
-    assert "".join(pieces) + stream.finish() == text
-
-
-def test_a_stream_gives_up_what_it_held_back(tokenizer):
-    stream = tokenizer.stream()
-    assert stream.push(tokenizer.encode("é")[:1].tolist()) == ""
-    assert stream.finish() == "�"
-    assert stream.finish() == ""
-
-
-def test_a_long_stream_keeps_a_short_tail(tokenizer):
-    stream = tokenizer.stream()
-    for _ in range(500):
-        stream.push(tokenizer.encode("ab").tolist())
-    assert len(stream._tokens) < 10
-
-
 def test_facts(tokenizer):
     assert tokenizer.vocab_size == 257
     assert tokenizer.eos_token_ids == (256,)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from quire.cache.fences import Fences, Retired
 from quire.cache.request_kv import RequestKV
 from quire.cache.statistics import CacheStatistics, FrameCounts
-from quire.errors import LeaseError, OutOfPages
+from quire.errors import InvalidInput, LeaseError, OutOfPages
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
     PagedTokenToKVPoolAllocator,
@@ -131,11 +131,14 @@ class KVCache:
         """Make room for `counts[i]` more tokens in each request, evicting cached pages if that is needed.
 
         One vectorised operation for the batch; only requests that reach a new page cost an id. Raises OutOfPages, with
-        nothing evicted and nothing changed, where even evicting everything would not do.
+        nothing evicted and nothing changed, where even evicting everything would not do, and InvalidInput for counts
+        below zero or beyond the plan's context.
         """
         rows = self._rows_of(kvs)
         before = self._allocated[rows]
         after = before + np.asarray(counts, dtype=np.int64)
+        if (after < before).any() or after.max(initial=0) > self.plan.context:
+            raise InvalidInput(f"a request grows, and to at most the context of {self.plan.context:,} tokens.")
         self._make_room(self._new_pages(before, after))
         last = self._last_slots(rows, before)
         if (after - before == 1).all():

@@ -21,22 +21,20 @@ import zmq.asyncio
 from quire.engine.config import EngineConfig
 from quire.engine.messages import TokenOutput
 from quire.engine.output import Decoder, RequestAssembler, RequestOutput, SequenceDelta
-from quire.engine.process import (
+from quire.engine.process import BuildCore, EngineProcess, build_engine_core
+from quire.engine.wire import (
     Abort,
     Accepted,
     Add,
     AskStatistics,
     Beat,
-    BuildCore,
     Died,
-    EngineProcess,
     Failed,
     Outputs,
     Ready,
     Refused,
     Report,
     Statistics,
-    build_engine_core,
 )
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.scheduler.sampling_params import SamplingParams
@@ -87,10 +85,12 @@ class RequestStream:
 
     @property
     def request_id(self) -> str:
+        """The id it was submitted under."""
         return self._assembler.request_id
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
         return len(self._assembler.prompt_token_ids)
 
     def __aiter__(self) -> RequestStream:
@@ -119,17 +119,20 @@ class RequestStream:
     # The engine's side.
 
     def accept(self) -> None:
+        """One more of its sequences was queued."""
         self._num_unanswered -= 1
         if self._num_unanswered == 0 and not self.accepted.done():
             self.accepted.set_result(None)
 
     def fail(self, error: QuireError) -> None:
+        """The request ends with an error, which its reader gets."""
         if not self.accepted.done():
             self.accepted.set_exception(error)
             self.accepted.exception()  # retrieved: nobody has to await a request that is gone
         self._queue.put_nowait(error)
 
     def push(self, output: TokenOutput) -> SequenceDelta:
+        """Tokens arrived; returns what they add, which its reader gets too."""
         delta = self._assembler.push(output)
         if delta.finish_reason == "error":
             self.fail(_request_error(delta))

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,21 +29,37 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 
-from quire import errors
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.wire import (
+    COMMAND_DECODER,
+    ENCODER,
+    EXIT_DEFECT,
+    REPORT_DECODER,
+    Abort,
+    Accepted,
+    Add,
+    AskStatistics,
+    Beat,
+    Command,
+    Died,
+    Failed,
+    Outputs,
+    Ready,
+    Refused,
+    Report,
+    Shutdown,
+    Statistics,
+    WireError,
+)
 from quire.errors import EngineDead, QuireError
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """Longest time between two beats of an engine that is between steps."""
-
-EXIT_DEFECT = 1
-"""Exit code of a failure that is no `QuireError`."""
 
 _EMPTY_STEPS_BEFORE_REST = 64
 _REST_MS = 2
@@ -65,100 +80,6 @@ class Core(Protocol):
 
 
 BuildCore = Callable[[EngineConfig], Core]
-
-
-class WireError(msgspec.Struct, kw_only=True):
-    """A `QuireError` on its way to another process, where `rebuild` makes it an exception of the same class."""
-
-    kind: str  # the name of its class; "" for an exception that is none of ours, a defect
-    message: str
-    fix: str = ""
-    details: str = ""  # the traceback, for the log
-
-    @classmethod
-    def of(cls, error: BaseException) -> WireError:
-        details = "".join(traceback.format_exception(error))
-        if isinstance(error, QuireError):
-            return cls(kind=type(error).__name__, message=error.message, fix=error.fix, details=details)
-        return cls(
-            kind="",
-            message=f"{type(error).__name__} in the engine process: {error}",
-            fix="this is a defect of Quire; its log shows where with --debug, please report it.",
-            details=details,
-        )
-
-    def rebuild(self) -> QuireError:
-        """The exception, of the class that was raised."""
-        kind = getattr(errors, self.kind) if self.kind else QuireError
-        error: QuireError = kind.__new__(kind)
-        QuireError.__init__(error, self.message, fix=self.fix)
-        if not self.kind:
-            error.exit_code = EXIT_DEFECT
-        return error
-
-
-class Add(msgspec.Struct, tag=True):
-    request: EngineRequest
-
-
-class Abort(msgspec.Struct, tag=True):
-    request_ids: list[str]
-
-
-class AskStatistics(msgspec.Struct, tag=True):
-    question: int
-
-
-class Shutdown(msgspec.Struct, tag=True):
-    pass
-
-
-class Ready(msgspec.Struct, tag=True):
-    context_length: int
-    eos_token_ids: list[int]
-    statistics: dict[str, Any]
-
-
-class Failed(msgspec.Struct, tag=True):
-    error: WireError
-
-
-class Accepted(msgspec.Struct, tag=True):
-    request_id: str
-
-
-class Refused(msgspec.Struct, tag=True):
-    request_id: str
-    error: WireError
-
-
-class Outputs(msgspec.Struct, tag=True):
-    outputs: list[TokenOutput]
-
-
-class Beat(msgspec.Struct, tag=True):
-    """Sent between steps. `progress` changes whenever the engine got anywhere since the last beat."""
-
-    has_work: bool
-    progress: int
-    statistics: dict[str, Any]
-
-
-class Statistics(msgspec.Struct, tag=True):
-    question: int
-    statistics: dict[str, Any]
-
-
-class Died(msgspec.Struct, tag=True):
-    error: WireError
-
-
-Command = Add | Abort | AskStatistics | Shutdown
-Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Died
-
-_encoder = msgspec.msgpack.Encoder()
-_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +129,7 @@ class EngineProcess:
     def send(self, command: Command) -> None:
         """Hand a command to the child; never blocks. Dropped when the child is gone, which `process.sentinel` tells."""
         with contextlib.suppress(zmq.Again):
-            self._commands.send_multipart([self._secret, _encoder.encode(command)], zmq.NOBLOCK)
+            self._commands.send_multipart([self._secret, ENCODER.encode(command)], zmq.NOBLOCK)
 
     def hide(self) -> None:
         """Both ends are connected: unlink the sockets' names, so that nothing stays behind however we end."""
@@ -218,7 +139,7 @@ class EngineProcess:
         """A message read from `reports`; None when it is not from our child."""
         if len(frames) != 2 or not secrets.compare_digest(frames[0], self._secret):
             return None
-        return _report_decoder.decode(frames[1])
+        return REPORT_DECODER.decode(frames[1])
 
     def death(self) -> EngineDead:
         """The error that says how the child ended."""
@@ -335,7 +256,7 @@ class _Link:
         self._secret = secret
 
     def report(self, report: Report) -> None:
-        self._reports.send_multipart([self._secret, _encoder.encode(report)])
+        self._reports.send_multipart([self._secret, ENCODER.encode(report)])
 
     def commands(self, timeout_ms: int) -> list[Command]:
         """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
@@ -343,7 +264,7 @@ class _Link:
         while self._commands.poll(0 if arrived else timeout_ms):
             frames = self._commands.recv_multipart()
             if len(frames) == 2 and secrets.compare_digest(frames[0], self._secret):
-                arrived.append(_command_decoder.decode(frames[1]))
+                arrived.append(COMMAND_DECODER.decode(frames[1]))
         return arrived
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, and decoding that can be streamed."""
+"""Tokenizer: text to token ids and back, and conversations to token ids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from transformers import AutoTokenizer
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.source import ModelSource, quiet, reading
 from quire.spec.ids import Ids
-
-_INCOMPLETE = "�"
-"""What decoding gives for bytes that are not a whole character yet."""
 
 
 class Tokenizer:
@@ -65,48 +62,6 @@ class Tokenizer:
                 fix="check roles, their order and the content of each message.",
             ) from error
         return self.encode(text, add_special_tokens=False)
-
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for one sequence's new tokens."""
-        return TextStream(self, skip_special_tokens=skip_special_tokens)
-
-
-class TextStream:
-    """Text of a growing sequence of tokens, in pieces that concatenate to the whole and never split a character.
-
-    Only the tokens since the last emitted boundary, and a few before for the tokenizer's spacing rules, are decoded
-    again: O(1) per token.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._tokens: list[int] = []
-        self._prefix_at = 0  # first token still needed as context
-        self._read_at = 0  # tokens before it have been emitted
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Text that `token_ids` complete; "" while the last character is not whole."""
-        self._tokens.extend(int(token) for token in token_ids)
-        before, after = self._texts()
-        if len(after) <= len(before) or after.endswith(_INCOMPLETE):
-            return ""
-        return self._emit(before, after)
-
-    def finish(self) -> str:
-        """Whatever is held back, when no more tokens come."""
-        before, after = self._texts()
-        return self._emit(before, after)
-
-    def _texts(self) -> tuple[str, str]:
-        decode = self._tokenizer.decode
-        before = decode(self._tokens[self._prefix_at : self._read_at], skip_special_tokens=self._skip)
-        return before, decode(self._tokens[self._prefix_at :], skip_special_tokens=self._skip)
-
-    def _emit(self, before: str, after: str) -> str:
-        del self._tokens[: self._prefix_at]
-        self._prefix_at, self._read_at = self._read_at - self._prefix_at, len(self._tokens)
-        return after[len(before) :]
 
 
 def load_tokenizer(path_or_id: str) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from quire.errors import ContextTooLong, InvalidInput, PlanError, RequestTooLarge
 from quire.spec.group import GroupSpec
@@ -25,7 +26,7 @@ def parse_bytes(text: str | int) -> int:
         found = _SIZE.fullmatch(text)
         if not found or found[2].upper() not in _UNITS:
             raise InvalidInput(f"'{text}' is not a size.", fix="write a number and a unit, such as 8GiB or 512MiB.")
-        size = int(float(found[1]) * _UNITS[found[2].upper()])
+        size = int(Fraction(found[1]) * _UNITS[found[2].upper()])
     if size <= 0:
         raise InvalidInput(f"a size must be above zero bytes, got '{text}'.")
     return size
@@ -37,6 +38,12 @@ def format_bytes(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.2f} {name}"
     return f"{size} B"
+
+
+def _round_up(size: int) -> str:
+    """`size` or a little more, in a whole number of KiB or MiB, to be given back to `parse_bytes`."""
+    unit, name = (2**20, "MiB") if size >= 16 * 2**20 else (2**10, "KiB")
+    return f"{-(-size // unit)} {name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +96,13 @@ class MemoryPlan:
         total = prompt + max_tokens
         if prompt < 1:
             raise InvalidInput("the prompt is empty.", fix="send at least one token.")
+        if max_tokens < 1:
+            raise InvalidInput(f"max_tokens is {max_tokens}.", fix="ask for at least one token.")
         if total > self.context:
             raise ContextTooLong(
                 f"{prompt:,} prompt tokens and {max_tokens:,} output tokens make {total:,}; the context is "
                 f"{self.context:,} tokens.",
-                fix=self._shorter(prompt, self.context),
+                fix=self._shorter(prompt, self.largest_request),
             )
         if self.pages_of(total) > self.num_pages:
             page_bytes = self.bytes_per_page
@@ -127,7 +136,7 @@ def plan_memory(groups: tuple[GroupSpec, ...], *, kv_bytes: int, context: int, m
         raise PlanError(
             f"{format_bytes(kv_bytes)} of KV memory holds no page: one page of {page_size} tokens takes "
             f"{format_bytes(per_page)}, and one more is the padding page.",
-            fix=f"give at least {format_bytes(2 * per_page)} (2 pages), or lower the page size.",
+            fix=f"give at least {_round_up(2 * per_page)} (2 pages), or lower the page size.",
         )
     return MemoryPlan(
         page_size=page_size, groups=groups, num_pages=num_pages, context=context, max_requests=max_requests

@@ -54,6 +54,8 @@ REFUSED: dict[str, tuple[object, ...]] = {
 
 
 class StreamOptions(BaseModel):
+    """What a stream carries beside its deltas."""
+
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
@@ -141,6 +143,8 @@ class GenerationBody(BaseModel):
 
 
 class CompletionBody(GenerationBody):
+    """The body of `/v1/completions`: one prompt or several, as text or token ids."""
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
 
@@ -155,10 +159,13 @@ class CompletionBody(GenerationBody):
         return list(self.prompt)
 
     def params(self) -> SamplingParams:
+        """How its tokens are drawn."""
         return self.sampling_params(logprobs=self.logprobs)
 
 
 class TextPart(BaseModel):
+    """A piece of a message's content; text is the only kind there is here."""
+
     model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
@@ -184,6 +191,8 @@ class Message(BaseModel):
 
 
 class ChatBody(GenerationBody):
+    """The body of `/v1/chat/completions`."""
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -192,6 +201,7 @@ class ChatBody(GenerationBody):
 
     @property
     def num_top_logprobs(self) -> int:
+        """Alternatives to report for each token."""
         return self.top_logprobs or 0
 
     def params(self) -> SamplingParams:

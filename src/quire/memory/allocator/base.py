@@ -173,7 +173,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         slots = np.asarray(free_index, dtype=np.int64).reshape(-1)
         self.free_pages(self._pages_of(slots))
 
-    def free_pages(self, page_ids: Ids) -> None:
+    def free_pages(self, page_ids: Ids | npt.NDArray[np.int64]) -> None:
         """Give back distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
         if not len(page_ids):
             return
@@ -212,8 +212,8 @@ class BaseTokenToKVPoolAllocator(ABC):
     # -- for the two kinds
 
     @abstractmethod
-    def _pages_of(self, slots: npt.NDArray[np.int64]) -> Ids:
-        """The pages to give back for these slots."""
+    def _pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pages to give back for these slots, unchecked: not narrowed, so that a foreign id stays foreign."""
 
     @abstractmethod
     def _put_back(self, pages: Ids) -> None:
@@ -250,7 +250,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             )
         return prefix, seq, last
 
-    def _check_out(self, pages: Ids) -> None:
+    def _check_out(self, pages: Ids | npt.NDArray[np.int64]) -> None:
         low, high = int(pages.min()), int(pages.max())
         if low < 1 or high > self.num_pages:
             raise InvalidFree(

@@ -16,8 +16,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def __init__(self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full") -> None:
         super().__init__(size, page_size, need_sort=need_sort, name=name)
 
-    def _pages_of(self, slots: npt.NDArray[np.int64]) -> Ids:
-        return np.unique(slots // self.page_size).astype(np.int32)
+    def _pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.unique(slots // self.page_size)
 
     def _put_back(self, pages: Ids) -> None:
         self._free.push_front(pages)

@@ -1,0 +1,130 @@
+"""What an engine process and its owner say to each other: commands one way, reports the other, errors whole."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import msgspec
+
+from quire import errors
+from quire.engine.messages import EngineRequest, TokenOutput
+from quire.errors import QuireError
+
+EXIT_DEFECT = 1
+"""Exit code of a failure that is no `QuireError`."""
+
+
+class WireError(msgspec.Struct, kw_only=True):
+    """A `QuireError` on its way to another process, where `rebuild` makes it an exception of the same class."""
+
+    kind: str  # the name of its class; "" for an exception that is none of ours, a defect
+    message: str
+    fix: str = ""
+    details: str = ""  # the traceback, for the log
+
+    @classmethod
+    def of(cls, error: BaseException) -> WireError:
+        """The message form of an exception that was just caught."""
+        details = "".join(traceback.format_exception(error))
+        if isinstance(error, QuireError):
+            return cls(kind=type(error).__name__, message=error.message, fix=error.fix, details=details)
+        return cls(
+            kind="",
+            message=f"{type(error).__name__} in the engine process: {error}",
+            fix="this is a defect of Quire; its log shows where with --debug, please report it.",
+            details=details,
+        )
+
+    def rebuild(self) -> QuireError:
+        """The exception, of the class that was raised."""
+        kind = getattr(errors, self.kind) if self.kind else QuireError
+        error: QuireError = kind.__new__(kind)
+        QuireError.__init__(error, self.message, fix=self.fix)
+        if not self.kind:
+            error.exit_code = EXIT_DEFECT
+        return error
+
+
+class Add(msgspec.Struct, tag=True):
+    """Command: queue a sequence; answered by `Accepted` or `Refused`."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Command: end these sequences; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class AskStatistics(msgspec.Struct, tag=True):
+    """Command: answer with `Statistics` of the same `question`."""
+
+    question: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Command: leave the loop now; what runs is dropped."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Report: the engine is built and serves; what there is to know of it."""
+
+    context_length: int
+    eos_token_ids: list[int]
+    statistics: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """Report: the engine could not be built; the process ends."""
+
+    error: WireError
+
+
+class Accepted(msgspec.Struct, tag=True):
+    """Report: the sequence was queued."""
+
+    request_id: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Report: the sequence can never run, and nothing has changed."""
+
+    request_id: str
+    error: WireError
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """Report: what one step brought."""
+
+    outputs: list[TokenOutput]
+
+
+class Beat(msgspec.Struct, tag=True):
+    """Sent between steps. `progress` changes whenever the engine got anywhere since the last beat."""
+
+    has_work: bool
+    progress: int
+    statistics: dict[str, Any]
+
+
+class Statistics(msgspec.Struct, tag=True):
+    """Report: the answer to `AskStatistics`."""
+
+    question: int
+    statistics: dict[str, Any]
+
+
+class Died(msgspec.Struct, tag=True):
+    """Report: the loop ended by an exception; the process ends."""
+
+    error: WireError
+
+
+Command = Add | Abort | AskStatistics | Shutdown
+Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Died
+
+ENCODER = msgspec.msgpack.Encoder()
+COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+REPORT_DECODER: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

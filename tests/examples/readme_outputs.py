@@ -1,0 +1,77 @@
+"""The outputs of commands that README.md shows. `python -m tests.examples.readme_outputs` runs them and pastes anew.
+
+A block is marked by a comment before it, `<!-- output: NAME -->`. No test compares them: they depend on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+
+from tests.examples.readme_sections import README, ROOT
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
+QUIRE = (sys.executable, "-m", "quire")
+PORT = 8000
+
+
+def output_of(*arguments: str) -> str:
+    """What `quire ARGUMENTS` prints, on both streams."""
+    done = subprocess.run(
+        (*QUIRE, *arguments), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def doctor() -> str:
+    """Without the rows that say more about the author's machine than about Quire."""
+    text = output_of("doctor")
+    return text[text.index("\nCPU ") + 1 :]
+
+
+def serve() -> str:
+    """What the server says when it is ready."""
+    server = subprocess.Popen((*QUIRE, "serve"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_until_healthy()
+    finally:
+        server.terminate()
+    return server.communicate()[1].strip()
+
+
+def _wait_until_healthy() -> None:
+    for _ in range(240):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health").close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise TimeoutError("the server did not start")
+
+
+OUTPUTS: dict[str, Callable[[], str]] = {
+    "demo": lambda: output_of("demo"),
+    "doctor": doctor,
+    "serve": serve,
+    "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
+    "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),
+}
+
+
+def pasted(text: str, names: list[str]) -> str:
+    """`text` with the blocks of these names replaced by what the commands print now."""
+    for name in names:
+        block = re.compile(rf"(<!-- output: {name} -->\n```text\n).*?(\n```)", re.DOTALL)
+        before, *found = block.split(text)
+        assert len(found) == 3, f"README.md has no block '{name}'"
+        text = before + found[0] + OUTPUTS[name]() + found[1] + found[2]
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(pasted(README.read_text(encoding="utf-8"), sys.argv[1:] or list(OUTPUTS)), encoding="utf-8")
