@@ -158,12 +158,22 @@ NAME = re.compile(rf"(?:{TITLE})?\b[A-Z][a-z]+")
 BEFORE_NOUN = "the|a|an|his|her|my|your|their|our|this|that|no|any|some|every"
 AFTER_NOUN = "of|was|is|were|had|and|to|in|which|for|with|that|at|on|as|by|from|but|would|could|or|he|she"
 NOUN = re.compile(rf"\b(?:{BEFORE_NOUN}) ([a-z]{{3,}})(?=[,.;:!?]| (?:{AFTER_NOUN})\b)")
-NOT_NAMES = set(
-    ["Mr", "Mrs", "Miss", "Lady", "Sir", "Colonel", "Captain", "Admiral", "Lord", "Esq", "God", "Heaven", "Count"]
-)
-NOT_TOPICS = set(
-    ["other", "same", "one", "own", "first", "last", "more", "most", "least", "whole", "such", "many", "very"]
-)
+NOT_NAMES = {
+    "Mr",
+    "Mrs",
+    "Miss",
+    "Lady",
+    "Sir",
+    "Colonel",
+    "Captain",
+    "Admiral",
+    "Lord",
+    "Esq",
+    "God",
+    "Heaven",
+    "Count",
+}
+NOT_TOPICS = {"other", "same", "one", "own", "first", "last", "more", "most", "least", "whole", "such", "many", "very"}
 
 
 @dataclass(frozen=True)

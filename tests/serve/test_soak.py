@@ -1,4 +1,4 @@
-"""The soak run: clients that come and go on a pool too small for them. Short in the default tier, whole in the other."""
+"""The soak run: clients that come and go on a pool too small for them. Short by default."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _undocumented(scope: ast.Module | ast.ClassDef, where: str) -> Iterator[str]
 
 
 def _is_told_by_its_class(scope: ast.Module | ast.ClassDef, node: ast.AST) -> bool:
-    """A member of a documented protocol, or the only method of a documented class: a policy, whose class says it all."""
+    """A member of a documented protocol, or the only method of a documented class, such as a policy."""
     if not isinstance(scope, ast.ClassDef) or ast.get_docstring(scope) is None:
         return False
     if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in scope.bases):
