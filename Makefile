@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q
 READY  := $(VENV)/.quire-ready
+TORCH  := 2.13.0
 
 .PHONY: help demo test test-all bench check clean setup
 
@@ -15,8 +17,13 @@ $(READY): pyproject.toml
 	@echo "==> Setting up $(VENV) (once; a few minutes on a slow connection: torch is 200 MB)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Quire needs Python 3.11 or newer; set PYTHON=..."; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -q torch==2.13.0
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
+	@# Without a GPU, torch's CPU build: PyPI's own Linux wheel brings gigabytes of CUDA. Where a configured index has
+	@# the CPU build it comes from there, else from torch's own index; the plain release is the last resort.
+	@if command -v nvidia-smi >/dev/null; then $(PIP) torch==$(TORCH); else \
+	  $(PIP) torch==$(TORCH)+cpu 2>/dev/null || \
+	  $(PIP) torch==$(TORCH)+cpu --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
+	  $(PIP) torch==$(TORCH); fi
+	@$(PIP) -e '.[dev]'
 	@touch $(READY)
 	@echo "==> Ready"
 

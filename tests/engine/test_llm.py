@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine.core import prompt_bytes
+from quire.engine.messages import EngineRequest
 from quire.errors import ContextTooLong, InvalidInput, PlanError, QuireError, RequestTooLarge
 from tests.tiny_models import save_tiny
 
@@ -48,12 +50,12 @@ def test_cached_tokens_are_reported(llm: LLM) -> None:
     assert llm.statistics()["hit_tokens"] - before == 28
 
 
-def test_a_salt_or_adapter_shares_nothing(llm: LLM) -> None:
-    """The same tokens in another namespace are computed anew, and an adapter named like a salt is another one."""
+def test_a_salt_shares_nothing(llm: LLM) -> None:
+    """The same tokens under another salt are computed anew."""
     prompt = {"prompt_token_ids": list(range(60, 90))}
     llm.generate(prompt, GREEDY, salt="x")
-    for namespace in ({}, {"salt": "y"}, {"adapter": "x"}):
-        assert llm.generate(prompt, GREEDY, **namespace)[0].num_cached_tokens == 0  # type: ignore[arg-type]
+    for salt in ("", "y"):
+        assert llm.generate(prompt, GREEDY, salt=salt)[0].num_cached_tokens == 0
     assert llm.generate(prompt, GREEDY, salt="x")[0].num_cached_tokens > 0
 
 
@@ -176,3 +178,21 @@ def test_a_failing_step_ends_its_requests_only(folder: Path, monkeypatch: pytest
     assert llm.statistics()["frames"]["full"]["moving"] == 0
     [after] = llm.generate([[1, 2, 3]], GREEDY)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_an_adapter_is_refused(llm: LLM) -> None:
+    """Answering with the base weights would be a wrong answer without a word."""
+    message = EngineRequest(request_id="a-0", prompt=prompt_bytes([1, 2]), params=GREEDY, adapter="x")
+    with pytest.raises(InvalidInput, match="loads no adapters"):
+        llm.engine.add(message)
+
+
+def test_a_preempted_request_counts_once(folder: Path) -> None:
+    """Reuse is told per request, whatever happened to it on the way."""
+    llm = LLM(str(folder), skip_tokenizer_init=True, kv_memory=3 * 2 * 2 * 16 * 4 * 4 * 14, page_size=4)
+    prompts = [[i * 7 + 1] * 20 for i in range(4)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    statistics = llm.statistics()
+    assert statistics["preemptions"] > 0
+    assert statistics["prompt_tokens"] == sum(map(len, prompts))
+    assert statistics["hit_tokens"] == sum(output.num_cached_tokens for output in outputs)

@@ -159,15 +159,15 @@ def test_the_stated_limit_is_the_limit(pages: int, page_size: int, context: int,
     kind = ContextTooLong if total > context else RequestTooLarge
     with pytest.raises(kind) as caught:
         plan.check_request(prompt, max_tokens)
-    follow(plan, caught.value, prompt)
+    follow(plan, caught.value, prompt, max_tokens)
 
 
-def follow(plan: MemoryPlan, error: InvalidInput, prompt: int) -> None:
+def follow(plan: MemoryPlan, error: InvalidInput, prompt: int, max_tokens: int) -> None:
     """Do what the error advises; then the request is admitted."""
     shorter = re.search(r"prompt to at most ([\d,]+)", error.fix)
     fewer = re.search(r"lower max_tokens to ([\d,]+)", error.fix)
     if shorter is not None:
-        plan.check_request(int(shorter[1].replace(",", "")), 1)
+        plan.check_request(int(shorter[1].replace(",", "")), max_tokens if fewer is None else 1)
     else:
         assert fewer is not None
         plan.check_request(prompt, int(fewer[1].replace(",", "")))
@@ -195,7 +195,7 @@ def test_a_refusal_says_need_have_and_what_would_work() -> None:
     assert str(caught.value) == (
         "QUIRE-FIT-02: 150 prompt tokens and 50 output tokens need 13 pages of 16 tokens; this server has 10 in all "
         "(176 B of KV memory), so it can never hold more than 161 tokens in one request. "
-        "Fix: lower max_tokens to 11 or the prompt, or start the server with at least --kv-memory 1MiB."
+        "Fix: lower max_tokens to 11, or start the server with at least --kv-memory 1MiB."
     )
     with pytest.raises(
         ContextTooLong, match=r"5,000 prompt tokens .* 5,001; the context is 4,096 .* at most 160 tokens"

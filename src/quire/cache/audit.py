@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.cache.kv_cache import KVCache
 from quire.errors import AuditFailure
 from quire.prefix.node import Lease, Node
 from quire.spec.ids import Ids, Tier
+
+if TYPE_CHECKING:
+    from quire.cache.kv_cache import KVCache
 
 TOKEN_BYTES = 4
 

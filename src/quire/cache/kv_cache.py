@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.cache.audit import audit
 from quire.cache.fences import Fences, Retired
 from quire.cache.request_kv import RequestKV
 from quire.cache.statistics import CacheStatistics, FrameCounts
@@ -105,12 +106,19 @@ class KVCache:
         return PrefixHit(found, num_pages * self.page_size, num_pages, pinned, held_back)
 
     def begin(
-        self, tokens: Ids, namespace: Namespace = NAMESPACE, *, hit: PrefixHit | None = None, priority: int = 0
+        self,
+        tokens: Ids,
+        namespace: Namespace = NAMESPACE,
+        *,
+        hit: PrefixHit | None = None,
+        priority: int = 0,
+        resumed: bool = False,
     ) -> RequestKV:
         """Open a request on the cached prefix of `tokens`, which stays until `finish`. Takes no memory.
 
-        Its first `num_cached` tokens are allocated and committed; the rest has to be computed. Raises OutOfPages when
-        all `max_requests` rows are taken.
+        Its first `num_cached` tokens are allocated and committed; the rest has to be computed. A request that is
+        `resumed` after a preemption is not counted again in the statistics. Raises OutOfPages when all `max_requests`
+        rows are taken.
         """
         if not self._free_rows:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
@@ -122,8 +130,9 @@ class KVCache:
         self._rows[row, : hit.num_pages] = hit.match.pages[: hit.num_pages]
         self._allocated[row] = self._committed[row] = hit.num_tokens
         self._live[row] = kv
-        self._prompt_tokens += len(tokens)
-        self._hit_tokens += hit.num_tokens
+        if not resumed:
+            self._prompt_tokens += len(tokens)
+            self._hit_tokens += hit.num_tokens
         self._peak_shared = max(self._peak_shared, self.tree.num_shared)
         return kv
 
@@ -282,6 +291,10 @@ class KVCache:
     def retired(self) -> tuple[Retired, ...]:
         """What was given up and waits for a step in flight."""
         return self._fences.waiting
+
+    def audit(self) -> None:
+        """Check every law (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
+        audit(self)
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""

@@ -20,9 +20,7 @@ from quire.cli.report import reported
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi", "triton")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
-_UNLIMITED_BYTES = 2**60
 
 
 def doctor(as_json: JsonOption = False, debug: DebugOption = False) -> None:
@@ -84,15 +82,13 @@ def _cpu_quota() -> float | None:
 
 
 def _memory() -> dict[str, Any]:
-    import psutil
+    from quire.engine.host_memory import host_memory
 
-    memory = psutil.virtual_memory()
-    limits = [int(text) for path in _CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
-    limit = min((value for value in limits if value < _UNLIMITED_BYTES), default=None)
+    memory = host_memory()
     return {
-        "total_bytes": int(memory.total),
-        "available_bytes": int(memory.available),
-        "cgroup_limit_bytes": limit,
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
+        "cgroup_limit_bytes": memory.limit,
         "shm_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
     }
 
@@ -121,6 +117,7 @@ def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[
     import torch
 
     from quire.engine.config import engine_config
+    from quire.engine.core import default_kv_bytes
     from quire.plan.budget import format_bytes
 
     defaults = engine_config()
@@ -131,7 +128,7 @@ def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[
         "page_size": f"{defaults.page_size} tokens",
         "kv_memory": "a share of the free device memory"
         if devices
-        else f"a share of the {format_bytes(memory['available_bytes'])} that are available",
+        else format_bytes(default_kv_bytes(memory["available_bytes"])),
     }
 
 
@@ -139,15 +136,8 @@ def _warnings(
     cpu: dict[str, Any], memory: dict[str, Any], devices: list[dict[str, Any]], versions: dict[str, str | None]
 ) -> list[str]:
     from quire.engine.config import BUNDLED_MODEL
-    from quire.plan.budget import format_bytes
 
     warnings = []
-    limit = memory["cgroup_limit_bytes"]
-    if limit is not None and limit < memory["available_bytes"]:
-        warnings.append(
-            f"the container may use {format_bytes(limit)}, less than the {format_bytes(memory['available_bytes'])} the "
-            "system reports as available; set --kv-memory."
-        )
     if cpu["quota_cores"] and cpu["quota_cores"] < cpu["usable_cores"]:
         warnings.append(
             f"the container's CPU quota is {cpu['quota_cores']:g} of {cpu['usable_cores']} cores; "

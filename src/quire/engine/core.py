@@ -7,12 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from quire.cache import KVCache
-from quire.cache.audit import audit
 from quire.engine.config import EngineConfig
+from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.engine.runner import ModelRunner, Step
 from quire.engine.sampler import Sampler
@@ -168,6 +167,7 @@ class EngineCore:
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
             "kv_bytes": self.plan.pool_bytes,
+            "weight_bytes": self.model.weight_bytes,
             "bytes_per_token": self.plan.bytes_per_page / self.plan.page_size,
             "largest_request": self.plan.largest_request,
             "context": self.plan.context,
@@ -179,7 +179,7 @@ class EngineCore:
 
     def audit(self) -> None:
         """Check every law of the cache. Raises AuditFailure."""
-        audit(self.cache)
+        self.cache.audit()
 
     def clear_cache(self) -> int:
         """Forget every cached page that no request holds; returns how many."""
@@ -198,6 +198,8 @@ class EngineCore:
         wrong = [token for token in message.params.logit_bias if not 0 <= token < vocabulary]
         if wrong:
             raise InvalidInput(f"logit_bias names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
+        if message.adapter:
+            raise InvalidInput(f"adapter '{message.adapter}' was asked for, and this version loads no adapters.")
         limit = message.params.max_tokens
         return Request(
             message.request_id,
@@ -235,7 +237,12 @@ class EngineCore:
         """The KV budget when none is given: a share of what is free now."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
-        return min(_AUTO_MOST_CPU, int(psutil.virtual_memory().available * _AUTO_SHARE_CPU))
+        return default_kv_bytes(host_memory().available)
+
+
+def default_kv_bytes(available: int) -> int:
+    """The KV budget on a CPU when none is given, from the bytes of host memory that are available."""
+    return min(_AUTO_MOST_CPU, int(available * _AUTO_SHARE_CPU))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -33,10 +33,10 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.config: EngineConfig = engine_config(model=model if model is not None else str(BUNDLED_MODEL), **settings)
+        self.engine = EngineCore(self.config)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(self.config.tokenizer or self.config.model)
-        self.engine = EngineCore(self.config)
         self._ids = count()
 
     def generate(
@@ -44,7 +44,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str = "",
         salt: str = "",
         priority: int = 0,
         progress: bool = False,
@@ -52,13 +51,14 @@ class LLM:
         """Complete each prompt; outputs in the order of the prompts. `progress` draws a bar on standard error.
 
         A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. All prompts are
-        checked before any runs: if one can never run, QuireError is raised and none has run.
+        checked before any runs: if one can never run, QuireError is raised and none has run. Prompts with another
+        `salt` share no pages; higher `priority` goes first.
         """
         batch = self._as_list(prompts)
         params = self._params_for(batch, sampling_params)
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
         for assembler in assemblers:
-            self._add(assembler, assemblers, adapter=adapter, salt=salt, priority=priority)
+            self._add(assembler, assemblers, salt=salt, priority=priority)
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             return self._run(assemblers, bar)
 

@@ -92,8 +92,7 @@ class Sampler:
         """One number in [0, 1) per request, hashed from its seed, index and position."""
         mask = 2**64 - 1
         seeds = [
-            (r.params.seed if r.params.seed is not None else (self._seed << 20) + r.arrival + 1) & mask
-            for r in requests
+            (r.params.seed if r.params.seed is not None else ~((self._seed << 32) + r.arrival)) & mask for r in requests
         ]
         where = [(r.index << 40) + _place(r) for r in requests]
         state = _mix(np.array(seeds, dtype=np.uint64))

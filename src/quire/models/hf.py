@@ -42,6 +42,7 @@ class LoadedModel:
         self.eos_token_ids = _eos_token_ids(model)
         self._model = model.eval()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
         self._num_layers = int(text_config.num_hidden_layers)

@@ -28,7 +28,7 @@ def parse_bytes(text: str | int) -> int:
             raise InvalidInput(f"'{text}' is not a size.", fix="write a number and a unit, such as 8GiB or 512MiB.")
         size = int(Fraction(found[1]) * _UNITS[found[2].upper()])
     if size <= 0:
-        raise InvalidInput(f"a size must be above zero bytes, got '{text}'.")
+        raise InvalidInput(f"a size must be above zero bytes, got '{text}'.", fix="write a size such as 512MiB.")
     return size
 
 
@@ -102,7 +102,7 @@ class MemoryPlan:
             raise ContextTooLong(
                 f"{prompt:,} prompt tokens and {max_tokens:,} output tokens make {total:,}; the context is "
                 f"{self.context:,} tokens.",
-                fix=self._shorter(prompt, self.largest_request),
+                fix=f"{self._smaller(prompt, max_tokens)}.",
             )
         if self.pages_of(total) > self.num_pages:
             page_bytes = self.bytes_per_page
@@ -112,14 +112,18 @@ class MemoryPlan:
                 f"{self.page_size} tokens; this server has {self.num_pages:,} in all "
                 f"({format_bytes(self.pool_bytes)} of KV memory), so it can never hold more than "
                 f"{self.largest_request:,} tokens in one request.",
-                fix=f"{self._shorter(prompt, self.largest_request)[:-1]}, or start the server with at least "
+                fix=f"{self._smaller(prompt, max_tokens)}, or start the server with at least "
                 f"--kv-memory {-(-need // 2**20)}MiB.",
             )
 
-    def _shorter(self, prompt: int, limit: int) -> str:
+    def _smaller(self, prompt: int, max_tokens: int) -> str:
+        """What to ask for instead, so that prompt and output together fit."""
+        limit = self.largest_request
         if prompt < limit:
-            return f"lower max_tokens to {limit - prompt:,} or the prompt."
-        return f"shorten the prompt to at most {limit - 1:,} tokens."
+            return f"lower max_tokens to {limit - prompt:,}"
+        if max_tokens < limit:
+            return f"shorten the prompt to at most {limit - max_tokens:,} tokens"
+        return f"shorten the prompt to at most {limit - 1:,} tokens and lower max_tokens to 1"
 
 
 def plan_memory(groups: tuple[GroupSpec, ...], *, kv_bytes: int, context: int, max_requests: int) -> MemoryPlan:

@@ -180,7 +180,13 @@ class Scheduler:
             hits.clear()  # a lease may have split the edges that other matches ended in
 
     def _begin(self, batch: Batch, request: Request, hit: PrefixHit, limit: int) -> None:
-        request.kv = self._cache.begin(request.tokens, request.namespace, hit=hit, priority=request.priority)
+        request.kv = self._cache.begin(
+            request.tokens,
+            request.namespace,
+            hit=hit,
+            priority=request.priority,
+            resumed=request.num_preemptions > 0,
+        )
         request.num_launched = request.num_settled = request.kv.num_cached
         if request.num_cached < 0:
             request.num_cached = request.kv.num_cached
