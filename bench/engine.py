@@ -363,24 +363,21 @@ def profile(options: argparse.Namespace, folder: Path, dtype: str, console: Cons
                 if mode not in found or answer["seconds"] < found[mode]["seconds"]:
                     found[mode] = answer
     for mode, best in found.items():
+        steps: dict[str, int] = best["steps"]
         table = Table(
-            title=f"Quire, {dtype}, {mode}: CPU time in {sum(best['steps'].values())} steps, {options.threads} threads"
+            title=f"Quire, {dtype}, {mode}, {options.threads} threads: {best['seconds']:.2f} s; milliseconds per step"
         )
         table.add_column("part")
-        for phase, steps in best["steps"].items():
-            table.add_column(f"{phase}: CPU ms ({steps} steps)", justify="right")
-            table.add_column("ms/step", justify="right")
-            table.add_column("%", justify="right")
-        totals = {phase: sum(row["seconds"].get(phase, 0) for row in best["rows"]) for phase in best["steps"]}
+        for phase, count in steps.items():
+            table.add_column(f"{count} {phase} steps: wall", justify="right")
+            table.add_column("CPU", justify="right")
+            table.add_column("% wall", justify="right")
+        whole = {phase: sum(row["seconds"].get(phase, (0, 0))[0] for row in best["rows"]) for phase in steps}
         for row in best["rows"]:
             cells = []
-            for phase, steps in best["steps"].items():
-                seconds = row["seconds"].get(phase, 0.0)
-                cells += [
-                    f"{seconds * 1e3:.1f}",
-                    f"{seconds * 1e3 / steps:.2f}",
-                    f"{100 * seconds / totals[phase]:.1f}",
-                ]
+            for phase, count in steps.items():
+                wall, cpu = row["seconds"].get(phase, (0, 0))
+                cells += [f"{wall * 1e3 / count:.2f}", f"{cpu * 1e3 / count:.2f}", f"{100 * wall / whole[phase]:.1f}"]
             table.add_row(row["part"], *cells)
         console.print(table)
     return found

@@ -1,8 +1,8 @@
-"""Where the time of Quire's steps goes: exclusive CPU time of its parts, for prefill and decode steps separately.
+"""Where the time of Quire's steps goes: exclusive time of its parts, for prefill and decode steps separately.
 
 Parts are timed by wrapping the functions and modules where they begin, some hundred calls a step at two microseconds
-each; the time of an inner part does not count for the outer one. It is CPU time of all threads, which other jobs on the
-machine hardly change. A step is a decode step if every request in it has one token.
+each; the time of an inner part does not count for the outer one. CPU time is that of all threads, those that wait for
+others included. A step is a decode step if every request in it has one token.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.steps: Counter[str] = Counter()
-        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._step: dict[str, float] = defaultdict(float)
+        self._booked: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)  # part: phase: wall and CPU seconds
+        self._step: dict[str, tuple[float, float]] = {}
         self._stack: list[str] = []
-        self._since = 0.0
+        self._since = (0.0, 0.0)
         self._phase = ""
 
     def enter(self, part: str) -> None:
@@ -51,9 +51,11 @@ class Stopwatch:
         self._stack.pop()
 
     def _charge(self) -> None:
-        now = time.process_time()
+        now = (time.perf_counter(), time.process_time())
         if self._stack:
-            self._step[self._stack[-1]] += now - self._since
+            part = self._stack[-1]
+            wall, cpu = self._step.get(part, (0.0, 0.0))
+            self._step[part] = (wall + now[0] - self._since[0], cpu + now[1] - self._since[1])
         self._since = now
 
     def begin_phase(self, phase: str) -> None:
@@ -64,14 +66,15 @@ class Stopwatch:
         """Book what the step took."""
         if self._phase:
             self.steps[self._phase] += 1
-            for part, seconds in self._step.items():
-                self._seconds[part][self._phase] += seconds
+            for part, (wall, cpu) in self._step.items():
+                before = self._booked[part].get(self._phase, (0.0, 0.0))
+                self._booked[part][self._phase] = (before[0] + wall, before[1] + cpu)
         self._step.clear()
         self._phase = ""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Seconds by phase of each part that took any."""
-        return [{"part": part, "seconds": self._seconds[part]} for part in PARTS if part in self._seconds]
+        """By phase, the wall and CPU seconds of each part that took any."""
+        return [{"part": part, "seconds": self._booked[part]} for part in PARTS if part in self._booked]
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, its time counted for `part`."""

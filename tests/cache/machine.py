@@ -264,7 +264,7 @@ class CacheMachine:
                 for page in pages:
                     chain.append(hashlib.sha256(b"quire-page-1" + chain[-1] + page).digest())
                 assert tuple(chain[1:]) == event.hashes
-                assert event.parent == _seed(event.namespace) or self.stored.get(event.parent) == event.namespace
+                assert event.parent == self._seed(event.namespace) or self.stored.get(event.parent) == event.namespace
                 assert not self.stored.keys() & set(event.hashes), "stored twice"
                 self.stored |= dict.fromkeys(event.hashes, event.namespace)
             elif isinstance(event, PagesRemoved):
@@ -418,7 +418,7 @@ class CacheMachine:
     def _hash(self, prefix: Prefix) -> bytes:
         """The chained hash of a page, from its definition."""
         if not prefix[1]:
-            return _seed(prefix[0])
+            return self._seed(prefix[0])
         if prefix not in self.hashes:
             size = self.model.page_size
             parent = self._hash((prefix[0], prefix[1][:-size]))
@@ -426,10 +426,11 @@ class CacheMachine:
             self.hashes[prefix] = hashlib.sha256(b"quire-page-1" + parent + page).digest()
         return self.hashes[prefix]
 
-
-def _seed(namespace: Any) -> bytes:
-    parts = [part.encode() for part in (namespace.adapter, namespace.salt)]
-    return hashlib.sha256(b"quire-namespace-1" + b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()
+    def _seed(self, namespace: Any) -> bytes:
+        layouts = "".join(group.layout.fingerprint() for group in self.cache.plan.groups)
+        identity = hashlib.sha256(bytes(8) + layouts.encode()).digest()
+        parts = [identity, namespace.adapter.encode(), namespace.salt.encode()]
+        return hashlib.sha256(b"quire-namespace-1" + b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()
 
 
 def _ids(tokens: list[int]) -> np.ndarray:

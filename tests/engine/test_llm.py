@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.core import prompt_bytes
-from quire.engine.messages import EngineRequest
+from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.errors import ContextTooLong, InvalidInput, PlanError, QuireError, RequestTooLarge
 from tests.tiny_models import save_tiny
 

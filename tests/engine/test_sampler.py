@@ -106,6 +106,30 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     assert together == alone == backwards
 
 
+KINDS = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 3},
+    {"top_k": 2000, "top_p": 0.6},
+    {"min_p": 0.05},
+    {"top_p": 0.999},
+    {"temperature": 0},
+    {"temperature": 2.5, "top_k": 1500},
+]
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_neighbours_with_other_filters_do_not_matter(kind: int) -> None:
+    """A draw is the same alone and beside any other kind of request, with ties among the logits."""
+    rows = torch.randn(40, 3000, generator=torch.Generator().manual_seed(kind)).bfloat16().float()
+    for place, row in enumerate(rows):
+        made = request(SamplingParams(seed=place, **KINDS[kind]))  # type: ignore[arg-type]
+        alone = Sampler([]).draw(row[None].clone(), [made]).tokens.item()
+        others = [request(SamplingParams(seed=1, **other)) for other in KINDS]  # type: ignore[arg-type]
+        together = Sampler([]).draw(row.repeat(len(KINDS) + 1, 1), [*others, made]).tokens[-1].item()
+        assert together == alone
+
+
 def test_index_and_seed_and_position_matter() -> None:
     """Sequences of one request differ, and so do seeds and positions."""
     flat = torch.zeros(1, 1000)

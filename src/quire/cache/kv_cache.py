@@ -14,6 +14,7 @@ step that was in flight at that moment has settled (`open_fence`, `close_fence`)
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,11 +68,14 @@ class KVCache:
         eviction: str = "lru",
         share_prefixes: bool = True,
         emit: Callable[[CacheEvent], None] | None = None,
+        model_identity: bytes = b"",
     ) -> None:
         self.plan = plan
         self.page_size = plan.page_size
         self.share_prefixes = share_prefixes
-        self.tree = RadixCache(plan.page_size, eviction_policy(eviction), emit=emit)
+        self.tree = RadixCache(
+            plan.page_size, eviction_policy(eviction), emit=emit, identity=_identity(plan, model_identity)
+        )
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
         self.pages = _allocator(plan, "pages")
         self.frame_allocators = tuple(_allocator(plan, group.name) for group in plan.groups)
@@ -105,6 +109,10 @@ class KVCache:
         held_back = (found.num_pages - num_pages) * self.page_size
         return PrefixHit(found, num_pages * self.page_size, num_pages, pinned, held_back)
 
+    def is_current(self, hit: PrefixHit) -> bool:
+        """Whether a hit still holds: no edge was cut since. It may have become longer."""
+        return hit.match.version == self.tree.version
+
     def begin(
         self,
         tokens: Ids,
@@ -122,7 +130,7 @@ class KVCache:
         """
         if not self._free_rows:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
-        if hit is None or hit.match.version != self.tree.version:
+        if hit is None or not self.is_current(hit):
             hit = self.match(tokens, namespace)
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
@@ -391,6 +399,12 @@ def _positions(starts: Lengths, ends: Lengths) -> Lengths:
     offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     positions: Lengths = np.arange(int(counts.sum()), dtype=np.int64) + offsets
     return positions
+
+
+def _identity(plan: MemoryPlan, model: bytes) -> bytes:
+    """What a page's bytes depend on besides its tokens and namespace: the model, and every group's layout."""
+    layouts = "".join(group.layout.fingerprint() for group in plan.groups)
+    return hashlib.sha256(len(model).to_bytes(8, "little") + model + layouts.encode()).digest()
 
 
 def _allocator(plan: MemoryPlan, name: str) -> BaseTokenToKVPoolAllocator:

@@ -6,7 +6,6 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 
 from quire.cache import KVCache
@@ -37,8 +36,9 @@ _SMALL_MODEL = 16 * 10**6  # parameters
 class EngineCore:
     """One engine: a model, its pools, its queues. Single-threaded; `step` is called while `has_work`.
 
-    Raises the QuireErrors of loading, planning and allocating on construction. After it, an error ends one request.
-    `model` is one that is loaded already, for engines that share weights; by default the configuration's is loaded.
+    Raises the QuireErrors of loading, planning and allocating on construction. After it, a bad request is refused
+    alone, and a step that fails (a device out of memory, say) ends the requests of that step. `model` is one that is
+    loaded already, for engines that share weights; by default the configuration's is loaded.
     """
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
@@ -55,6 +55,7 @@ class EngineCore:
             eviction=config.eviction,
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
+            model_identity=self.model.identity,
         )
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
@@ -84,10 +85,13 @@ class EngineCore:
             self._counts["refused"] += 1
             raise
 
-    def abort(self, request_id: str) -> None:
-        """End a sequence at any moment; unknown and finished ids are ignored. Its last output says "abort"."""
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
+        """End a sequence at any moment; unknown and finished ids are ignored. Its last output says "abort".
+
+        `stopped`: its text ended on a stop string, which only its reader sees; that counts as finished.
+        """
         if self.scheduler.abort(request_id) is not None:
-            self._counts["aborted"] += 1
+            self._counts["finished" if stopped else "aborted"] += 1
             self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
     def has_work(self) -> bool:
@@ -114,6 +118,8 @@ class EngineCore:
         self._counts["steps"] += 1
         try:
             return self.runner.launch(batch, self._in_flight)
+        except AssertionError:
+            raise  # a broken invariant of ours: nothing after it can be trusted
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch.works))
             outputs += [self._fail(work.request, error) for work in batch.works]
@@ -198,6 +204,9 @@ class EngineCore:
         wrong = [token for token in message.params.logit_bias if not 0 <= token < vocabulary]
         if wrong:
             raise InvalidInput(f"logit_bias names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
+        stray = [token for token in message.params.stop_token_ids if not 0 <= token < vocabulary]
+        if stray:
+            raise InvalidInput(f"stop_token_ids names token {stray[0]}, outside the vocabulary of {vocabulary:,}.")
         if message.adapter:
             raise InvalidInput(f"adapter '{message.adapter}' was asked for, and this version loads no adapters.")
         limit = message.params.max_tokens
@@ -258,14 +267,3 @@ def resolve_device(name: str) -> torch.device:
             f"device '{name}' was asked for, and this machine has no CUDA device.", fix="use --device cpu."
         )
     return device
-
-
-def prompt_bytes(token_ids: Any) -> bytes:
-    """Token ids as the raw int32 bytes of `EngineRequest.prompt`. Raises InvalidInput for anything else."""
-    try:
-        array = np.asarray(token_ids, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput("prompt_token_ids must be a list of integers.") from error
-    if array.ndim != 1 or (len(array) and (array.min() < 0 or array.max() >= 2**31)):
-        raise InvalidInput("prompt_token_ids must be a flat list of non-negative 32-bit integers.")
-    return array.astype(np.int32).tobytes()

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from quire.engine.config import BUNDLED_MODEL, EngineConfig, engine_config
-from quire.engine.core import EngineCore, prompt_bytes
+from quire.engine.core import EngineCore
+from quire.engine.messages import prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
 from quire.errors import InvalidInput, QuireError
 from quire.models.tokenizer import Tokenizer, load_tokenizer
@@ -87,7 +88,7 @@ class LLM:
     def _as_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, (str, Mapping)):
             return [prompts]
-        if isinstance(prompts, Iterable):
+        if isinstance(prompts, Iterable) and not isinstance(prompts, (bytes, bytearray)):
             found = list(prompts)
             return [found] if found and isinstance(found[0], (int, np.integer)) else found  # type: ignore[list-item,return-value]
         raise InvalidInput(f"a prompt is a text, a dict or a list, got {type(prompts).__name__}.")
@@ -131,7 +132,7 @@ class LLM:
         try:
             for request in assembler.engine_requests(**options):
                 self.engine.add(request)
-        except QuireError:
+        except BaseException:
             self._abort(added)
             raise
 
@@ -146,7 +147,7 @@ class LLM:
                         continue
                     delta = assembler.push(output)
                     if delta.must_abort:
-                        self.engine.abort(output.request_id)
+                        self.engine.abort(output.request_id, stopped=True)
                     bar.advance(task, delta.finish_reason is not None and bool(delta.token_ids))
         except BaseException:
             self._abort(assemblers)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
+from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
@@ -53,3 +56,14 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token: int | None = None
     error: str = ""
     status: int = 500
+
+
+def prompt_bytes(token_ids: Any) -> bytes:
+    """Token ids as the raw int32 bytes of `EngineRequest.prompt`. Raises InvalidInput for anything else."""
+    try:
+        array = np.asarray(token_ids) if len(token_ids) else np.empty(0, dtype=np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput("prompt_token_ids must be a list of integers.") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (len(array) and not 0 <= array.min() <= array.max() < 2**31):
+        raise InvalidInput("prompt_token_ids must be a flat list of non-negative 32-bit integers.")
+    return array.astype(np.int32).tobytes()

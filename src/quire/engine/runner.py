@@ -15,6 +15,7 @@ from quire.kernels.batch import PagedBatch
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.scheduler.batch import Batch, Work
+from quire.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class Step:
     fence: int
     sampled: tuple[Work, ...]
     drawn: Drawn | None
+    rows: dict[str, int]
+
+    def row_of(self, request: Request) -> int:
+        """The row of `drawn` that holds this request's token."""
+        return self.rows[request.request_id]
 
     def wait(self) -> list[int | None]:
         """Wait for the device: the token of each work of the batch, None for those that drew none."""
@@ -75,7 +81,7 @@ class ModelRunner:
         except BaseException:
             self._cache.close_fence(fence)
             raise
-        return Step(batch, fence, sampled, drawn)
+        return Step(batch, fence, sampled, drawn, {work.request.request_id: row for row, work in enumerate(sampled)})
 
     def _paged(self, batch: Batch, starts: np.ndarray, counts: np.ndarray) -> PagedBatch:
         kvs = [work.kv for work in batch.works]
@@ -98,15 +104,11 @@ class ModelRunner:
             known = work.request.tokens[work.start : work.start + work.count]
             ids[end - work.count : end - work.count + len(known)] = known
             if len(known) < work.count:
-                future.append((end - 1, _row_in(previous, work)))
+                assert previous is not None, "a token is pending and no step is in flight"
+                future.append((end - 1, previous.row_of(work.request)))
         tensor = torch.from_numpy(ids).to(self._device, non_blocking=True)
         if future:
             assert previous is not None and previous.drawn is not None
             where, row = torch.tensor(future, device=self._device).T
             tensor[where] = previous.drawn.tokens[row]
         return tensor
-
-
-def _row_in(step: Step | None, work: Work) -> int:
-    assert step is not None, "a token is pending and no step is in flight"
-    return next(row for row, other in enumerate(step.sampled) if other.request is work.request)

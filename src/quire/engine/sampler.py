@@ -1,7 +1,8 @@
 """Sampler: from logits to tokens, for a whole batch at once.
 
 A draw is a function of (seed, sequence index, position) and the logits alone: the uniform number behind it is a hash,
-not a generator's state. So a request draws the same tokens alone, in any batch, and after a preemption.
+not a generator's state, and it is inverted in the order of the vocabulary whatever filters apply. So a request draws
+the same tokens alone, in any batch, and after a preemption.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quire.engine.messages import TokenLogprobs
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 
-_MOST_CANDIDATES = 1024  # beyond this many candidates a whole row is sorted
+_MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -73,20 +74,14 @@ class Sampler:
         params = [request.params for request in requests]
         scale = torch.tensor([1.0 / p.temperature for p in params], dtype=logits.dtype, device=device)
         logits = logits * scale[:, None]
-        uniform = torch.from_numpy(self._uniform(requests)).to(device)
-        vocabulary = logits.shape[-1]
-        if all(not 0 < p.top_k < vocabulary and p.top_p >= 1.0 and p.min_p <= 0.0 for p in params):
-            return _invert(torch.softmax(logits, dim=-1, dtype=torch.float64), uniform)
-        top_k = torch.tensor([p.top_k if p.top_k > 0 else vocabulary for p in params], device=device)
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float64)
-        width = min(vocabulary, _MOST_CANDIDATES)
-        sorted_p, ids = probabilities.topk(width, dim=-1)
-        complete = (sorted_p.sum(-1) >= top_p) | (top_k <= width)
-        if width < vocabulary and not bool(complete.all()):
-            sorted_p, ids = probabilities.sort(dim=-1, descending=True)
-        sorted_p = _keep(sorted_p, params, top_k, top_p)
-        return ids.gather(1, _invert(sorted_p, uniform)[:, None])[:, 0]
+        filtered = [row for row, p in enumerate(params) if _filters(p)]
+        if filtered:
+            rows = torch.tensor(filtered, device=device)
+            some = probabilities[rows]
+            least = _least_kept(some, [params[row] for row in filtered])
+            probabilities[rows] = torch.where(some >= least[:, None], some, 0.0)
+        return _invert(probabilities, torch.from_numpy(self._uniform(requests)).to(device))
 
     def _uniform(self, requests: Sequence[Request]) -> npt.NDArray[np.float64]:
         """One number in [0, 1) per request, hashed from its seed, index and position."""
@@ -113,20 +108,40 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _keep(sorted_p: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero what top-k, then top-p, then min-p leave out of descending probabilities; the first always stays.
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _least_kept(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Per row, the smallest probability that top-k, then top-p of what that kept, then min-p leave in. Equals stay.
+
+    A threshold, so that neither the order of equals nor the other rows matter.
+    """
+    device, vocabulary = probabilities.device, probabilities.shape[-1]
+    top_k = torch.tensor([min(p.top_k, vocabulary) if p.top_k > 0 else vocabulary for p in params], device=device)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+    likeliest = probabilities.topk(min(vocabulary, _MOST_CANDIDATES), dim=-1).values
+    unbounded = (top_k == vocabulary) & (top_p >= 1.0)
+    few = (top_k <= likeliest.shape[-1]) | ((top_k == vocabulary) & (likeliest.sum(-1) >= top_p)) | unbounded
+    least = _prefix_end(likeliest, top_k, top_p)
+    if not bool(few.all()):
+        many = ~few
+        least[many] = _prefix_end(probabilities[many].sort(-1, descending=True).values, top_k[many], top_p[many])
+    least = torch.where(unbounded, 0.0, least)
+    return torch.maximum(least, min_p * likeliest[:, 0])
+
+
+def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The last of the leading values of each row that top-k and top-p keep: at least one, as many as their share takes.
 
     Top-p is a share of what top-k kept. The columns may be the likeliest of more: without top-k that share is of 1.
     """
-    device, width = sorted_p.device, sorted_p.shape[-1]
-    kept = torch.arange(width, device=device)[None, :] < top_k[:, None]
-    total = torch.where(top_k <= width, (sorted_p * kept).sum(-1), 1.0)
-    before = (sorted_p * kept).cumsum(-1) - sorted_p
-    kept &= before < (top_p * total)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], dtype=sorted_p.dtype, device=device)
-    kept &= sorted_p >= min_p[:, None] * sorted_p[:, :1]
-    kept[:, 0] = True
-    return sorted_p * kept
+    width = descending.shape[-1]
+    kept = torch.arange(width, device=descending.device)[None, :] < top_k[:, None]
+    total = torch.where(top_k <= width, (descending * kept).sum(-1), 1.0)
+    kept &= (descending.cumsum(-1) - descending) < (top_p * total)[:, None]
+    return descending.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ of mixed, paged, chunked sequences with the model's own forward pass: a model th
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from typing import Any
 
 import torch
@@ -39,10 +41,12 @@ class LoadedModel:
         self.name = name
         self.config: dict[str, Any] = model.config.to_dict()
         self.device: torch.device = model.device
-        self.eos_token_ids = _eos_token_ids(model)
         self._model = model.eval()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.identity = hashlib.sha256(
+            json.dumps([name, str(model.dtype), self.config], sort_keys=True, default=str).encode()
+        ).digest()
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
         self._num_layers = int(text_config.num_hidden_layers)
@@ -63,6 +67,7 @@ class LoadedModel:
             vocab_size=int(text_config.vocab_size),
             dtype=dtype,
         )
+        self.eos_token_ids = tuple(token for token in _eos_token_ids(model) if 0 <= token < self.spec.vocab_size)
         self._compare_with_config()
         if check:
             self.check()
@@ -195,9 +200,9 @@ def load_model(
 def refuse_unknown(config: dict[str, Any], name: str) -> None:
     """Raise UnsupportedModel where transformers has no causal language model for the configuration."""
     kind = config.get("model_type")
-    if not kind:
+    if not kind or not isinstance(kind, str):
         raise UnsupportedModel(
-            f"the configuration of '{name}' has no 'model_type'.", fix="restore config.json from the original."
+            f"the configuration of '{name}' names no 'model_type'.", fix="restore config.json from the original."
         )
     if kind not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModel(
@@ -213,7 +218,7 @@ def refuse_unknown(config: dict[str, Any], name: str) -> None:
 
 def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     with reading(source, "the configuration"):
-        config = AutoConfig.from_pretrained(source.name, local_files_only=source.local)
+        config = AutoConfig.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
     try:
         with reading(source, "the weights"):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -222,6 +227,7 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
                 dtype=dtype,
                 local_files_only=source.local,
                 use_safetensors=True,
+                trust_remote_code=False,
                 output_loading_info=True,
             )
     except ModelLoadError as error:

@@ -18,7 +18,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, *, name: str) -> None:
         self.name = name
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
 
     @property
@@ -68,7 +68,7 @@ def load_tokenizer(path_or_id: str) -> Tokenizer:
     """The tokenizer in a folder or on the hub. Raises ModelLoadError where there is none that can be read."""
     source = ModelSource.find(path_or_id)
     with quiet(), reading(source, "the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source.name, local_files_only=source.local)
+        tokenizer = AutoTokenizer.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
     if not len(tokenizer):
         raise ModelLoadError(
             f"'{path_or_id}' has no tokenizer.", fix="add tokenizer.json, or run with token ids and no tokenizer."

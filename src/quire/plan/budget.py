@@ -20,8 +20,10 @@ def parse_bytes(text: str | int) -> int:
 
     Raises InvalidInput for anything else, and for zero.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         size = text
+    elif not isinstance(text, str):
+        raise InvalidInput(f"{text!r} is not a size.", fix="write a number and a unit, such as 8GiB or 512MiB.")
     else:
         found = _SIZE.fullmatch(text)
         if not found or found[2].upper() not in _UNITS:

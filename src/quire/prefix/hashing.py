@@ -7,10 +7,11 @@ import hashlib
 from quire.spec.events import Namespace
 
 
-def namespace_seed(namespace: Namespace) -> bytes:
-    """Where a namespace's chain begins. An adapter named like another's salt gives another seed."""
+def namespace_seed(namespace: Namespace, identity: bytes = b"") -> bytes:
+    """Where a namespace's chain begins. `identity` stands for everything else that a page's bytes depend on: the model
+    and the layouts. An adapter named like another's salt gives another seed."""
     digest = hashlib.sha256(b"quire-namespace-1")
-    for part in (namespace.adapter.encode(), namespace.salt.encode()):
+    for part in (identity, namespace.adapter.encode(), namespace.salt.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 

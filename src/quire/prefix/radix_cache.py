@@ -61,15 +61,22 @@ class RadixCache:
     """One radix tree for every kind of memory: it holds page ids, and where their bytes are is not its business.
 
     `emit` receives an event for every page that becomes or stops being reusable; without it no page is ever hashed.
+    `identity` is what hashes begin with, so that caches of different models or layouts never name their pages alike.
     """
 
     def __init__(
-        self, page_size: int, policy: EvictionPolicy, *, emit: Callable[[CacheEvent], None] | None = None
+        self,
+        page_size: int,
+        policy: EvictionPolicy,
+        *,
+        emit: Callable[[CacheEvent], None] | None = None,
+        identity: bytes = b"",
     ) -> None:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
         self._emit = emit
+        self._identity = identity
         self._roots: dict[Namespace, Node] = {}
         self._queue: list[tuple[tuple[int, ...], int, Node]] = []
         self._ticket = 0
@@ -249,7 +256,7 @@ class RadixCache:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(namespace, None, b"", _NO_PAGES, self._clock)
-            root.hashes = (namespace_seed(namespace),) if self._emit is not None else ()
+            root.hashes = (namespace_seed(namespace, self._identity),) if self._emit is not None else ()
         return root
 
     def _upward(self, node: Node) -> Iterator[Node]:

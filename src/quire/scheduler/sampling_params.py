@@ -11,6 +11,7 @@ import msgspec
 from quire.errors import InvalidInput
 
 MAX_LOGPROBS = 20
+_MOST_ID = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -42,18 +43,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop = list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = _list_of("stop", [self.stop] if isinstance(self.stop, str) else self.stop, str)
+        self.stop_token_ids = _list_of("stop_token_ids", self.stop_token_ids, int)
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, _MOST_ID)
+        if not all(self.stop):
+            raise InvalidInput("stop must be non-empty strings.", fix="leave empty stop strings out.")
+        self.logit_bias = dict(self.logit_bias or {})
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias token", token, 0, _MOST_ID)
+            _check_float(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"{name} must be true or false, got {getattr(self, name)!r}.")
         _check_int("n", self.n, 1, 128)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, _MOST_ID)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _check_int("max_tokens", self.max_tokens, 1, _MOST_ID)
+        _check_int("min_tokens", self.min_tokens, 0, _MOST_ID if self.max_tokens is None else self.max_tokens)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -61,8 +71,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidInput("stop must be non-empty strings.", fix="leave empty stop strings out.")
 
     @property
     def greedy(self) -> bool:
@@ -73,6 +81,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def needs_history(self) -> bool:
         """Whether the next draw depends on earlier tokens, so that they must have reached the host."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _list_of(name: str, values: Any, kind: type) -> list[Any]:
+    """A copy of a list setting, None meaning empty."""
+    if values is None:
+        return []
+    if not isinstance(values, (list, tuple, set, frozenset)) or not all(isinstance(value, kind) for value in values):
+        raise InvalidInput(f"{name} must be a list of {kind.__name__} values, got {values!r}.")
+    return list(values)
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None) -> None:

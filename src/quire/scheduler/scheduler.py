@@ -156,9 +156,10 @@ class Scheduler:
         hits: dict[str, PrefixHit] = {}
 
         def match(request: Request) -> PrefixHit:
-            if request.request_id not in hits:
-                hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
-            return hits[request.request_id]
+            hit = hits.get(request.request_id)
+            if hit is None or not self._cache.is_current(hit):
+                hit = hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
+            return hit
 
         deferred = 0
         for request in list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens)):
@@ -177,7 +178,6 @@ class Scheduler:
             if not self._fits(request, hit):
                 return
             self._begin(batch, request, hit, left)
-            hits.clear()  # a lease may have split the edges that other matches ended in
 
     def _begin(self, batch: Batch, request: Request, hit: PrefixHit, limit: int) -> None:
         request.kv = self._cache.begin(
@@ -211,7 +211,7 @@ class Scheduler:
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
         size = self._cache.page_size
-        needed = pages_for(len(request.tokens), size) - hit.num_pages
+        needed = self._cache.plan.pages_of(request.num_tokens + 1) - hit.num_pages
         promised = sum(
             pages_for(other.num_known, size) - pages_for(self._cache.allocated(other.kv), size)
             for other in self._running
