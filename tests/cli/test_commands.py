@@ -88,6 +88,18 @@ def test_bad_input_says_what_and_how(
     assert text in error["message"] + error["fix"]
 
 
+@pytest.mark.parametrize(("options", "env"), [(("--api-key", ""), {}), ((), {"QUIRE_API_KEY": ""})])
+def test_an_empty_key_opens_no_server(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], env: dict[str, str]
+) -> None:
+    def serve(*_: object, **__: object) -> None:
+        raise AssertionError("the server was started")
+
+    monkeypatch.setattr("quire.serve.server.serve", serve)
+    shown = run("serve", *options, env=env)
+    assert (shown.exit_code, "API key" in shown.stderr) == (2, True), shown.stderr
+
+
 def test_the_exit_code_is_the_errors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise UnsupportedModel("no.", fix="another.")

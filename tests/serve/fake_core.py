@@ -31,6 +31,7 @@ class EchoCore:
         self._running: dict[str, tuple[EngineRequest, list[int]]] = {}
         self._num_steps = 0
         self._num_aborted = 0
+        self._num_stopped = 0
 
     def add(self, request: EngineRequest) -> None:
         tokens = request.tokens().tolist()
@@ -38,10 +39,13 @@ class EchoCore:
             raise ContextTooLong(f"{len(tokens)} tokens; the context is {CONTEXT}.", fix="shorten it.")
         if b"defect" in bytes(tokens):
             raise RuntimeError("a defect in add")
+        assert b"broken law" not in bytes(tokens), "a law does not hold"
         self._running[request.request_id] = (request, [])
 
-    def abort(self, request_id: str) -> None:
-        self._num_aborted += self._running.pop(request_id, None) is not None
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self._num_stopped += stopped
+            self._num_aborted += not stopped
 
     def has_work(self) -> bool:
         return bool(self._running)
@@ -72,7 +76,13 @@ class EchoCore:
         )
 
     def statistics(self) -> dict[str, Any]:
-        return {"steps": self._num_steps, "running_requests": len(self._running), "aborted_requests": self._num_aborted}
+        return {
+            "steps": self._num_steps,
+            "running_requests": len(self._running),
+            "waiting_requests": 0,
+            "aborted_requests": self._num_aborted,
+            "stopped_requests": self._num_stopped,
+        }
 
 
 class ByteTokenizer:

@@ -14,7 +14,9 @@ import pytest
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
-from quire.errors import ContextTooLong, EngineDead, InvalidInput, PlanError, QuireError
+from quire.engine.messages import EngineRequest
+from quire.engine.wire import ENCODER, Abort, Add, WireError, request_id_of
+from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
 
@@ -79,6 +81,81 @@ def test_answers_refusals_and_aborts() -> None:
     asyncio.run(body())
 
 
+def test_a_stop_string_is_an_end_not_an_abort() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            assert await text_of(engine, "abcdef", max_tokens=None, stop=["fab"]) == "abcde"
+
+            async def idle() -> bool:
+                return bool((await engine.statistics())["running_requests"] == 0)
+
+            await until(idle)
+            statistics = await engine.statistics()
+            assert (statistics["stopped_requests"], statistics["aborted_requests"]) == (1, 0)
+
+    asyncio.run(body())
+
+
+def test_what_cannot_be_sent_leaves_nothing_open() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            with pytest.raises(InvalidInput, match="cannot be sent"):
+                await engine.submit("abc", SamplingParams(), priority=2**64)
+            with pytest.raises(InvalidInput, match="lone surrogates"):
+                await engine.submit("abc", SamplingParams(), salt="\ud800")
+            with pytest.raises(InvalidInput, match="lone surrogates"):
+                await engine.submit("\ud800", SamplingParams())
+            with pytest.raises(InvalidInput, match="lone surrogates"):
+                await engine.submit("abc", SamplingParams(stop=["\ud800"]))
+            assert not engine._streams
+            started = time.monotonic()
+            await engine.shutdown(drain_s=5.0)
+            assert time.monotonic() - started < 3, "shutdown waited for a request that never was"
+
+    asyncio.run(body())
+
+
+def test_a_command_that_cannot_be_read_ends_only_itself() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            open_stream = await engine.submit("abc", SamplingParams(max_tokens=100))
+            params = SamplingParams()
+            params.temperature = -1.0  # past the check on construction; the engine's own finds it
+            with pytest.raises(InvalidInput, match="temperature"):
+                await engine.submit("abc", params)
+            for junk in (b"", b"\xc1", b"\x81\xa4type\xa4Nope", ENCODER.encode({"type": "Add", "request": 5})):
+                engine._process.send_encoded(junk)
+            assert len([delta async for delta in open_stream]) == 100
+            assert engine.health().healthy
+
+    asyncio.run(body())
+
+
+def test_the_id_of_a_request_that_cannot_be_read() -> None:
+    request = EngineRequest(request_id="r-0", prompt=b"", params=SamplingParams())
+    assert request_id_of(ENCODER.encode(Add(request))) == "r-0"
+    assert request_id_of(ENCODER.encode({"type": "Add", "request": {"request_id": "r", "priority": "x"}})) == "r"
+    assert request_id_of(ENCODER.encode(Abort(["r"]))) is None
+    assert request_id_of(b"\xc1") is None
+
+
+def test_an_error_of_a_class_the_owner_does_not_know_is_still_an_error() -> None:
+    class Local(QuireError):
+        pass
+
+    assert WireError.of(Local("no.")).rebuild().message == "no."
+
+
+def test_a_broken_law_in_add_ends_the_engine() -> None:
+    async def body() -> None:
+        async with running() as engine:
+            with pytest.raises(EngineDead, match="a law does not hold"):
+                await engine.submit("broken law", SamplingParams())
+            assert not engine.health().healthy
+
+    asyncio.run(body())
+
+
 def test_start_errors_keep_their_class() -> None:
     async def start(name: str) -> AsyncEngine:
         return await AsyncEngine.start(engine_config(served_model_name=name), build=EchoCore, tokenizer=ByteTokenizer())
@@ -88,6 +165,17 @@ def test_start_errors_keep_their_class() -> None:
     assert refused.value.code == PlanError.code
     with pytest.raises(QuireError, match="broken weights"):
         asyncio.run(start("broken"))
+
+
+def test_the_engines_error_comes_before_the_tokenizers() -> None:
+    async def start(name: str) -> AsyncEngine:
+        config = engine_config(model="/no/such/folder", served_model_name=name)
+        return await AsyncEngine.start(config, build=EchoCore)
+
+    with pytest.raises(PlanError, match="raise --kv-memory"):
+        asyncio.run(start("no pool"))
+    with pytest.raises(ModelLoadError, match="/no/such/folder"):
+        asyncio.run(start("well"))
 
 
 @pytest.mark.parametrize("how", ["crash", "kill"])

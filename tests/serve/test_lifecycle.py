@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from openai import APIStatusError, AuthenticationError
 
+from quire.errors import AddressInUse, InvalidInput
+from quire.serve.server import ServerConfig, bind
 from tests.serve.live_server import LiveServer
 
 
@@ -20,9 +22,24 @@ def test_the_api_key_comes_before_everything_else() -> None:
         assert live.client("secret").models.list().data
         with pytest.raises(AuthenticationError, match="API key"):
             live.client("wrong").models.list()
-        assert live.request("/v1/completions", raw=b"{bad")[0] == 401
+        status, answer = live.request("/v1/completions", raw=b"{bad")
+        assert (status, answer["error"]["code"]) == (401, "QUIRE-AUTH-01")
         assert live.request("/health")[0] == 200
         assert live.request("/metrics")[0] == 200
+
+
+def test_an_api_key_may_be_any_text() -> None:
+    with LiveServer.echo("--api-key", "schlüssel") as live:
+        headers = {"Authorization": "Bearer schlüssel".encode().decode("latin-1")}  # http.client sends latin-1
+        assert live.request("/v1/models", headers=headers)[0] == 200
+        assert live.request("/v1/models", headers={"Authorization": "Bearer schlussel"})[0] == 401
+        assert live.request("/v1/models")[0] == 401
+
+
+@pytest.mark.parametrize("key", ["", "  ", " key", "a\nb"])
+def test_a_key_that_nobody_could_send_is_refused(key: str) -> None:
+    with pytest.raises(InvalidInput, match="API key"):
+        ServerConfig(api_key=key)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -77,6 +94,11 @@ def test_the_engine_ends_with_a_killed_server() -> None:
         live.process.kill()
         live.wait()
         assert not live.children_left()
+
+
+def test_two_servers_that_load_at_once_do_not_share_a_port() -> None:
+    with bind("127.0.0.1", 0) as first, pytest.raises(AddressInUse, match="in use"):
+        bind("127.0.0.1", first.getsockname()[1])
 
 
 def test_a_port_in_use_costs_no_model(tiny_model: Path) -> None:

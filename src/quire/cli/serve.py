@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from quire.serve.server import Running
 
 SERVER = "Server"
+API_KEY = "QUIRE_API_KEY"
 
 
 def serve(
@@ -47,7 +49,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="QUIRE_API_KEY", help="Key that clients of /v1 must send.", show_envvar=True, rich_help_panel=SERVER
+            envvar=API_KEY, help="Key that clients of /v1 must send.", show_envvar=True, rich_help_panel=SERVER
         ),
     ] = None,
     served_model_name: Annotated[
@@ -104,7 +106,9 @@ def serve(
         from quire.serve.server import serve as run
 
         logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s")
-        server = ServerConfig(host=host, port=port, api_key=api_key or None, drain_s=drain, stall_after_s=stall_after)
+        if api_key is None:
+            api_key = os.environ.get(API_KEY)  # set and empty: an option's envvar would take that for "not given"
+        server = ServerConfig(host=host, port=port, api_key=api_key, drain_s=drain, stall_after_s=stall_after)
         console = Console(stderr=True)
         loading = console.status(f"Loading {config.model_name} ...")
         if not as_json:

@@ -19,10 +19,12 @@ import zmq
 import zmq.asyncio
 
 from quire.engine.config import EngineConfig
-from quire.engine.messages import TokenOutput
-from quire.engine.output import Decoder, RequestAssembler, RequestOutput, SequenceDelta
+from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
 from quire.engine.process import BuildCore, EngineProcess, build_engine_core
+from quire.engine.request_stream import RequestStream
 from quire.engine.wire import (
+    ENCODER,
     Abort,
     Accepted,
     Add,
@@ -69,91 +71,28 @@ class Health:
     reason: str = ""
 
 
-class RequestStream:
-    """The deltas of one request, for all its sequences, in the order they came. Made by `AsyncEngine.submit`.
-
-    Whoever holds it calls `close` when done; a stream closed before its end aborts what still runs.
-    """
-
-    def __init__(self, engine: AsyncEngine, assembler: RequestAssembler) -> None:
-        self._engine = engine
-        self._assembler = assembler
-        self._queue: asyncio.Queue[SequenceDelta | QuireError] = asyncio.Queue()
-        self._num_open = assembler.params.n
-        self._num_unanswered = assembler.params.n
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def request_id(self) -> str:
-        """The id it was submitted under."""
-        return self._assembler.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        return len(self._assembler.prompt_token_ids)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> SequenceDelta:
-        if self._num_open == 0 and self._queue.empty():
-            raise StopAsyncIteration
-        delta = await self._queue.get()
-        if isinstance(delta, QuireError):
-            self._num_open = 0
-            raise delta
-        if delta.finish_reason is not None:
-            self._num_open -= 1
-        return delta
-
-    def output(self) -> RequestOutput:
-        """All that has arrived so far, put together."""
-        return self._assembler.output()
-
-    def close(self) -> None:
-        """Abort what still runs and forget the request. Idempotent."""
-        self._engine._forget(self._assembler)
-        self._num_open = 0
-
-    # The engine's side.
-
-    def accept(self) -> None:
-        """One more of its sequences was queued."""
-        self._num_unanswered -= 1
-        if self._num_unanswered == 0 and not self.accepted.done():
-            self.accepted.set_result(None)
-
-    def fail(self, error: QuireError) -> None:
-        """The request ends with an error, which its reader gets."""
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # retrieved: nobody has to await a request that is gone
-        self._queue.put_nowait(error)
-
-    def push(self, output: TokenOutput) -> SequenceDelta:
-        """Tokens arrived; returns what they add, which its reader gets too."""
-        delta = self._assembler.push(output)
-        if delta.finish_reason == "error":
-            self.fail(_request_error(delta))
-        else:
-            self._queue.put_nowait(delta)
-        return delta
-
-
 def _load_tokenizer(path_or_id: str) -> Tokenizer:
     from quire.models.tokenizer import load_tokenizer  # transformers takes seconds to import
 
     return load_tokenizer(path_or_id)
 
 
-def _request_error(delta: SequenceDelta) -> QuireError:
-    code, _, message = delta.error.partition(": ")
-    if not code.startswith("QUIRE-"):
-        code, message = QuireError.code, delta.error
-    error = QuireError(message)
-    error.code, error.status = code, delta.status
-    return error
+def _encoded(request: EngineRequest) -> bytes:
+    """The message that adds it. Raises InvalidInput for what cannot be sent: integers beyond 64 bits, odd types."""
+    _check_text("cache_salt", request.salt)
+    for stop in request.params.stop:
+        _check_text("stop", stop)
+    try:
+        return ENCODER.encode(Add(request))
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise InvalidInput(f"the request cannot be sent to the engine: {error}.", fix="check its fields.") from error
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(f"{name} must be text without lone surrogates, got {text[:60]!r}.") from None
 
 
 @dataclass(slots=True)
@@ -202,14 +141,22 @@ class AsyncEngine:
         """Start the engine process and wait until it can serve. Raises what the engine raised while starting.
 
         The tokenizer is the configuration's, loaded here while the process loads the weights, unless one is given.
+        When both fail the engine's error is raised: a model that cannot run mostly has no tokenizer to load either.
         """
         process = await asyncio.to_thread(EngineProcess, config, build=build)
         engine = cls(process, tokenizer, stall_after_s=stall_after_s)
+        loading: asyncio.Task[Tokenizer] | None = None
+        if tokenizer is None and not config.skip_tokenizer_init:
+            name = config.tokenizer or config.model
+            loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, name), name="quire-tokenizer")
         try:
-            if tokenizer is None and not config.skip_tokenizer_init:
-                engine.tokenizer = await asyncio.to_thread(_load_tokenizer, config.tokenizer or config.model)
             await engine._wait_ready()
+            if loading is not None:
+                engine.tokenizer = await loading
         except BaseException:
+            if loading is not None:
+                loading.cancel()  # a thread that still loads is left to finish; nobody waits for it
+                await asyncio.gather(loading, return_exceptions=True)
             engine._reports.close(linger=0)  # in this thread: it takes the socket out of the event loop
             await asyncio.to_thread(process.stop, deadline_s=0.5)
             raise
@@ -260,14 +207,15 @@ class AsyncEngine:
         requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
-        stream = RequestStream(self, assembler)
+        messages = [_encoded(request) for request in requests]  # what cannot be sent is refused before it is known
+        stream = RequestStream(assembler, forget=self._forget)
         if not self._streams:
             self._progress.touch()
         self._idle.clear()
-        for request in requests:
-            self._streams[request.request_id] = stream
-            self._process.send(Add(request))
+        self._streams |= dict.fromkeys((request.request_id for request in requests), stream)
         try:
+            for message in messages:
+                self._process.send_encoded(message)
             await stream.accepted
         except BaseException:
             stream.close()
@@ -406,7 +354,7 @@ class AsyncEngine:
         if delta.finish_reason is not None:
             self._remove(output.request_id)
         if delta.must_abort:
-            self._process.send(Abort([output.request_id]))
+            self._process.send(Abort([output.request_id], stopped=True))
 
     def _on_beat(self, beat: Beat) -> None:
         self._last_statistics = beat.statistics
@@ -473,6 +421,7 @@ class AsyncEngine:
                 raise InvalidInput(
                     "this engine has no tokenizer, so a prompt cannot be text.", fix="send token ids as the prompt."
                 )
+            _check_text("prompt", prompt)
             if len(prompt) >= _LONG_TEXT:
                 return await asyncio.to_thread(self.tokenizer.encode, prompt)
             return self.tokenizer.encode(prompt)

@@ -4,9 +4,10 @@
     EngineProcess.start  --spawn-->        build the core      --Ready | Failed-->
     send(Add | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Accepted | Refused | Beat ...-->
 
-The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request is refused and
-takes nothing else with it; an exception of the step loop itself is the end of the engine (`Died`). Heartbeats carry a
-progress mark, so that the parent can tell an engine that waits for work from one that has work and gets nowhere.
+The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request, or one that
+cannot be read, is refused and takes nothing else with it; an exception of the step loop itself, or a broken invariant
+wherever it shows, is the end of the engine (`Died`). Heartbeats carry a progress mark, so that the parent can tell an
+engine that waits for work from one that has work and gets nowhere.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from quire.engine.wire import (
     Shutdown,
     Statistics,
     WireError,
+    request_id_of,
 )
-from quire.errors import EngineDead, QuireError
+from quire.errors import EngineDead, InvalidInput, QuireError
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class Core(Protocol):
     @property
     def eos_token_ids(self) -> Sequence[int]: ...
     def add(self, request: EngineRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> list[TokenOutput]: ...
     def has_work(self) -> bool: ...
     def statistics(self) -> dict[str, Any]: ...
@@ -128,8 +130,12 @@ class EngineProcess:
 
     def send(self, command: Command) -> None:
         """Hand a command to the child; never blocks. Dropped when the child is gone, which `process.sentinel` tells."""
+        self.send_encoded(ENCODER.encode(command))
+
+    def send_encoded(self, message: bytes) -> None:
+        """`send`, of a command that `ENCODER` has encoded already."""
         with contextlib.suppress(zmq.Again):
-            self._commands.send_multipart([self._secret, ENCODER.encode(command)], zmq.NOBLOCK)
+            self._commands.send_multipart([self._secret, message], zmq.NOBLOCK)
 
     def hide(self) -> None:
         """Both ends are connected: unlink the sockets' names, so that nothing stays behind however we end."""
@@ -259,13 +265,34 @@ class _Link:
         self._reports.send_multipart([self._secret, ENCODER.encode(report)])
 
     def commands(self, timeout_ms: int) -> list[Command]:
-        """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
+        """All commands that have arrived, after waiting for the first one for at most `timeout_ms`.
+
+        One that cannot be read is refused where it says whose it is, and logged otherwise; it ends nothing else.
+        """
         arrived: list[Command] = []
         while self._commands.poll(0 if arrived else timeout_ms):
             frames = self._commands.recv_multipart()
             if len(frames) == 2 and secrets.compare_digest(frames[0], self._secret):
-                arrived.append(COMMAND_DECODER.decode(frames[1]))
+                command = self._decoded(frames[1])
+                if command is not None:
+                    arrived.append(command)
         return arrived
+
+    def _decoded(self, message: bytes) -> Command | None:
+        try:
+            return COMMAND_DECODER.decode(message)
+        except AssertionError:
+            raise
+        except Exception as error:  # validation on construction raises what it chose
+            request_id = request_id_of(message)
+            if request_id is None:
+                logger.exception("a command could not be read and is ignored")
+                return None
+            cause = error.__cause__ if isinstance(error.__cause__, QuireError) else error
+            if not isinstance(cause, QuireError):
+                cause = InvalidInput(f"the engine cannot read the request: {error}.")
+            self.report(Refused(request_id, WireError.of(cause)))
+            return None
 
 
 class StepLoop:
@@ -317,9 +344,9 @@ class StepLoop:
         match command:
             case Add(request):
                 self._add(request)
-            case Abort(request_ids):
+            case Abort(request_ids, stopped):
                 for request_id in request_ids:
-                    self._core.abort(request_id)
+                    self._core.abort(request_id, stopped=stopped)
             case AskStatistics(question):
                 self._link.report(Statistics(question, self._core.statistics()))
             case Shutdown():
@@ -330,6 +357,8 @@ class StepLoop:
             self._core.add(request)
         except QuireError as error:
             self._link.report(Refused(request.request_id, WireError.of(error)))
+        except AssertionError:  # a broken invariant ends the engine: what it would answer from now on is not known
+            raise
         except Exception as error:  # a defect that one request found must not end the others
             logger.exception("request %s could not be added", request.request_id)
             self._link.report(Refused(request.request_id, WireError.of(error)))

@@ -38,7 +38,7 @@ class WireError(msgspec.Struct, kw_only=True):
 
     def rebuild(self) -> QuireError:
         """The exception, of the class that was raised."""
-        kind = getattr(errors, self.kind) if self.kind else QuireError
+        kind = getattr(errors, self.kind, QuireError) if self.kind else QuireError
         error: QuireError = kind.__new__(kind)
         QuireError.__init__(error, self.message, fix=self.fix)
         if not self.kind:
@@ -53,9 +53,10 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Command: end these sequences; unknown ids are ignored."""
+    """Command: end these sequences; unknown ids are ignored. `stopped`: their text ended on a stop string."""
 
     request_ids: list[str]
+    stopped: bool = False
 
 
 class AskStatistics(msgspec.Struct, tag=True):
@@ -128,3 +129,24 @@ Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Die
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 REPORT_DECODER: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+class _Identity(msgspec.Struct):
+    request_id: str
+
+
+class _AddIdentity(msgspec.Struct):
+    """The part of `Add` that tells whose it is."""
+
+    request: _Identity
+
+
+_IDENTITY_DECODER = msgspec.msgpack.Decoder(_AddIdentity)
+
+
+def request_id_of(message: bytes) -> str | None:
+    """The request id of an `Add` that could not be decoded as a whole; None where there is none to be read."""
+    try:
+        return _IDENTITY_DECODER.decode(message).request.request_id
+    except ValueError:  # msgspec's own errors are among them
+        return None

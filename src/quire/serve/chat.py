@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,14 +14,36 @@ from quire.engine.async_engine import Tokenizer
 from quire.engine.output import Logprob
 from quire.errors import InvalidInput, QuireError
 from quire.serve.completions import most_likely
-from quire.serve.errors import error_body
+from quire.serve.errors import BadField, error_body
 from quire.serve.generation import Generation, Service
 from quire.serve.protocol import ChatBody
 from quire.serve.sse import DONE, EventStream, event, while_connected
 from quire.spec.ids import Ids
 
-LONG_TEXT = 4096
-"""Characters from which a conversation is tokenised in a thread."""
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Names that mean something to the tokenizer itself, not to the model's template: a client's own template would be a
+program of theirs, run here."""
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -36,7 +59,7 @@ def chat_router(service: Service) -> APIRouter:
         submit = Generation.submit(service, [prompt], params, body, kind="chatcmpl")
         generation = await while_connected(request, submit)
         if body.stream:
-            return EventStream(_events(service, body, generation))
+            return EventStream(_events(service, body, generation), on_close=generation.close)
         try:
             return JSONResponse(await while_connected(request, _answer(service, body, generation)))
         finally:
@@ -49,10 +72,16 @@ async def _prompt(tokenizer: Tokenizer | None, body: ChatBody) -> Ids:
     if tokenizer is None:
         raise InvalidInput("this server has no tokenizer, so it cannot chat.", fix="send token ids to /v1/completions.")
     variables = body.chat_template_kwargs or {}
+    for name in variables:
+        if name in TEMPLATE_ARGUMENTS:
+            raise BadField(
+                f"chat_template_kwargs cannot set {name}; it is for variables of the model's own template.",
+                param="chat_template_kwargs",
+                fix=f"leave {name} out.",
+            )
     messages = [message.plain() for message in body.messages]
-    if sum(len(message["content"]) for message in messages) > LONG_TEXT:
-        return await asyncio.to_thread(tokenizer.apply_chat_template, messages, **variables)
-    return tokenizer.apply_chat_template(messages, **variables)
+    # In a thread always: how long a template takes is up to its author and the messages.
+    return await asyncio.to_thread(partial(tokenizer.apply_chat_template, messages, **variables))
 
 
 async def _answer(service: Service, body: ChatBody, generation: Generation) -> dict[str, Any]:
@@ -122,7 +151,8 @@ def _logprobs(
     if not positions:
         return None
     content = [
-        _token(position[token_id]) | {"top_logprobs": [_token(logprob) for logprob in most_likely(position, num_top)]}
+        _token(position[token_id])
+        | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, num_top)]}
         for position, token_id in zip(positions, token_ids, strict=True)
     ]
     return {"content": content, "refusal": None}

@@ -27,7 +27,7 @@ def completions_router(service: Service) -> APIRouter:
         submit = Generation.submit(service, body.prompts(), body.params(), body, kind="cmpl")
         generation = await while_connected(request, submit)
         if body.stream:
-            return EventStream(_events(service, body, generation))
+            return EventStream(_events(service, body, generation), on_close=generation.close)
         try:
             return JSONResponse(await while_connected(request, _answer(service, body, generation)))
         finally:
@@ -105,7 +105,9 @@ class LogprobOffsets:
         for logprob in drawn:
             offsets.append(self._num_characters)
             self._num_characters += len(logprob.decoded_token)
-        top = [{lp.decoded_token: lp.logprob for lp in most_likely(position, num_top or 0)} for position in positions]
+        top = [
+            _by_text(position, token_id, num_top or 0) for position, token_id in zip(positions, token_ids, strict=True)
+        ]
         return {
             "tokens": [logprob.decoded_token for logprob in drawn],
             "token_logprobs": [logprob.logprob for logprob in drawn],
@@ -114,6 +116,22 @@ class LogprobOffsets:
         }
 
 
-def most_likely(position: dict[int, Logprob], num_top: int) -> list[Logprob]:
-    """The `num_top` most likely tokens of a position, best first."""
-    return sorted(position.values(), key=lambda logprob: logprob.rank)[:num_top]
+def most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    """The `num_top` most likely tokens of a position and their log-probabilities, best first."""
+    return sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+
+
+def _by_text(position: dict[int, Logprob], drawn: int, num_top: int) -> dict[str, float]:
+    """The most likely tokens' log-probabilities by text, best first.
+
+    Of tokens with the same text (halves of characters have none of their own) the one drawn has it, else the best; the
+    others are called "token_id:<id>".
+    """
+    top = most_likely(position, num_top)
+    owners = {logprob.decoded_token: token_id for token_id, logprob in reversed(top)}
+    if any(token_id == drawn for token_id, _ in top):
+        owners[position[drawn].decoded_token] = drawn
+    return {
+        lp.decoded_token if owners[lp.decoded_token] == token_id else f"token_id:{token_id}": lp.logprob
+        for token_id, lp in top
+    }

@@ -28,12 +28,14 @@ _TYPES = {
 class UnknownModel(InvalidInput):
     """A request for a model that this server does not serve."""
 
+    code = "QUIRE-MODEL-04"
     status = 404
 
 
 class WrongKey(InvalidInput):
     """A request without the server's API key."""
 
+    code = "QUIRE-AUTH-01"
     status = 401
 
 
@@ -50,7 +52,7 @@ def error_body(error: QuireError, *, param: str | None = None) -> dict[str, Any]
     message = error.message + (f" Fix: {error.fix}" if error.fix else "")
     return {
         "error": {
-            "message": message,
+            "message": message.encode(errors="backslashreplace").decode(),  # it may quote text that has no UTF-8
             "type": _TYPES.get(error.status, "server_error"),
             "param": param or getattr(error, "param", None),
             "code": error.code,
@@ -76,7 +78,9 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        wrapped = InvalidInput(f"{error.detail}.")
+        if isinstance(error.__cause__, QuireError):  # raised while the body was being received
+            return error_response(error.__cause__)
+        wrapped = _unreadable(error.__cause__) or InvalidInput(f"{error.detail}.")
         wrapped.status = error.status_code
         return JSONResponse(error_body(wrapped), status_code=error.status_code, headers=error.headers)
 
@@ -88,6 +92,18 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_bad_body)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_defect)
+
+
+def _unreadable(cause: BaseException | None) -> InvalidInput | None:
+    """Why a body could not be turned into JSON, where that is more than a syntax error."""
+    match cause:
+        case RecursionError():
+            return InvalidInput("the body is not JSON that can be read: it is nested too deeply.")
+        case UnicodeDecodeError():
+            return InvalidInput(f"the body is not UTF-8: {cause.reason} at byte {cause.start}.", fix="send UTF-8.")
+        case ValueError():
+            return InvalidInput(f"the body is not JSON that can be read: {cause}.")
+    return None
 
 
 def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:

@@ -5,7 +5,7 @@ Plain ASGI, so that a closed connection reaches the routes untouched.
 
 from __future__ import annotations
 
-import secrets
+import hmac
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +20,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 class BodyTooLarge(InvalidInput):
     """A body beyond `MAX_BODY_BYTES`."""
 
+    code = "QUIRE-BODY-01"
     status = 413
 
 
@@ -42,8 +43,7 @@ class Gate:
                 self._metrics.responses.labels(route, str(message["status"])).inc()
             await send(message)
 
-        headers = Headers(scope=scope)
-        refusal = self._refusal(scope["path"], headers)
+        refusal = self._refusal(scope["path"], Headers(scope=scope))
         if refusal is not None:
             await error_response(refusal)(scope, receive, counted_send)
             return
@@ -51,8 +51,8 @@ class Gate:
 
     def _refusal(self, path: str, headers: Headers) -> QuireError | None:
         if self._expected is not None and path.startswith("/v1/"):
-            given = headers.get("authorization", "").encode()
-            if not secrets.compare_digest(given, self._expected):
+            given = next((value for name, value in headers.raw if name == b"authorization"), b"")  # bytes, as they came
+            if not hmac.compare_digest(given, self._expected):
                 return WrongKey("the API key is missing or wrong.", fix="send 'Authorization: Bearer <key>'.")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:

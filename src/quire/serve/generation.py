@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.async_engine import AsyncEngine, Prompt, RequestStream
+from quire.engine.async_engine import AsyncEngine, Prompt
 from quire.engine.output import RequestOutput, SequenceDelta
+from quire.engine.request_stream import RequestStream
 from quire.errors import QuireError
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams

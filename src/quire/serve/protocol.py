@@ -6,9 +6,10 @@ A field that Quire does not have is either harmless (`user`, `metadata`, `store`
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
@@ -53,6 +54,21 @@ REFUSED: dict[str, tuple[object, ...]] = {
 """Fields that would change the answer, and the values with which they would not."""
 
 
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("lone_surrogate", "Input should be text without lone surrogates") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
 class StreamOptions(BaseModel):
     """What a stream carries beside its deltas."""
 
@@ -66,28 +82,28 @@ class GenerationBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    model: str | None = None
+    model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    seed: Seed | None = None
+    max_tokens: Int32 | None = None
+    min_tokens: Int32 | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    logit_bias: dict[str, Bias] | None = None
+    cache_salt: Text | None = None
+    priority: Int32 | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -136,17 +152,17 @@ class GenerationBody(BaseModel):
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
             return None
-        try:
-            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        except ValueError:
-            raise BadField("logit_bias must map token ids to numbers.", param="logit_bias") from None
+        for key in self.logit_bias:
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
+                raise BadField(f"logit_bias must map token ids to numbers, got {key[:60]!r}.", param="logit_bias")
+        return {int(key): bias for key, bias in self.logit_bias.items()}
 
 
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`: one prompt or several, as text or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    logprobs: Int32 | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one for each request of the engine."""
@@ -169,7 +185,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -178,7 +194,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
 
     def plain(self) -> dict[str, str]:
         """The turn as chat templates take it."""
@@ -194,10 +210,10 @@ class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: Int32 | None = None
+    chat_template_kwargs: dict[Text, Text | bool | int | float | None] | None = None
 
     @property
     def num_top_logprobs(self) -> int:

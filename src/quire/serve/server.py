@@ -2,8 +2,8 @@
 
     bind -> start engine -> serve -> signal -> stop accepting -> open requests finish or are aborted -> exit
 
-The port is taken before the model is loaded, so that a port in use costs nothing, and it refuses connections until
-the server is ready, so that nobody mistakes a loading server for one that answers.
+The port is taken, and listened on, before the model is loaded, so that a port in use costs nothing: two sockets that
+only bound a port may share it. Who connects while the model loads is answered once it is there.
 """
 
 from __future__ import annotations
@@ -30,16 +30,24 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 30.0
 """Default time that open requests get to finish after a signal."""
 
+_BACKLOG = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where to listen and how to stop. Port 0 takes a free one."""
+    """Where to listen and how to stop. Port 0 takes a free one. Raises InvalidInput for a key nobody could send."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
     drain_s: float = DRAIN_S
     stall_after_s: float = STALL_AFTER_S
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isprintable()):
+            raise InvalidInput("the API key is empty or not printable.", fix="give a key, or leave --api-key out.")
+        if self.api_key is not None and self.api_key != self.api_key.strip():
+            raise InvalidInput("the API key begins or ends with a space, which HTTP drops.", fix="leave the space out.")
 
 
 class StartEngine(Protocol):
@@ -58,7 +66,7 @@ class Running:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address without answering on it yet. Raises `AddressInUse` or `InvalidInput`."""
+    """Take the address: connections to it queue from now on. Raises `AddressInUse` or `InvalidInput`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, OverflowError, UnicodeError) as error:
@@ -67,6 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(_BACKLOG)  # two that share a port are told apart only here
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

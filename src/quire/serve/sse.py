@@ -7,7 +7,7 @@ the connection next to producing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,14 +51,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends `events` as they come. They are closed in every case: at their end, on an error, when the client leaves."""
+    """Sends `events` as they come. They are closed in every case: at their end, on an error, when the client leaves.
+
+    So is what they read from, by `on_close`: a generator that was never started runs none of its own clean-up.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, on_close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
@@ -68,8 +72,11 @@ class EventStream(Response):
             if pump.done():
                 pump.result()
         finally:
-            await _end(pump, watch)
-            await self._events.aclose()
+            try:
+                await _end(pump, watch)
+                await self._events.aclose()
+            finally:
+                self._on_close()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
