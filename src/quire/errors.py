@@ -121,6 +121,33 @@ class AddressInUse(QuireError, OSError):
     code = "QUIRE-SERVE-01"
 
 
+class UnknownModel(InvalidInput):
+    """A request for a model that this server does not serve."""
+
+    code = "QUIRE-MODEL-04"
+    status = 404
+
+
+class WrongKey(InvalidInput):
+    """A request without the server's API key."""
+
+    code = "QUIRE-AUTH-01"
+    status = 401
+
+
+class BodyTooLarge(InvalidInput):
+    """A request body larger than the server reads."""
+
+    code = "QUIRE-BODY-01"
+    status = 413
+
+
+class StepFailed(QuireError, RuntimeError):
+    """A step of the engine failed, out of device memory for example; its requests end, the engine goes on."""
+
+    code = "QUIRE-ENGINE-02"
+
+
 class EngineDead(QuireError, RuntimeError):
     """The engine process has ended; no request can progress."""
 

@@ -14,7 +14,7 @@ from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.engine.runner import ModelRunner, Step
 from quire.engine.sampler import Sampler
-from quire.errors import InvalidInput, QuireError
+from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.plan.budget import MemoryPlan, plan_memory
@@ -147,13 +147,9 @@ class EngineCore:
     def _fail(self, request: Request, error: Exception) -> TokenOutput:
         self.scheduler.abort(request.request_id)
         self._counts["failed"] += 1
-        known = isinstance(error, QuireError)
-        return TokenOutput(
-            request_id=request.request_id,
-            finish_reason="error",
-            error=str(error) if known else f"QUIRE-ENGINE-02: the step failed: {type(error).__name__}: {error}",
-            status=error.status if isinstance(error, QuireError) else 500,
-        )
+        if not isinstance(error, QuireError):
+            error = StepFailed(f"the step failed: {type(error).__name__}: {error}.", fix="send the request again.")
+        return TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error), status=error.status)
 
     # -- looking
 

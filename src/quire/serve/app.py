@@ -11,12 +11,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from quire.engine.async_engine import AsyncEngine
-from quire.errors import EngineDead
+from quire.errors import EngineDead, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
 from quire.serve.chat import chat_router
 from quire.serve.completions import completions_router
-from quire.serve.errors import UnknownModel
 from quire.serve.gate import Gate
 from quire.serve.generation import Service
 from quire.serve.sse import ClientGone

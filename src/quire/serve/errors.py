@@ -25,20 +25,6 @@ _TYPES = {
 }
 
 
-class UnknownModel(InvalidInput):
-    """A request for a model that this server does not serve."""
-
-    code = "QUIRE-MODEL-04"
-    status = 404
-
-
-class WrongKey(InvalidInput):
-    """A request without the server's API key."""
-
-    code = "QUIRE-AUTH-01"
-    status = 401
-
-
 class BadField(InvalidInput):
     """A field of a body that is wrong; `param` names it."""
 

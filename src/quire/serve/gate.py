@@ -10,18 +10,11 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import InvalidInput, QuireError
+from quire.errors import BodyTooLarge, QuireError, WrongKey
 from quire.observe.metrics import ServerMetrics
-from quire.serve.errors import WrongKey, error_response
+from quire.serve.errors import error_response
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-
-
-class BodyTooLarge(InvalidInput):
-    """A body beyond `MAX_BODY_BYTES`."""
-
-    code = "QUIRE-BODY-01"
-    status = 413
 
 
 class Gate:

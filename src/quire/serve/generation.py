@@ -12,10 +12,10 @@ from typing import Any
 from quire.engine.async_engine import AsyncEngine, Prompt
 from quire.engine.output import RequestOutput, SequenceDelta
 from quire.engine.request_stream import RequestStream
-from quire.errors import QuireError
+from quire.errors import QuireError, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
-from quire.serve.errors import BadField, UnknownModel
+from quire.serve.errors import BadField
 from quire.serve.protocol import MAX_CHOICES, GenerationBody
 
 
