@@ -1,0 +1,17 @@
+"""The engine benchmark at toy size, so that it cannot rot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench" / "engine.py"
+
+
+def test_the_engine_benchmark_runs() -> None:
+    """It fails by itself where Quire's float32 tokens are not `generate`'s, or where a warm batch reused nothing."""
+    command = [sys.executable, str(BENCH), "--toy", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Quire" in done.stdout + done.stderr
