@@ -20,7 +20,7 @@ AUDIT_EVERY = 7
 
 def core_for(model: LoadedModel, *, pages: int | None = None, page_size: int = 16, **settings: Any) -> EngineCore:
     """An engine on a model that is loaded already, with room for exactly `pages` pages."""
-    per_page = sum(group.layout.bytes_per_frame for group in model.spec.groups(page_size))
+    per_page = sum(group.layout.bytes_per_frame for group in model.groups(page_size))
     memory = 64 * 2**20 if pages is None else per_page * (pages + 1)
     config = engine_config(model=model.name, page_size=page_size, kv_memory=memory, **settings)
     return EngineCore(config, model=model)

@@ -41,7 +41,7 @@ class Schedule:
     def largest_error(self, model: LoadedModel, reference: torch.nn.Module) -> float:
         with torch.inference_mode():
             plain = {n: reference(torch.from_numpy(t)[None], use_cache=False).logits[0] for n, t in self.tokens.items()}
-        (group,) = model.spec.groups(PAGE_SIZE)
+        (group,) = model.groups(PAGE_SIZE)
         pool = Pool(group.layout, 40)
         for field in group.layout.fields:
             for layer in field.layers:
@@ -96,7 +96,7 @@ def test_half_precision_passes_its_check(architecture, dtype, tmp_path):
 @pytest.mark.parametrize("architecture", ["llama_gqa", "opt"])
 def test_only_the_asked_rows_get_logits(architecture, tmp_path):
     model = load_model(str(save_tiny(architecture, tmp_path)))
-    schedule, pool = Schedule(), Pool(model.spec.groups(PAGE_SIZE)[0].layout, 40)
+    schedule, pool = Schedule(), Pool(model.groups(PAGE_SIZE)[0].layout, 40)
     step, asked = {"a": (0, 20), "b": (0, 9)}, torch.tensor([19, 28])
     everything = schedule.run(model, pool, step)
     logits = schedule.run(model, pool, step, asked)

@@ -235,7 +235,7 @@ class EngineCore:
             )
         kv_bytes = config.kv_memory if config.kv_memory is not None else self._free_bytes()
         return plan_memory(
-            spec.groups(config.page_size), kv_bytes=kv_bytes, context=context, max_requests=config.max_running_requests
+            self.model.groups(config.page_size), kv_bytes=kv_bytes, context=context, max_requests=config.max_running_requests
         )
 
     def _free_bytes(self) -> int:

@@ -20,7 +20,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.attention import PagedBatch, paged_attention
 from quire.kernels.write import write_slots
 from quire.memory.pool import Pool
-from quire.spec.model import AttentionCall
+from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
 """Name under which the function is registered; no mask function goes with it, so models build no masks."""

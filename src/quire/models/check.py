@@ -19,6 +19,7 @@ from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool
 from quire.spec.ids import pages_for
 from quire.spec.layout import DType
+from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
 
 _PAGE_SIZE = 4
@@ -36,6 +37,8 @@ class CheckedModel(Protocol):
     name: str
     spec: ModelSpec
     device: torch.device
+
+    def groups(self, page_size: int) -> tuple[GroupSpec, ...]: ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor: ...
 
@@ -58,7 +61,7 @@ def check_forward(model: CheckedModel) -> None:
 
 
 def _nan_pool(model: CheckedModel) -> Pool:
-    (group,) = model.spec.groups(_PAGE_SIZE)
+    (group,) = model.groups(_PAGE_SIZE)
     pool = Pool(group.layout, int(_FRAMES.max()), device=model.device)
     for field in group.layout.fields:
         for layer in field.layers:

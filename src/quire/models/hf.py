@@ -27,8 +27,10 @@ from quire.models.linear import widen_linears
 from quire.models.registry import refuse_unsupported
 from quire.models.rotary import fix_longrope
 from quire.models.source import ModelSource, quiet, reading, transformers_version
+from quire.spec.group import GroupSpec
+from quire.spec.layers import AttentionCall
 from quire.spec.layout import DType
-from quire.spec.model import AttentionCall, ModelSpec, config_dtype
+from quire.spec.model import ModelSpec, config_dtype
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -60,9 +62,10 @@ class LoadedModel:
         dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
         model.set_attn_implementation(IMPLEMENTATION)
+        self._calls = self.discover()
         self.spec = ModelSpec(
             architecture=type(model).__name__,
-            calls=self.discover(),
+            layers=tuple((call,) for call in self._calls),
             context_length=int(context_length),
             vocab_size=int(text_config.vocab_size),
             dtype=dtype,
@@ -71,6 +74,10 @@ class LoadedModel:
         self._compare_with_config()
         if check:
             self.check()
+
+    def groups(self, page_size: int) -> tuple[GroupSpec, ...]:
+        """The groups `forward` computes on: one, in which windows are kept whole."""
+        return self.spec.groups(page_size, window_pool=False)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor:
@@ -84,7 +91,7 @@ class LoadedModel:
             logits: Tensor = self._model(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **keep
             ).logits[0]
-        assert running.ordinal == len(self.spec.calls), "a forward pass made other attention calls than at load"
+        assert running.ordinal == len(self._calls), "a forward pass made other attention calls than at load"
         return (logits if self._keeps_rows else logits[rows]).float()
 
     @torch.inference_mode()
@@ -128,11 +135,14 @@ class LoadedModel:
         check_forward(self)
 
     def _compare_with_config(self) -> None:
-        """What planning reads off the configuration must be what the model does."""
+        """What planning reads off the configuration must be what the model does, where it is run as it is planned."""
         try:
-            planned = ModelSpec.from_config(self.config).calls
+            read = ModelSpec.from_config(self.config)
         except UnsupportedModel:
             return
+        if not read.is_plain:
+            return
+        planned = read.calls
         found = tuple(
             AttentionCall(
                 kv_heads=call.kv_heads,
@@ -140,7 +150,7 @@ class LoadedModel:
                 value_dim=call.value_dim,
                 window=call.window if call.window < self.spec.context_length else 0,
             )
-            for call in self.spec.calls
+            for call in self._calls
         )
         if planned == found:
             return

@@ -1,0 +1,69 @@
+"""What decoding takes beyond the tokens that exist: the one place that knows how far a step may run ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import InvalidInput
+from quire.spec.ids import pages_for
+
+_ROW_MARGIN = 4  # tokens of a row that any step may touch beyond the context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How tokens are drafted; frozen for the life of an engine.
+
+    Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` of them at once.
+    `num_layers` draft layers keep keys and values of their own. Raises InvalidInput for a number below one, or for
+    fewer tokens to verify than a single branch is deep.
+    """
+
+    num_steps: int
+    topk: int = 1
+    num_draft_tokens: int
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(
+                    f"speculation with {name} {getattr(self, name)}: it must be at least 1.", fix=f"raise {name}."
+                )
+        if self.num_layers < 0:
+            raise InvalidInput(f"speculation with {self.num_layers} draft layers.", fix="give 0 or more.")
+
+
+def get_alloc_len_per_decode(speculation: Speculation | None, page_size: int) -> int:
+    """Tokens that one decode step of one request may write, at worst.
+
+    Without speculation 1. A tree (`topk` above 1) on pages starts each branch in the middle of a page, so a branch
+    takes whole pages: `ceil((page_size - 1 + num_steps) / page_size)` of them. Source: the report on the reserve of a
+    decode step; `page_size` is the allocator's, times the ranks that share a page in decode-context parallelism.
+    """
+    if speculation is None:
+        return 1
+    steps, topk = speculation.num_steps, speculation.topk
+    if page_size == 1 or topk == 1:
+        return max(steps * topk, speculation.num_draft_tokens)
+    branch = pages_for(page_size - 1 + steps, page_size) * page_size
+    return max(branch * topk, speculation.num_draft_tokens)
+
+
+def get_alloc_reserve_per_decode(speculation: Speculation | None, page_size: int) -> int:
+    """Tokens that a decoding request holds beyond those it has settled: two steps' worth.
+
+    The next step is launched before the last one's verification is known, so both must have room.
+    """
+    return 2 * get_alloc_len_per_decode(speculation, page_size)
+
+
+def get_req_to_token_extra_context_len(speculation: Speculation | None, page_size: int) -> int:
+    """Tokens that a request's row of pages is wider than the context, so that a step at its end stays inside.
+
+    With speculation on pages the reserve is rounded up to a whole page, so the row has room for that too.
+    """
+    extra = _ROW_MARGIN + (speculation.num_draft_tokens if speculation is not None else 0)
+    if speculation is not None and page_size > 1:
+        extra = max(extra, get_alloc_reserve_per_decode(speculation, page_size) + page_size - 1)
+    return extra

@@ -1,0 +1,207 @@
+"""Which mixer each layer has. Configurations say it in a dozen ways; this reads them all into one list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import UnsupportedModel
+from quire.spec.config_reader import ConfigReader
+
+FULL = "full"
+WINDOW = "window"
+CHUNK = "chunk"
+STATE = "state"
+PARALLEL = "parallel"
+"""Attention and a recurrence side by side, both in this layer."""
+NOTHING = "nothing"
+"""No mixer that keeps anything: an MLP or mixture of experts that counts as a layer of its own."""
+
+_KINDS: Mapping[str, str] = {
+    "full_attention": FULL,
+    "attention": FULL,
+    "global_attention": FULL,
+    "deepseek_sparse_attention": FULL,
+    "minimax_m3_sparse": FULL,
+    "sliding_attention": WINDOW,
+    "sliding_window_attention": WINDOW,
+    "chunked_attention": CHUNK,
+    "linear_attention": STATE,
+    "mamba": STATE,
+    "mamba2": STATE,
+    "recurrent": STATE,
+    "conv": STATE,
+    "short_conv": STATE,
+    "hybrid": PARALLEL,
+    "moe": NOTHING,
+    "mlp": NOTHING,
+    "dense": NOTHING,
+    "*": FULL,
+    "M": STATE,
+    "-": NOTHING,
+    "E": NOTHING,
+}
+"""What configurations call a layer, in lists and in patterns of letters."""
+
+_EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "starcoder2", "phi3", "phimoe", "ministral"})
+"""Model types where `sliding_window`, if set, holds for every layer."""
+
+_SLIDING_PERIOD: Mapping[str, int] = {
+    "gemma2": 2,
+    "vaultgemma": 2,
+    "gpt_oss": 2,
+    "gemma3_text": 6,
+    "gemma3": 6,
+    "cohere2": 4,
+    "olmo3": 4,
+}
+"""Model types where every n-th layer reads everything and the others slide, unless the configuration says otherwise."""
+
+_ALL_PARALLEL = frozenset({"falcon_h1"})
+"""Model types with a recurrence beside the attention of every layer, which no field says."""
+
+
+def layer_kinds(reader: ConfigReader) -> list[str]:
+    """The kind of each layer, in order. Raises UnsupportedModel for a list of another length or an unknown kind."""
+    for rule in (_named, _pattern, _numbered_types, _linear_lists, _indices, _blocks, _periods):
+        found = rule(reader)
+        if found is not None:
+            return found
+    count = num_layers(reader)
+    if reader.kind in _ALL_PARALLEL:
+        return [PARALLEL] * count
+    if reader.kind.startswith("llama4"):
+        return _llama4(reader, count)
+    return _sliding(reader, count)
+
+
+def num_layers(reader: ConfigReader) -> int:
+    """Decoder layers."""
+    return reader.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def _named(reader: ConfigReader) -> list[str] | None:
+    """A name per layer."""
+    names = reader.get("layers_block_type", "layer_types", "block_types")
+    if not names:
+        return None
+    if not isinstance(names, list):
+        raise reader.refusal("has layers that are not named one by one", "layer_types")
+    length = reader.size("num_hidden_layers", "n_layer", "num_layers", default=len(names))
+    if reader.has("layers_block_type"):
+        length = len(names)  # its length counts; some configurations keep an older num_hidden_layers beside it
+    reader.get("sliding_window")  # without effect where no layer slides
+    if length != len(names):
+        raise UnsupportedModel(
+            f"the configuration of {reader.architecture} names {len(names)} layer_types for {length} layers.",
+            fix="restore config.json from the original.",
+        )
+    return [_kind(reader, name, "layer_types") for name in names]
+
+
+def _kind(reader: ConfigReader, name: Any, field: str) -> str:
+    found = _KINDS.get(str(name))
+    if found is None:
+        raise reader.refusal(f"has layers of kind '{name}'", field)
+    return found
+
+
+def _pattern(reader: ConfigReader) -> list[str] | None:
+    """A letter per layer, as Nemotron-H writes it."""
+    pattern = reader.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or not pattern:
+        return None
+    return [_kind(reader, letter, "hybrid_override_pattern") for letter in pattern]
+
+
+def _numbered_types(reader: ConfigReader) -> list[str] | None:
+    """A number per layer: 1 for attention in MiniMax's list, 1 for a window in MiMo's."""
+    for field, kinds in (("attn_type_list", (STATE, FULL)), ("hybrid_layer_pattern", (FULL, WINDOW))):
+        if isinstance(reader.get(field), list):
+            numbers = reader.sequence(field, num_layers(reader))
+            if set(numbers) - {0, 1}:
+                raise reader.refusal(f"has layers of kind {max(numbers)}", field)
+            reader.get("attention_chunk_size")  # MiMo repeats its window under this name
+            return [kinds[number] for number in numbers]
+    return None
+
+
+def _linear_lists(reader: ConfigReader) -> list[str] | None:
+    """Kimi-Linear's lists of layer numbers, counted from 1."""
+    lists = reader.get("linear_attn_config")
+    if not isinstance(lists, Mapping) or "full_attn_layers" not in lists:
+        return None
+    full, linear = set(lists["full_attn_layers"]), set(lists.get("kda_layers") or ())
+    count = num_layers(reader)
+    if full & linear or full | linear != set(range(1, count + 1)):
+        raise reader.refusal("names layers twice, or not all of them", "linear_attn_config")
+    return [FULL if layer in full else STATE for layer in range(1, count + 1)]
+
+
+def _indices(reader: ConfigReader) -> list[str] | None:
+    """The numbers of the layers with attention, the others being recurrent."""
+    for field in ("attn_layer_indices", "full_attn_idxs"):
+        found = reader.get(field)
+        if isinstance(found, list):
+            return [FULL if layer in found else STATE for layer in range(num_layers(reader))]
+    return None
+
+
+def _blocks(reader: ConfigReader) -> list[str] | None:
+    """A description per layer, as architecture search writes it: some layers have lost their attention."""
+    if reader.get("block_configs") is None:
+        return None
+    kinds: list[str] = []
+    for block in reader.sequence("block_configs", num_layers(reader)):
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if not isinstance(attention, Mapping):
+            raise reader.missing("block_configs[].attention")
+        if attention.get("sparsify") or attention.get("window_length"):
+            raise reader.refusal("has blocks with sparse or windowed attention", "block_configs")
+        dropped = attention.get("no_op") or attention.get("replace_with_linear")
+        kinds.append(NOTHING if dropped else FULL)
+    return kinds
+
+
+def _periods(reader: ConfigReader) -> list[str] | None:
+    """Every n-th layer attends and the others are recurrent."""
+    period, offset = reader.get("attn_layer_period"), reader.get("attn_layer_offset", default=0)
+    if isinstance(period, int) and period > 0:
+        return [FULL if layer % period == offset else STATE for layer in range(num_layers(reader))]
+    interval = reader.get("full_attention_interval")
+    if isinstance(interval, int) and interval > 0:
+        return [STATE if (layer + 1) % interval else FULL for layer in range(num_layers(reader))]
+    return None
+
+
+def _llama4(reader: ConfigReader, count: int) -> list[str]:
+    """Layers with rotary positions attend within chunks, the others to everything; by default every fourth."""
+    reader.get("attention_chunk_size")
+    ropes = reader.get("no_rope_layers") or [
+        int((layer + 1) % reader.size("no_rope_layer_interval", default=4) != 0) for layer in range(count)
+    ]
+    if len(ropes) != count:
+        raise reader.refusal(f"names {len(ropes)} no_rope_layers for {count} layers", "no_rope_layers")
+    return [CHUNK if rope else FULL for rope in ropes]
+
+
+def _sliding(reader: ConfigReader, count: int) -> list[str]:
+    """Configurations older than `layer_types`: one window, and a convention that says where it holds."""
+    window = int(reader.get("sliding_window", "attention_window_size", default=0) or 0)
+    if not window:
+        return [FULL] * count
+    if reader.kind.startswith("qwen") or "use_sliding_window" in reader.text:
+        if not reader.get("use_sliding_window", default=False):
+            return [FULL] * count
+        if reader.kind == "qwen3_moe":  # it has no per-layer rule
+            return [WINDOW] * count
+        first = reader.get("max_window_layers")
+        if not isinstance(first, int):
+            raise reader.missing("max_window_layers")
+        return [WINDOW if layer >= first else FULL for layer in range(count)]
+    period = reader.get("sliding_window_pattern", "_sliding_window_pattern") or _SLIDING_PERIOD.get(reader.kind)
+    if isinstance(period, int) and period > 0:
+        return [WINDOW if (layer + 1) % period else FULL for layer in range(count)]
+    if reader.kind in _EVERY_LAYER_SLIDES:
+        return [WINDOW] * count
+    raise reader.refusal(f"has a sliding window of {window} without 'layer_types' that say where", "sliding_window")

@@ -1,0 +1,129 @@
+"""Recurrent layers: Mamba 1 and 2, gated delta net, Kimi delta attention, lightning attention, short convolutions.
+
+Shapes follow the layers' definitions: a convolution of kernel k needs the last k - 1 inputs of its channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.spec.config_reader import ConfigReader
+from quire.spec.layers import StateCall
+from quire.spec.layout import DType
+
+
+def read(config: ConfigReader, state_dtype: DType | None) -> StateCall:
+    """What one recurrent layer of this model keeps. Raises UnsupportedModel where no known recurrence is described.
+
+    The recurrence's element type is `state_dtype`, else the configuration's, else float32.
+    """
+    dtype = state_dtype or config.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=DType.FLOAT32)
+    for rule in (_delta_net, _kimi_delta, _mamba2, _mamba1, _short_conv, _linear_recurrent_unit, _lightning):
+        found = rule(config, dtype)
+        if found is not None:
+            return found
+    raise config.missing(
+        "mamba_num_heads", "linear_num_value_heads", "linear_attn_config", "mamba_d_state", "conv_L_cache"
+    )
+
+
+def _delta_net(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """Gated delta net: queries and keys per key head, values per value head, a matrix per value head."""
+    if not config.has("linear_num_value_heads"):
+        return None
+    key_dim, value_dim = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
+    value_heads = config.size("linear_num_value_heads")
+    return StateCall(
+        kernel=config.size("linear_conv_kernel_dim"),
+        channels=value_heads * value_dim,
+        groups=config.size("linear_num_key_heads"),
+        group_channels=2 * key_dim,
+        heads=value_heads,
+        matrix=(key_dim, value_dim),
+        state_dtype=dtype,
+    )
+
+
+def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """Kimi delta attention: a convolution each for queries, keys and values."""
+    nested = config.get("linear_attn_config")
+    source = nested if isinstance(nested, Mapping) else config.text
+    names = ("num_heads", "head_dim", "short_conv_kernel_size")
+    if source is config.text:
+        names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    heads, dim, kernel = (source.get(name) for name in names)
+    if not heads:
+        return None
+    if not isinstance(heads, int) or not isinstance(dim, int) or not isinstance(kernel, int):
+        raise config.missing(*(f"linear_attn_config.{name}" for name in names))
+    for name in names:
+        config.get(name)
+    return StateCall(kernel=kernel, channels=3 * heads * dim, heads=heads, matrix=(dim, dim), state_dtype=dtype)
+
+
+def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """Mamba 2: B and C per group beside the inner channels, a matrix per head."""
+    heads = config.size("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", default=0)
+    if not heads and config.kind == "mamba2":
+        heads = config.size("num_heads")
+    if not heads:
+        return None
+    inner = config.size("mamba_d_ssm", default=0) or int(
+        config.get("mamba_expand", "expand", default=2) * config.size("hidden_size")
+    )
+    head_dim = config.size("mamba_head_dim", "mamba_d_head", "mamba_headdim", default=0)
+    if not head_dim:
+        head_dim = config.size("head_dim") if config.kind == "mamba2" else inner // heads
+    state_size = config.size("ssm_state_size", "mamba_d_state", "state_size")
+    return StateCall(
+        kernel=config.size("mamba_d_conv", "conv_kernel"),
+        channels=heads * head_dim,
+        groups=config.size("n_groups", "mamba_n_groups", "mamba_ngroups"),
+        group_channels=2 * state_size,
+        heads=heads,
+        matrix=(head_dim, state_size),
+        state_dtype=dtype,
+    )
+
+
+def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """Mamba 1: every inner channel is a head of its own."""
+    if not config.has("mamba_d_state", "state_size"):
+        return None
+    hidden = config.size("hidden_size", "d_model")
+    inner = int(config.get("mamba_expand", "expand", default=2) * hidden)
+    if config.kind in ("mamba", "falcon_mamba"):
+        inner = config.size("intermediate_size", default=inner)
+    return StateCall(
+        kernel=config.size("mamba_d_conv", "conv_kernel"),
+        channels=inner,
+        heads=inner,
+        matrix=(config.size("mamba_d_state", "state_size"),),
+        state_dtype=dtype,
+    )
+
+
+def _short_conv(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """A gated short convolution over the hidden channels and nothing else."""
+    if not config.has("conv_L_cache"):
+        return None
+    return StateCall(kernel=config.size("conv_L_cache"), channels=config.size("hidden_size"))
+
+
+def _linear_recurrent_unit(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """RecurrentGemma: one number per channel of the recurrence, and a convolution before it."""
+    if not config.has("lru_width"):
+        return None
+    width = config.size("lru_width")
+    return StateCall(
+        kernel=config.size("conv1d_width", default=4), channels=width, heads=width, matrix=(1,), state_dtype=dtype
+    )
+
+
+def _lightning(config: ConfigReader, dtype: DType) -> StateCall | None:
+    """Lightning attention: a square matrix per head, without a convolution."""
+    if not config.kind.startswith("minimax"):
+        return None
+    heads = config.size("num_attention_heads")
+    dim = config.size("head_dim", default=config.size("hidden_size") // heads)
+    return StateCall(heads=heads, matrix=(dim, dim), state_dtype=dtype)

@@ -1,0 +1,277 @@
+"""What one layer keeps of the tokens it has seen, as data: heads, latents, states. A kind lists the parts of a frame.
+
+A part is one array of one layer, with the group it belongs to and how it is stored. Price, pools and fingerprints all
+come from parts; nothing else in Quire multiplies heads by dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from quire.errors import InvalidInput
+from quire.spec.group import ReachSpec
+from quire.spec.kv_format import KVFormat
+from quire.spec.layout import PER_PAGE, DType
+
+FULL_GROUP = "full"
+WINDOW_GROUP = "window"
+INDEXER_GROUP = "indexer"
+STATE_GROUP = "state"
+
+_FULL = ReachSpec()
+_STATE = ReachSpec("state")
+_LATENT_BLOCK = 128  # numbers of a latent, or of an indexer's key, that share one float32 scale
+_COMPRESSED_BLOCK = 64  # numbers of a compressed latent that share one scale byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One array of one layer: `shape` per entry, one entry per `per` tokens."""
+
+    group: str
+    reach: ReachSpec
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    per: int = 1
+
+
+class Call(Protocol):
+    """One attention, latent or recurrent call of a forward pass, with what it keeps."""
+
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+        """The arrays it keeps on this rank. Raises InvalidInput where the format does not fit its widths."""
+
+    def on_rank(self, tp: int) -> Call:
+        """The share of one of `tp` tensor-parallel ranks. Raises InvalidInput where it cannot be split."""
+
+
+def split_heads(heads: int, tp: int, what: str) -> int:
+    """Heads on one rank: an equal share, or one, held by several ranks, where there are fewer heads than ranks.
+
+    Raises InvalidInput where neither divides the other.
+    """
+    if heads % tp == 0:
+        return heads // tp
+    if tp % heads == 0:
+        return 1
+    raise InvalidInput(
+        f"{heads} {what} cannot be split over {tp} ranks.",
+        fix=f"use a tensor parallelism that divides {heads} or is a multiple of it.",
+    )
+
+
+def formatted(
+    name: str, shape: tuple[int, ...], kv_format: KVFormat, *, group: str, reach: ReachSpec, per: int = 1
+) -> tuple[Part, ...]:
+    """The parts of vectors `shape` stored as `kv_format`: the numbers, and their scales where it has them."""
+    *outer, width = shape
+    stored = (*outer, kv_format.stored_width(width))
+    parts = [Part(group=group, reach=reach, name=name, shape=stored, dtype=kv_format.storage, per=per)]
+    if kv_format.scale is not None:
+        scales = (*outer, kv_format.scale_width(width))
+        parts.append(Part(group=group, reach=reach, name=f"{name}_scale", shape=scales, dtype=kv_format.scale, per=per))
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """Attention over keys and values per head.
+
+    `window` w > 0: a query at position p reads keys `p - w < k <= p`; `chunked`: it reads those of its own chunk of w
+    tokens instead. `index_dim` > 0: an indexer selects blocks by one key of that width per token.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+    chunked: bool = False
+    index_dim: int = 0
+
+    @property
+    def reach(self) -> ReachSpec:
+        """Which tokens a resuming request still reads."""
+        return ReachSpec("chunk" if self.chunked else "window", self.window) if self.window else _FULL
+
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+        """Fields "k" and "v", with scales where the format has them, and "index_k" in the model's dtype."""
+        group = WINDOW_GROUP if self.window else FULL_GROUP
+        keys = formatted("k", (self.kv_heads, self.key_dim), kv_format, group=group, reach=self.reach)
+        values = formatted("v", (self.kv_heads, self.value_dim), kv_format, group=group, reach=self.reach)
+        if not self.index_dim:
+            return keys + values
+        index = Part(group=INDEXER_GROUP, reach=_FULL, name="index_k", shape=(self.index_dim,), dtype=model_dtype)
+        return (*keys, *values, index)
+
+    def on_rank(self, tp: int) -> AttentionCall:
+        """KV heads are split; the indexer's one key is held by every rank."""
+        return replace(self, kv_heads=split_heads(self.kv_heads, tp, "KV heads"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentCall:
+    """Multi-head latent attention (MLA): one latent of `rank` numbers and one rotary key per token, for all heads.
+
+    `sparse`: attention reads the tokens that an indexer selects (DSA, NSA). `index_dim` > 0: this layer owns an
+    indexer; a sparse layer without one uses another layer's selection.
+    """
+
+    rank: int
+    rope_dim: int
+    sparse: bool = False
+    index_dim: int = 0
+
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+        """Fields "latent" and "rope"; an indexer's keys are FP8 with one float32 scale per 128, whatever the format.
+
+        FP8 of sparse attention keeps the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
+        656 bytes for 512 + 64, as the field's sparse kernels read it.
+        """
+        if self.sparse and kv_format.bits == 8:
+            row = (
+                *_scaled_fp8("latent", self.rank, FULL_GROUP),
+                Part(group=FULL_GROUP, reach=_FULL, name="rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),
+            )
+        else:
+            row = (
+                *formatted("latent", (self.rank,), kv_format, group=FULL_GROUP, reach=_FULL),
+                *formatted("rope", (self.rope_dim,), kv_format, group=FULL_GROUP, reach=_FULL),
+            )
+        return row + (_scaled_fp8("index_k", self.index_dim, INDEXER_GROUP) if self.index_dim else ())
+
+    def on_rank(self, tp: int) -> LatentCall:
+        """Every rank holds the whole latent: all heads read it."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCall:
+    """A recurrent layer (Mamba, gated delta net, short convolution): a state of fixed size, whatever the length.
+
+    The convolution holds the last `kernel - 1` inputs of `channels` channels, which are split over ranks, and of
+    `groups` further bundles of `group_channels`, which are split by bundle and never within one. The recurrence holds
+    `heads` arrays of shape `matrix`, split by head.
+    """
+
+    kernel: int = 0
+    channels: int = 0
+    groups: int = 0
+    group_channels: int = 0
+    heads: int = 0
+    matrix: tuple[int, ...] = ()
+    state_dtype: DType = DType.FLOAT32
+
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+        """Fields "conv" in the model's dtype and "ssm" in `state_dtype`, one entry per page; never quantised."""
+        found: list[Part] = []
+        if self.kernel > 1:
+            shape = (self.channels + self.groups * self.group_channels, self.kernel - 1)
+            found.append(_state_part("conv", shape, model_dtype))
+        if self.heads:
+            found.append(_state_part("ssm", (self.heads, *self.matrix), self.state_dtype))
+        return tuple(found)
+
+    def on_rank(self, tp: int) -> StateCall:
+        """Channels, bundles and heads are split."""
+        if self.channels % tp:
+            raise InvalidInput(
+                f"{self.channels} convolution channels cannot be split over {tp} ranks.",
+                fix=f"use a tensor parallelism that divides {self.channels}.",
+            )
+        return replace(
+            self,
+            channels=self.channels // tp,
+            groups=split_heads(self.groups, tp, "convolution groups") if self.groups else 0,
+            heads=split_heads(self.heads, tp, "state heads") if self.heads else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedCall:
+    """Compressed attention (DeepSeek-V4): raw latents of a window, and one compressed latent per `ratio` tokens.
+
+    `ratio` 0: the window only. The compressor keeps a ring of the inputs it has not folded yet, for tokens in the
+    window; with overlapping blocks (`overlap`) twice as many, of twice the width. `index_dim` > 0: an indexer selects
+    among the compressed entries.
+    """
+
+    nope_dim: int
+    rope_dim: int
+    window: int
+    ratio: int = 0
+    overlap: bool = False
+    index_dim: int = 0
+
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+        """Window fields "latent", "rope" and the compressor's float32 rings; full fields with one entry per `ratio`."""
+        reach = ReachSpec("window", self.window)
+        found = list(self._row("", kv_format, WINDOW_GROUP, reach, 1))
+        if self.ratio:
+            found += self._row("compressed_", kv_format, FULL_GROUP, _FULL, self.ratio)
+            found.append(self._ring("compressor", self.nope_dim + self.rope_dim, reach))
+        if self.index_dim:
+            found += _scaled_fp8("index_k", self.index_dim, INDEXER_GROUP, self.ratio)
+            found.append(self._ring("index_compressor", self.index_dim, reach))
+        return tuple(found)
+
+    def _row(self, prefix: str, kv_format: KVFormat, group: str, reach: ReachSpec, per: int) -> tuple[Part, ...]:
+        """One latent row. FP8: 448 + 8 scale bytes (one per 64, rounded up to 8) + a bfloat16 rotary key = 584."""
+        if kv_format.bits == 8:
+            scales = -(-(self.nope_dim // _COMPRESSED_BLOCK) // 8) * 8
+            return (
+                Part(
+                    group=group,
+                    reach=reach,
+                    name=f"{prefix}latent",
+                    shape=(self.nope_dim,),
+                    dtype=DType.FLOAT8_E4M3,
+                    per=per,
+                ),
+                Part(
+                    group=group, reach=reach, name=f"{prefix}latent_scale", shape=(scales,), dtype=DType.UINT8, per=per
+                ),
+                Part(
+                    group=group,
+                    reach=reach,
+                    name=f"{prefix}rope",
+                    shape=(self.rope_dim,),
+                    dtype=DType.BFLOAT16,
+                    per=per,
+                ),
+            )
+        return (
+            *formatted(f"{prefix}latent", (self.nope_dim,), kv_format, group=group, reach=reach, per=per),
+            *formatted(f"{prefix}rope", (self.rope_dim,), kv_format, group=group, reach=reach, per=per),
+        )
+
+    def _ring(self, name: str, width: int, reach: ReachSpec) -> Part:
+        """A value and a score per input, `ring` of them for every `window` tokens: one per `window / ring` tokens."""
+        blocks = 2 if self.overlap else 1
+        ring = blocks * self.ratio
+        return Part(
+            group=WINDOW_GROUP,
+            reach=reach,
+            name=name,
+            shape=(2 * blocks * width,),
+            dtype=DType.FLOAT32,
+            per=max(1, self.window // ring),
+        )
+
+    def on_rank(self, tp: int) -> CompressedCall:
+        """Every rank holds the whole latent: all heads read it."""
+        return self
+
+
+def _state_part(name: str, shape: tuple[int, ...], dtype: DType) -> Part:
+    return Part(group=STATE_GROUP, reach=_STATE, name=name, shape=shape, dtype=dtype, per=PER_PAGE)
+
+
+def _scaled_fp8(name: str, width: int, group: str, per: int = 1) -> tuple[Part, ...]:
+    """FP8 numbers with one float32 scale per 128."""
+    scales = -(-width // _LATENT_BLOCK)
+    return (
+        Part(group=group, reach=_FULL, name=name, shape=(width,), dtype=DType.FLOAT8_E4M3, per=per),
+        Part(group=group, reach=_FULL, name=f"{name}_scale", shape=(scales,), dtype=DType.FLOAT32, per=per),
+    )
