@@ -85,8 +85,8 @@ def _frames(cache: KVCache) -> Iterator[str]:
             yield f"group '{name}': page {page} is {state} and its frame is {int(column[page])}"
         if not allocator.is_out(bound).all():
             yield f"group '{name}': a bound frame is free"
-        if allocator.num_free_pages + len(bound) != cache.plan.num_pages:
-            free, total = allocator.num_free_pages, cache.plan.num_pages
+        free, total = allocator.num_free_pages, cache.plan.frames_of(group)
+        if free + len(bound) != total:
             yield f"group '{name}': {free} free + {len(bound)} bound != {total} frames"
 
 

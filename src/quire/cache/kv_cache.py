@@ -77,12 +77,14 @@ class KVCache:
             plan.page_size, eviction_policy(eviction), emit=emit, identity=_identity(plan, model_identity)
         )
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
-        self.pages = _allocator(plan, "pages")
-        self.frame_allocators = tuple(_allocator(plan, group.name) for group in plan.groups)
+        self.pages = _allocator(plan, plan.num_pages, "pages")
+        self.frame_allocators = tuple(
+            _allocator(plan, plan.frames_of(index), group.name) for index, group in enumerate(plan.groups)
+        )
         self._reaches = tuple(reach_of(group.reach) for group in plan.groups)
         self._fences = Fences()
         self._free_rows = list(range(plan.max_requests - 1, -1, -1))
-        self._rows = np.zeros((plan.max_requests, pages_for(plan.context, plan.page_size)), dtype=np.int32)
+        self._rows = np.zeros((plan.max_requests, plan.pages_per_row), dtype=np.int32)
         self._allocated = np.zeros(plan.max_requests, dtype=np.int64)
         self._committed = np.zeros(plan.max_requests, dtype=np.int64)
         self._live: dict[int, RequestKV] = {}
@@ -309,14 +311,14 @@ class KVCache:
         cached, moving = self.tree.num_pages, sum(len(retired.pages) for retired in self.retired)
         frames = {
             group.name: FrameCounts(
-                total=self.plan.num_pages,
+                total=self.plan.frames_of(index),
                 free=allocator.num_free_pages,
-                private=self.plan.num_pages - allocator.num_free_pages - cached - moving,
+                private=self.plan.frames_of(index) - allocator.num_free_pages - cached - moving,
                 cached=cached,
                 moving=moving,
                 quarantined=0,
             )
-            for group, allocator in zip(self.plan.groups, self.frame_allocators, strict=True)
+            for index, (group, allocator) in enumerate(zip(self.plan.groups, self.frame_allocators, strict=True))
         }
         return CacheStatistics(
             prompt_tokens=self._prompt_tokens,
@@ -407,7 +409,7 @@ def _identity(plan: MemoryPlan, model: bytes) -> bytes:
     return hashlib.sha256(len(model).to_bytes(8, "little") + model + layouts.encode()).digest()
 
 
-def _allocator(plan: MemoryPlan, name: str) -> BaseTokenToKVPoolAllocator:
+def _allocator(plan: MemoryPlan, num_ids: int, name: str) -> BaseTokenToKVPoolAllocator:
     if plan.page_size == 1:
-        return TokenToKVPoolAllocator(plan.num_pages, name=name)
-    return PagedTokenToKVPoolAllocator(plan.num_tokens, plan.page_size, name=name)
+        return TokenToKVPoolAllocator(num_ids, name=name)
+    return PagedTokenToKVPoolAllocator(num_ids * plan.page_size, plan.page_size, name=name)

@@ -10,6 +10,7 @@ from quire import __version__
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
+from quire.cli.plan import plan
 from quire.cli.serve import serve
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(plan)
 app.command()(demo)
 app.command()(doctor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ def reported(*, as_json: bool, debug: bool = False) -> Iterator[None]:
         yield
     except typer.Exit:
         raise
+    except BrokenPipeError:  # whoever read our output has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
+        raise typer.Exit(0) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except Exception as error:

@@ -8,9 +8,10 @@ import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from quire.cli.options import (
     DebugOption,
@@ -131,7 +132,7 @@ def serve(
 def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
     """What the server resolved its settings to."""
     statistics = running.engine.start_statistics
-    page_size, num_pages = statistics["page_size"], statistics["num_pages"]
+    plan = statistics["plan"]
     return {
         "url": running.url,
         "model": running.model_name,
@@ -139,9 +140,9 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "dtype": statistics["dtype"],
         "device": statistics["device"],
         "kv_bytes": statistics["kv_bytes"],
-        "num_pages": num_pages,
-        "page_size": page_size,
-        "tokens_that_fit": num_pages * page_size,
+        "num_pages": statistics["num_pages"],
+        "page_size": statistics["page_size"],
+        "tokens_that_fit": plan["max_total_num_tokens"],
         "bytes_per_token": statistics["bytes_per_token"],
         "context": statistics["context"],
         "largest_request": statistics["largest_request"],
@@ -149,27 +150,25 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "policy": config.policy,
         "eviction": config.eviction,
         "prefix_caching": config.enable_prefix_caching,
+        "plan": plan,
     }
 
 
 def _panel(summary: dict[str, Any]) -> Panel:
-    from quire.plan.budget import format_bytes
+    from quire.cli.plan_table import ledger_table, summary_table
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
     table.add_row("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})")
-    table.add_row(
-        "KV pools",
-        f"{format_bytes(summary['kv_bytes'])}: {summary['num_pages']:,} pages of {summary['page_size']} tokens",
-    )
-    table.add_row(
-        "Fits", f"{summary['tokens_that_fit']:,} tokens ({format_bytes(round(summary['bytes_per_token']))} for each)"
-    )
-    table.add_row(
-        "Largest request", f"{summary['largest_request']:,} tokens (the model's context is {summary['context']:,})"
-    )
-    sharing = f"prefixes from {summary['page_size']} tokens on" if summary["prefix_caching"] else "off"
+    sharing = "on" if summary["prefix_caching"] else "off"
     table.add_row("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}")
     table.add_row("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)")
-    return Panel(table, title="[bold]Quire is ready[/bold]", title_align="left", border_style="green", expand=False)
+    plan = summary["plan"]
+    return Panel(
+        Group(ledger_table(plan), Text(""), summary_table(plan), table),
+        title="[bold]Quire is ready[/bold]",
+        title_align="left",
+        border_style="green",
+        expand=False,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from quire.engine.sampler import Sampler
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
-from quire.plan.budget import MemoryPlan, plan_memory
+from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.report import plan_as_dict
 from quire.scheduler.batch import Batch
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
@@ -48,7 +49,9 @@ class EngineCore:
             model = load_model(config.model, dtype=config.dtype, device=self.device, max_length=config.max_model_len)
         self.model = model
         self._set_threads()
-        self.plan = self._plan()
+        self.capacity = self._plan()
+        self.plan = self.capacity.memory
+        self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.cache = KVCache(
             self.plan,
@@ -169,6 +172,7 @@ class EngineCore:
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
             "kv_bytes": self.plan.pool_bytes,
+            "plan": self._plan_data,
             "weight_bytes": self.model.weight_bytes,
             "bytes_per_token": self.plan.bytes_per_page / self.plan.page_size,
             "largest_request": self.plan.largest_request,
@@ -224,19 +228,22 @@ class EngineCore:
         elif self.device.type == "cpu" and self.model.num_parameters < _SMALL_MODEL:
             torch.set_num_threads(1)
 
-    def _plan(self) -> MemoryPlan:
+    def _plan(self) -> Plan:
         spec, config = self.model.spec, self.config
-        context = min(config.max_model_len or spec.context_length, spec.context_length)
-        if config.max_model_len is not None and config.max_model_len > spec.context_length:
-            raise InvalidInput(
-                f"max_model_len {config.max_model_len:,} is beyond the model's context of "
-                f"{spec.context_length:,} tokens.",
-                fix=f"set it to at most {spec.context_length:,}.",
-            )
-        kv_bytes = config.kv_memory if config.kv_memory is not None else self._free_bytes()
-        return plan_memory(
-            self.model.groups(config.page_size), kv_bytes=kv_bytes, context=context, max_requests=config.max_running_requests
+        settings = PlanSettings(
+            page_size=config.page_size,
+            context=config.max_model_len,
+            chunk=config.max_num_batched_tokens,
+            shares=config.enable_prefix_caching,
+            max_requests=config.max_running_requests,
+            window_pool=False,  # the runner computes on one group, in which windows are kept whole
         )
+        if config.kv_memory is not None:
+            return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
+        plan = make_plan(spec, replace(settings, kv_memory=self._free_bytes()))
+        # Nobody asked for these bytes, so no more are taken than all requests at their longest can use.
+        useful = plan.bytes_for(config.max_running_requests * plan.context)
+        return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))
 
     def _free_bytes(self) -> int:
         """The KV budget when none is given: a share of what is free now."""

@@ -16,6 +16,8 @@ from quire.engine.messages import prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
 from quire.errors import InvalidInput, QuireError
 from quire.models.tokenizer import Tokenizer, load_tokenizer
+from quire.plan.planner import Plan
+from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -28,13 +30,16 @@ class LLM:
         [output] = llm.generate("Tell me of Bath.", SamplingParams(temperature=0, max_tokens=32))
         print(output.outputs[0].text, output.num_cached_tokens)
 
-    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. Raises QuireError where
+    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. The plan it runs on is
+    printed on standard error, unless `show_plan` is off. Raises QuireError where
     the model cannot be loaded, the pools do not fit, or a prompt can never run.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
         self.config: EngineConfig = engine_config(model=model if model is not None else str(BUNDLED_MODEL), **settings)
         self.engine = EngineCore(self.config)
+        if show_plan:
+            Console(stderr=True, highlight=False).print(summary_line(self.plan), style="dim", soft_wrap=True)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(self.config.tokenizer or self.config.model)
@@ -78,6 +83,11 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, **options)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the pools are built from and prompts are admitted by."""
+        return self.engine.capacity
 
     def statistics(self) -> dict[str, Any]:
         """The engine's counters and gauges: hit tokens, evictions, preemptions, frames by state, and more."""

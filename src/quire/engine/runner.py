@@ -53,7 +53,10 @@ class ModelRunner:
         self._cache = cache
         self._sampler = sampler
         self._device = device
-        self.pools = tuple(Pool(group.layout, cache.plan.num_pages, device=device) for group in cache.plan.groups)
+        self.pools = tuple(
+            Pool(group.layout, cache.plan.frames_of(index), device=device)
+            for index, group in enumerate(cache.plan.groups)
+        )
         built = sum(pool.num_bytes for pool in self.pools)
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
 

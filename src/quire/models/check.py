@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.errors import ModelCheckFailed
 from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool
+from quire.spec.group import GroupSpec
 from quire.spec.ids import pages_for
 from quire.spec.layout import DType
-from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
 
 _PAGE_SIZE = 4

@@ -1,4 +1,4 @@
-"""From a byte budget to page counts, and from a request to the pages it needs. Limits and admission are one code."""
+"""Sizes in text, and MemoryPlan: what pools are built from and requests admitted by. Limits and admission are one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from quire.errors import ContextTooLong, InvalidInput, PlanError, RequestTooLarge
+from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
+from quire.plan.reserve import Speculation, get_alloc_len_per_decode, get_req_to_token_extra_context_len
 from quire.spec.group import GroupSpec
 from quire.spec.ids import pages_for
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOKENS = re.compile(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?)\s*([kKmM]?)\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -42,18 +44,36 @@ def format_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def _round_up(size: int) -> str:
+def parse_tokens(text: str | int) -> int:
+    """Tokens of a count such as `32768`, `32k` (32,768) or `1m` (1,048,576). Raises InvalidInput for anything else."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        count = text
+    else:
+        found = _TOKENS.fullmatch(str(text))
+        if not found:
+            raise InvalidInput(f"'{text}' is not a number of tokens.", fix="write a number such as 32768 or 32k.")
+        count = int(Fraction(found[1].replace(",", "")) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()])
+    if count <= 0:
+        raise InvalidInput(f"a number of tokens must be above zero, got '{text}'.", fix="write a number such as 32k.")
+    return count
+
+
+def round_up_bytes(size: int) -> str:
     """`size` or a little more, in a whole number of KiB or MiB, to be given back to `parse_bytes`."""
     unit, name = (2**20, "MiB") if size >= 16 * 2**20 else (2**10, "KiB")
     return f"{-(-size // unit)} {name}"
+
+
+_BYTES_PER_PAGE_ID = 4  # int32, on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """What the pools are built from and what requests are admitted by: one object, so that they cannot disagree.
 
-    Every group has `num_pages` frames and one more, frame 0, the padding sink, which is in `pool_bytes` too. `context`
-    is the longest sequence in tokens, prompt and output together.
+    `num_pages` is how many pages of tokens there are; the group at index i has `frames[i]` frames, `num_pages` where
+    `frames` is empty, and one more, frame 0, the padding sink, which is in `pool_bytes` too. `context` is the longest
+    sequence in tokens, prompt and output together. `speculation` None: one token per request and step.
     """
 
     page_size: int
@@ -61,6 +81,12 @@ class MemoryPlan:
     num_pages: int
     context: int
     max_requests: int
+    frames: tuple[int, ...] = ()
+    speculation: Speculation | None = None
+
+    def frames_of(self, group: int) -> int:
+        """Frames of the group at that index, without the padding frame."""
+        return self.frames[group] if self.frames else self.num_pages
 
     @property
     def bytes_per_page(self) -> int:
@@ -70,12 +96,31 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools' tensors."""
-        return (self.num_pages + 1) * self.bytes_per_page
+        return sum(
+            (self.frames_of(index) + 1) * group.layout.bytes_per_frame for index, group in enumerate(self.groups)
+        )
 
     @property
     def num_tokens(self) -> int:
         """Tokens that fit at once."""
         return self.num_pages * self.page_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a decoding request may write in one step."""
+        return get_alloc_len_per_decode(self.speculation, self.page_size)
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages that a request's row has room for: its context, and how far a step may run past it."""
+        return pages_for(
+            self.context + get_req_to_token_extra_context_len(self.speculation, self.page_size), self.page_size
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the host table of all requests' pages."""
+        return self.max_requests * self.pages_per_row * _BYTES_PER_PAGE_ID
 
     @property
     def largest_request(self) -> int:
@@ -126,24 +171,3 @@ class MemoryPlan:
         if max_tokens < limit:
             return f"shorten the prompt to at most {limit - max_tokens:,} tokens"
         return f"shorten the prompt to at most {limit - 1:,} tokens and lower max_tokens to 1"
-
-
-def plan_memory(groups: tuple[GroupSpec, ...], *, kv_bytes: int, context: int, max_requests: int) -> MemoryPlan:
-    """Split `kv_bytes` into frames: `num_pages = kv_bytes // bytes_per_page - 1`, the one being the padding frame.
-
-    Pages beyond what `max_requests` of `context` tokens can use are not planned. Raises PlanError where not even one
-    page fits.
-    """
-    page_size = groups[0].layout.page_size
-    per_page = sum(group.layout.bytes_per_frame for group in groups)
-    useful = max_requests * pages_for(context, page_size)
-    num_pages = min(kv_bytes // per_page - 1, useful)
-    if num_pages < 1:
-        raise PlanError(
-            f"{format_bytes(kv_bytes)} of KV memory holds no page: one page of {page_size} tokens takes "
-            f"{format_bytes(per_page)}, and one more is the padding page.",
-            fix=f"give at least {_round_up(2 * per_page)} (2 pages), or lower the page size.",
-        )
-    return MemoryPlan(
-        page_size=page_size, groups=groups, num_pages=num_pages, context=context, max_requests=max_requests
-    )

@@ -37,14 +37,15 @@ class Speculation:
 def get_alloc_len_per_decode(speculation: Speculation | None, page_size: int) -> int:
     """Tokens that one decode step of one request may write, at worst.
 
-    Without speculation 1. A tree (`topk` above 1) on pages starts each branch in the middle of a page, so a branch
-    takes whole pages: `ceil((page_size - 1 + num_steps) / page_size)` of them. Source: the report on the reserve of a
-    decode step; `page_size` is the allocator's, times the ranks that share a page in decode-context parallelism.
+    Without speculation 1. Draft layers that follow a tree (`topk` above 1) on pages start each branch in the middle of
+    a page, so a branch takes whole pages: `ceil((page_size - 1 + num_steps) / page_size)` of them; drafts that write
+    nothing, from n-grams say, do not. Source: the report on the reserve of a decode step. `page_size` is the
+    allocator's, times the ranks that share a page in decode-context parallelism.
     """
     if speculation is None:
         return 1
     steps, topk = speculation.num_steps, speculation.topk
-    if page_size == 1 or topk == 1:
+    if page_size == 1 or topk == 1 or not speculation.num_layers:
         return max(steps * topk, speculation.num_draft_tokens)
     branch = pages_for(page_size - 1 + steps, page_size) * page_size
     return max(branch * topk, speculation.num_draft_tokens)

@@ -210,15 +210,15 @@ class Scheduler:
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
-        size = self._cache.page_size
-        needed = self._cache.plan.pages_of(request.num_tokens + 1) - hit.num_pages
+        plan, size = self._cache.plan, self._cache.page_size
+        needed = plan.pages_of(request.num_tokens + plan.tokens_per_step) - hit.num_pages
         promised = sum(
             pages_for(other.num_known, size) - pages_for(self._cache.allocated(other.kv), size)
             for other in self._running
             if other.kv is not None
         )
         available = self._cache.num_available_pages - hit.num_pinned - promised
-        headroom = len(self._running)
+        headroom = len(self._running) * pages_for(plan.tokens_per_step, size)
         if needed + headroom <= available:
             return True
         request.wait_reason = (

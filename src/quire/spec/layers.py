@@ -192,9 +192,9 @@ class StateCall:
 class CompressedCall:
     """Compressed attention (DeepSeek-V4): raw latents of a window, and one compressed latent per `ratio` tokens.
 
-    `ratio` 0: the window only. The compressor keeps a ring of the inputs it has not folded yet, for tokens in the
-    window; with overlapping blocks (`overlap`) twice as many, of twice the width. `index_dim` > 0: an indexer selects
-    among the compressed entries.
+    `ratio` 0: the window only. The compressor keeps a ring of the inputs it has not folded yet, once per page of the
+    window so that the page can be resumed; with overlapping blocks (`overlap`) twice as many, of twice the width.
+    `index_dim` > 0: an indexer selects among the compressed entries.
     """
 
     nope_dim: int
@@ -247,17 +247,10 @@ class CompressedCall:
         )
 
     def _ring(self, name: str, width: int, reach: ReachSpec) -> Part:
-        """A value and a score per input, `ring` of them for every `window` tokens: one per `window / ring` tokens."""
+        """A value and a score per input not folded yet, as they are at the end of the page."""
         blocks = 2 if self.overlap else 1
-        ring = blocks * self.ratio
-        return Part(
-            group=WINDOW_GROUP,
-            reach=reach,
-            name=name,
-            shape=(2 * blocks * width,),
-            dtype=DType.FLOAT32,
-            per=max(1, self.window // ring),
-        )
+        shape = (blocks * self.ratio, 2 * blocks * width)
+        return Part(group=WINDOW_GROUP, reach=reach, name=name, shape=shape, dtype=DType.FLOAT32, per=PER_PAGE)
 
     def on_rank(self, tp: int) -> CompressedCall:
         """Every rank holds the whole latent: all heads read it."""

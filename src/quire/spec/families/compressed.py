@@ -50,7 +50,15 @@ def _layer(config: ConfigReader, ratio: int) -> Layer:
     rope_dim = config.size("qk_rope_head_dim", default=0) or int(
         head_dim * (config.get("partial_rotary_factor", default=0.125))
     )
-    for name in ("layer_types", "compress_ratios", "compress_rates", "index_topk"):
+    for name in (
+        "layer_types",
+        "compress_ratios",
+        "compress_rates",
+        "kv_lora_rank",
+        "v_head_dim",
+        "window_size",
+        "index_topk",
+    ):
         config.get(name)  # they say nothing that the ratios do not
     overlap = ratio == _OVERLAPPING
     return (

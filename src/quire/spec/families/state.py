@@ -68,9 +68,8 @@ def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
         heads = config.size("num_heads")
     if not heads:
         return None
-    inner = config.size("mamba_d_ssm", default=0) or int(
-        config.get("mamba_expand", "expand", default=2) * config.size("hidden_size")
-    )
+    expanded = int(config.get("mamba_expand", "expand", default=2) * config.size("hidden_size"))
+    inner = config.size("mamba_d_ssm", default=expanded)
     head_dim = config.size("mamba_head_dim", "mamba_d_head", "mamba_headdim", default=0)
     if not head_dim:
         head_dim = config.size("head_dim") if config.kind == "mamba2" else inner // heads

@@ -1,0 +1,229 @@
+"""From the words of a command line to a model's spec and the settings of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from quire.errors import InvalidInput, UnsupportedModel
+from quire.plan.advice import least_memory
+from quire.plan.budget import format_bytes, parse_bytes, parse_tokens
+from quire.plan.devices import Device, find_device
+from quire.plan.mix import Mix, read_trace, uniform
+from quire.plan.parallel import Parallelism
+from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.reserve import Speculation
+from quire.plan.source import read_model_config
+from quire.spec.config_reader import ConfigReader
+from quire.spec.layers import AttentionCall
+from quire.spec.layout import DType
+from quire.spec.model import ModelSpec
+from quire.spec.weights import WeightEstimate, read_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model as far as planning knows it. `weights` is None where they cannot be estimated."""
+
+    name: str
+    found: str
+    spec: ModelSpec
+    weights: WeightEstimate | None
+    notes: tuple[str, ...] = ()
+
+    def plan(self, settings: PlanSettings) -> Plan:
+        """The plan for these settings."""
+        return make_plan(self.spec, settings, self.weights)
+
+    def plan_or_least(self, settings: PlanSettings) -> Plan:
+        """The plan; without any budget, for the least KV memory in which what is asked for fits."""
+        if settings.kv_memory is not None or settings.device is not None:
+            return self._noted(self.plan(settings))
+        size = least_memory(settings, self.plan)
+        if size is None:
+            self.plan(replace(settings, kv_memory=2**50))  # raises with the reason, where there is one
+            raise InvalidInput("no amount of memory fits what is asked for.", fix="lower the concurrency or context.")
+        plan = self.plan(replace(settings, kv_memory=size))
+        note = f"no budget was given, so this is the least KV memory that fits: {format_bytes(size)} per rank."
+        return self._noted(replace(plan, notes=(note, *plan.notes)))
+
+    def _noted(self, plan: Plan) -> Plan:
+        return replace(plan, notes=(*self.notes, *plan.notes))
+
+
+def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | None = None) -> PlannedModel:
+    """Read a model's configuration. Raises ModelLoadError, UnsupportedModel or InvalidInput."""
+    config, found = read_model_config(name)
+    reader = ConfigReader(config)
+    notes: list[str] = []
+    spec = ModelSpec.from_config(config, state_dtype=_dtype(state_dtype) if state_dtype else None)
+    if dtype is not None:
+        spec = replace(spec, dtype=_dtype(dtype))
+    elif reader.get("dtype", "torch_dtype") is None:
+        spec = replace(spec, dtype=DType.BFLOAT16)
+        notes.append("the configuration names no dtype; bfloat16 is assumed (--dtype says otherwise).")
+    weights: WeightEstimate | None
+    try:
+        weights = read_weights(reader)
+    except UnsupportedModel as error:
+        weights = None
+        notes.append(f"the weights are not estimated: {error.message}")
+    notes += _served(spec)
+    return PlannedModel(name=name, found=found, spec=spec, weights=weights, notes=tuple(notes))
+
+
+def _served(spec: ModelSpec) -> list[str]:
+    """Where this version's engine does not run a model on the pools of its plan, and what it does instead."""
+    if not spec.is_plain:
+        return ["this version plans this model's pools and does not serve from them yet; README says what it serves."]
+    if any(isinstance(call, AttentionCall) and (call.window or call.index_dim) for call in spec.calls):
+        return ["this version serves windows from one pool that keeps them whole: see --no-window-pool."]
+    return []
+
+
+def plan_settings(words: Mapping[str, Any]) -> PlanSettings:
+    """Settings from option names to values; what is absent or None is the planner's choice. Raises InvalidInput."""
+    get = words.get
+    fraction = get("mem_fraction_static")
+    if fraction is not None and not 0 < fraction < 1:
+        raise InvalidInput(f"--mem-fraction-static is {fraction}.", fix="give a share between 0 and 1, such as 0.85.")
+    chosen: dict[str, Any] = {
+        "kv_memory": _bytes(get("kv_memory")),
+        "device": _device(get("gpu"), get("device_memory")),
+        "mem_fraction_static": fraction,
+        "weight_bytes": _bytes(get("weights")),
+        "page_size": _at_least_one("page_size", get("page_size")),
+        "context": _tokens(get("context")),
+        "concurrency": _at_least_one("concurrency", get("concurrency")),
+        "mix": _mix(get("input_tokens"), get("output_tokens"), get("trace")),
+        "parallel": _parallel(words),
+        "speculation": _speculation(words),
+        "swa_full_tokens_ratio": _ratio(get("swa_full_tokens_ratio")),
+        "mamba_full_memory_ratio": _ratio(get("mamba_full_memory_ratio")),
+        "max_mamba_cache_size": _at_least_one("max_mamba_cache_size", get("max_mamba_cache_size")),
+        "max_total_tokens": _at_least_one("max_total_tokens", get("max_total_tokens")),
+    }
+    for name in ("kv_dtype", "chunk", "shares", "window_pool"):
+        if get(name) is not None:
+            chosen[name] = words[name]
+    if chosen["mem_fraction_static"] is not None and chosen["device"] is None:
+        raise InvalidInput("--mem-fraction-static is a share of a device.", fix="name one with --gpu.")
+    return PlanSettings(**chosen)
+
+
+def _dtype(name: str) -> DType:
+    aliases = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+    name = aliases.get(name, name)
+    if name not in ("float32", "float16", "bfloat16"):
+        raise InvalidInput(f"'{name}' is not a dtype of a model.", fix="use float32, float16 or bfloat16.")
+    return DType(name)
+
+
+def _bytes(text: str | int | None) -> int | None:
+    return None if text is None else parse_bytes(text)
+
+
+def _tokens(text: str | int | None) -> int | None:
+    return None if text is None else parse_tokens(text)
+
+
+def _at_least_one(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise InvalidInput(f"--{name.replace('_', '-')} is {value}.", fix="give at least 1.")
+    return value
+
+
+def _device(gpu: str | None, memory: str | None) -> Device | None:
+    if memory is not None:
+        return Device(name=gpu or "device", memory=parse_bytes(memory))
+    return find_device(gpu) if gpu is not None else None
+
+
+def _mix(prompt: str | int | None, output: str | int | None, trace: Path | None) -> Mix | None:
+    if trace is not None:
+        if prompt is not None or output is not None:
+            raise InvalidInput(
+                "a trace has lengths of its own.", fix="give --trace, or --input-tokens and --output-tokens."
+            )
+        return read_trace(Path(trace))
+    if prompt is None and output is None:
+        return None
+    length = sum(parse_tokens(part) for part in (prompt, output) if part is not None)
+    return uniform(length, f"requests of {length:,} tokens")
+
+
+def _parallel(words: Mapping[str, Any]) -> Parallelism:
+    layers = words.get("pp_layers")
+    try:
+        counts = tuple(int(part) for part in str(layers).split(",")) if layers else ()
+    except ValueError:
+        raise InvalidInput(f"'{layers}' are not layer counts.", fix="write them as 20,20,24.") from None
+    sizes = {name: words[name] for name in ("tp", "pp", "dp", "dcp") if words.get(name) is not None}
+    if counts and "pp" not in sizes:
+        sizes["pp"] = len(counts)
+    return Parallelism(**sizes, pp_layers=counts)
+
+
+def _speculation(words: Mapping[str, Any]) -> Speculation | None:
+    steps, drafts = words.get("speculative_num_steps"), words.get("speculative_num_draft_tokens")
+    others = [words.get(name) for name in ("speculative_topk", "speculative_draft_layers")]
+    if steps is None and drafts is None:
+        if any(other is not None for other in others):
+            raise InvalidInput(
+                "speculation needs its depth.", fix="give --speculative-num-steps or --speculative-num-draft-tokens."
+            )
+        return None
+    topk, layers = others
+    depth = steps if steps is not None else max(1, (drafts or 2) - 1)
+    return Speculation(
+        num_steps=depth,
+        topk=1 if topk is None else topk,
+        num_draft_tokens=drafts if drafts is not None else depth + 1,
+        num_layers=1 if layers is None else layers,
+    )
+
+
+def _ratio(value: float | None) -> Fraction | None:
+    return None if value is None else Fraction(str(value))
+
+
+_NUMBERS = {
+    "page_size": int,
+    "concurrency": int,
+    "chunk": int,
+    "mem_fraction_static": float,
+    "swa_full_tokens_ratio": float,
+    "mamba_full_memory_ratio": float,
+    "max_mamba_cache_size": int,
+    "max_total_tokens": int,
+    "tp": int,
+    "pp": int,
+    "dp": int,
+    "dcp": int,
+    "speculative_num_steps": int,
+    "speculative_topk": int,
+    "speculative_num_draft_tokens": int,
+    "speculative_draft_layers": int,
+}
+
+
+def with_settings(text: str, words: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A model's name and its settings: `words`, changed by what follows the name, as in `name,kv-dtype=fp8,tp=2`."""
+    name, *changes = text.split(",")
+    found = dict(words)
+    for change in changes:
+        key, _, value = change.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in found or not value:
+            raise InvalidInput(
+                f"'{change}' in '{text}' is no setting.",
+                fix="write a long option without its dashes: tp=2, kv-dtype=fp8.",
+            )
+        try:
+            found[key] = _NUMBERS.get(key, str)(value)
+        except ValueError:
+            raise InvalidInput(f"'{value}' is not a number ({key}).", fix="write a number.") from None
+    return name, found

@@ -1,0 +1,102 @@
+"""A ledger that is measured: what weights and a full step really take on this machine's device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from quire.engine.core import resolve_device
+from quire.engine.host_memory import host_memory
+from quire.kernels.attention import PagedBatch
+from quire.memory.pool import Pool
+from quire.models.hf import LoadedModel, load_model
+from quire.plan.devices import Device, Line
+from quire.spec.ids import pages_for
+
+_PAGE_SIZE = 16
+_SAMPLE_S = 0.001  # between looks at the process's memory
+
+
+def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Device, tuple[Line, ...]]:
+    """Load the model `name`, run one step of up to `chunk` prompt tokens, and return the device and its ledger's lines.
+
+    On a GPU the device's memory is all of it, and "other" is what the driver and other programs hold; on a CPU it is
+    what was available before loading. Raises the QuireErrors of loading.
+    """
+    found = resolve_device(device)
+    lines: list[Line] = []
+    if found.type == "cuda":
+        free, memory = (int(size) for size in torch.cuda.mem_get_info(found))
+        label = torch.cuda.get_device_name(found)
+        lines.append(Line(name="other", bytes=memory - free, why="the driver and other programs, before loading"))
+    else:
+        memory, label = host_memory().available, "this machine's memory"
+    model = load_model(name, device=found, check=False)
+    tokens = min(chunk, model.spec.context_length)
+    lines += [
+        Line(name="weights", bytes=model.weight_bytes, why=f"{model.num_parameters:,} parameters, as loaded"),
+        Line(
+            name="activations", bytes=_step_bytes(model, tokens), why=f"measured in a step of {tokens:,} prompt tokens"
+        ),
+    ]
+    return Device(name=label, memory=memory), tuple(lines)
+
+
+def _step_bytes(model: LoadedModel, tokens: int) -> int:
+    """The most that one prompt of `tokens` takes while it is computed, beside weights and pools."""
+    pages = pages_for(tokens, _PAGE_SIZE)
+    (group,) = model.groups(_PAGE_SIZE)
+    pool = Pool(group.layout, pages, device=model.device)
+    slots = np.arange(tokens, dtype=np.int32) + _PAGE_SIZE  # frame 0 is the padding
+    batch = PagedBatch(
+        query_starts=np.array([0, tokens], dtype=np.int32),
+        context_lens=np.array([tokens], dtype=np.int32),
+        frames=np.arange(1, pages + 1, dtype=np.int32)[None, :],
+        slots=slots,
+        page_size=_PAGE_SIZE,
+    )
+    positions = torch.arange(tokens, device=model.device)
+    with _peak(model.device) as peak:
+        model.forward(torch.zeros_like(positions), positions, batch, pool, positions[-1:])
+    return peak.bytes
+
+
+@dataclass
+class _Peak:
+    """Bytes above those held at the start."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def _peak(device: torch.device) -> Iterator[_Peak]:
+    """The most memory held inside the block, beyond what was held at its start: by the device, or by this process."""
+    found = _Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.bytes = max(0, torch.cuda.max_memory_allocated(device) - start)
+        return
+    process, done = psutil.Process(), threading.Event()
+    start = process.memory_info().rss
+
+    def watch() -> None:
+        while not done.wait(_SAMPLE_S):
+            found.bytes = max(found.bytes, process.memory_info().rss - start)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        watcher.join()

@@ -1,0 +1,178 @@
+"""Numbers as a KVFormat stores them, and back: plain FP8, and blocks of FP8 or FP4 numbers that share a scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.spec.kv_format import KVFormat
+from quire.spec.layout import DType
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The values a narrow element can take. Everything up to `reach` rounds to `largest`: half a step beyond it."""
+
+    largest: float
+    reach: float
+
+
+_E4M3 = _Grid(largest=448.0, reach=464.0)
+_E5M2 = _Grid(largest=57344.0, reach=61440.0)
+_E2M1 = _Grid(largest=6.0, reach=7.0)
+
+_SMALLEST_E4M3 = 2.0**-9
+_SMALLEST_NORMAL = 2.0**-126  # of float32
+_E8M0_BIAS = 127
+_E8M0_NAN = 255
+
+
+def encode(values: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
+    """`values` `[..., width]` as they are stored: `[..., stored_width]`, and scales `[..., scale_width]` or None.
+
+    A format of a model's dtype is a conversion. FP8 without scales rounds to nearest, ties to even, and saturates: what
+    is larger than the largest finite number, an infinity too, becomes that number; NaN stays NaN.
+
+    With scales, every number is divided by its block's and rounded so. A scale comes from the block's largest number:
+
+    - E8M0: the smallest power of two, from 2**-127, at which that number is no more than half a step beyond the
+      largest of the element, so that nothing is lost but to rounding. (OCP Microscaling 1.0, 6.3 suggests the exponent
+      of the number alone, which saturates all between 464 and 512 times a power of two, or 7 and 8 times in E2M1.)
+    - E4M3 (NVFP4): a sixth of it, rounded to nearest and never zero. The number itself becomes six, and is off by a
+      seventeenth at most. The steps of subnormal scales are coarser; even there it is off by no more than a fifth,
+      what rounding to E2M1 may cost any number. There is no second scale for a whole tensor, so that numbers beyond
+      6 * 448 saturate.
+    - float32: a 448th of it (for E4M3 elements), no less than 2**-126.
+
+    A block of zeros takes the smallest scale and decodes to zeros. A block with a NaN or an infinity, which no scale
+    can hold, gets a NaN for its scale and decodes to NaN throughout: four-bit numbers have no NaN of their own.
+    Deterministic per block, so independent of the batch. Raises InvalidInput where `width` does not fit the format.
+    """
+    kv_format.stored_width(values.shape[-1])
+    if not kv_format.block:
+        return _stored(values, kv_format), None
+    num_blocks = kv_format.scale_width(values.shape[-1])
+    blocks = values.float().reshape(*values.shape[:-1], num_blocks, kv_format.block)
+    scales = _scales_of(blocks, kv_format)
+    return _stored((blocks / _factors(scales)).flatten(-2), kv_format), scales
+
+
+def decode(stored: Tensor, scales: Tensor | None, kv_format: KVFormat, dtype: torch.dtype) -> Tensor:
+    """The numbers `[..., width]` in `dtype` of what `encode` returned; the product with a scale is taken in float32.
+
+    A finite number that `dtype` cannot hold after rounding (float16, at the end of its range) saturates.
+    """
+    numbers = _unpacked_e2m1(stored) if kv_format.bits == 4 else stored
+    return numbers.to(dtype) if scales is None else _multiplied(numbers, scales, dtype)
+
+
+def encode_blocks(values: Tensor, block: int, scale: DType = DType.FLOAT32) -> tuple[Tensor, Tensor]:
+    """`values` `[..., width]` as E4M3 numbers `[..., width]` and one scale per `block` of them, `[..., width / block]`.
+
+    Rows of sparse latent attention: blocks of 128 with float32 scales for the latent (512 + 16 bytes, with a bfloat16
+    RoPE part of 64 numbers 656) and for a key of the indexer (128 + 4). Compressed rows: blocks of 64 with E8M0 scales,
+    `DType.UINT8`. Rules and errors are those of `encode`.
+    """
+    name = f"FP8 with a scale per {block}"
+    stored, scales = encode(values, KVFormat(name=name, storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale))
+    assert scales is not None
+    return stored, scales
+
+
+def decode_blocks(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers `[..., width]` in `dtype` of what `encode_blocks` returned, whatever its block and scale."""
+    return _multiplied(stored, scales, dtype)
+
+
+# -- scales
+
+
+def _scales_of(blocks: Tensor, kv_format: KVFormat) -> Tensor:
+    """One scale `[..., blocks]` in the stored type for each block of `blocks` float32 `[..., blocks, block]`."""
+    grid = _grid(kv_format)
+    assert grid is not None, f"{kv_format.name} has scales, but elements that need none"
+    amax = blocks.abs().amax(-1)
+    amax = torch.where(amax.isinf(), torch.nan, amax)
+    if kv_format.scale is DType.UINT8:
+        return _e8m0_scales(amax, grid)
+    # A tensor, since CUDA divides by a number as it multiplies by its reciprocal, and would round unlike other devices.
+    scales = amax / amax.new_full((), grid.largest)
+    if kv_format.scale is DType.FLOAT32:
+        return scales.clamp_min(_SMALLEST_NORMAL)
+    assert kv_format.scale is DType.FLOAT8_E4M3 and grid is _E2M1, f"no rule for the scales of {kv_format.name}"
+    # Nearest is 1 subnormal step up to 1.5 of them, where a largest number of 9 would have to become 6.
+    least = torch.where(amax > grid.reach * _SMALLEST_E4M3, 2 * _SMALLEST_E4M3, _SMALLEST_E4M3)
+    return torch.maximum(scales, least).clamp_max(_E4M3.largest).to(torch.float8_e4m3fn)
+
+
+def _e8m0_scales(amax: Tensor, grid: _Grid) -> Tensor:
+    """Bytes of the smallest `2**k` with `amax <= reach * 2**k`.
+
+    `reach`, not `largest`: in between, the next power stores the same largest number and all others on a coarser grid,
+    and encoding what was decoded would find the smaller power.
+    """
+    reach, reach_exponent = math.frexp(grid.reach)
+    # The floor changes no result: its exponent is clamped anyway. It gives zero one.
+    mantissa, exponent = torch.frexp(amax.clamp_min(_SMALLEST_NORMAL))
+    power = exponent - reach_exponent + (mantissa > reach)
+    codes = (power + _E8M0_BIAS).clamp_min(0)
+    return torch.where(amax.isnan(), _E8M0_NAN, codes).to(torch.uint8)
+
+
+def _factors(scales: Tensor) -> Tensor:
+    """What numbers are multiplied by: scales `[..., blocks]` as float32 `[..., blocks, 1]`."""
+    exponents = scales.dtype is torch.uint8
+    return (scales.view(torch.float8_e8m0fnu) if exponents else scales).float().unsqueeze(-1)
+
+
+def _multiplied(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`numbers` `[..., width]` times the scales of their blocks, in `dtype`."""
+    blocks = numbers.float().reshape(*scales.shape, numbers.shape[-1] // max(scales.shape[-1], 1))
+    limit = torch.finfo(dtype).max
+    return (blocks * _factors(scales)).flatten(-2).clamp_(-limit, limit).to(dtype)
+
+
+# -- elements
+
+
+def _grid(kv_format: KVFormat) -> _Grid | None:
+    if kv_format.bits == 4:
+        return _E2M1
+    return {DType.FLOAT8_E4M3: _E4M3, DType.FLOAT8_E5M2: _E5M2}.get(kv_format.storage)
+
+
+def _stored(numbers: Tensor, kv_format: KVFormat) -> Tensor:
+    """`numbers` `[..., width]`, divided by their scales, as elements of the storage type `[..., stored_width]`."""
+    if kv_format.bits == 4:
+        return _packed_e2m1(numbers.float())
+    grid = _grid(kv_format)
+    if grid is not None:
+        # The conversion alone makes infinities of large numbers in E5M2.
+        numbers = numbers.clamp(-grid.largest, grid.largest)
+    dtype = getattr(torch, kv_format.storage.value)
+    assert isinstance(dtype, torch.dtype)
+    return numbers.to(dtype)
+
+
+def _packed_e2m1(numbers: Tensor) -> Tensor:
+    """Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. Two to a byte, the first in the low half."""
+    # NaN has no code; its block's scale says it. But a NaN made an integer may be anything.
+    size = numbers.abs().nan_to_num_(nan=0.0)
+    # One line for each step between values (1/2, 1, 2); the lowest is the one that holds. Codes and mantissas are even
+    # together, and the offsets are too, so `round` ties as E2M1 does.
+    codes = torch.minimum((size * 2).round_(), size.round() + 2)
+    codes = torch.minimum(codes, (size / 2).round_() + 4).clamp_(max=7).to(torch.uint8)
+    codes = codes | (numbers.signbit().to(torch.uint8) << 3)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _unpacked_e2m1(stored: Tensor) -> Tensor:
+    """The float32 numbers `[..., 2 * stored_width]` of packed codes."""
+    codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+    # The exponent and mantissa of E2M1 are the lowest exponent bits and the highest mantissa bit of E4M3, subnormals
+    # too; only the biases differ, by 6. A table would have to be on the device first.
+    numbers = ((codes & 8) << 4) | ((codes & 7) << 2)
+    return numbers.view(torch.float8_e4m3fn).float() * 2.0**6

@@ -1,0 +1,120 @@
+"""What would fit instead: a plan that holds too little, asked again with less context, fewer requests or fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from quire.errors import QuireError
+from quire.plan.budget import round_up_bytes
+from quire.plan.mix import Mix
+from quire.plan.planner import Plan, PlanSettings
+from quire.spec.ids import floor_to_page
+from quire.spec.kv_format import KV_FORMATS, kv_format
+
+Replan = Callable[[PlanSettings], Plan]
+
+_SMALLER = ("fp8_e4m3", "nvfp4")
+_MIB = 2**20
+_MOST = 2**50  # bytes beyond which nothing is looked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One change that would work: what to change, to what, and how many requests of which length then fit."""
+
+    change: str
+    value: str
+    requests: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.change} {self.value} (fits {self.requests:,} of {self.length:,} tokens)"
+
+
+def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
+    """Changes each of which alone makes the plan fit what is required, in the order of how much they give up.
+
+    Every one was planned again with the change, so none is a guess. Empty where none of them is enough.
+    """
+    found = [
+        _lower_context(plan, replan),
+        _lower_concurrency(plan),
+        *_smaller_types(plan, replan),
+        _more_memory(plan, replan),
+    ]
+    return tuple(option for option in found if option is not None)
+
+
+def _lower_context(plan: Plan, replan: Replan) -> Option | None:
+    """The longest context, in whole pages, of which the required number fits."""
+    low, high = 0, plan.context
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(plan, replan, middle) else (low, middle)
+    context = floor_to_page(low, plan.page_size) or low
+    if not context or not _fits(plan, replan, context):
+        return None
+    return Option(change="context", value=f"{context:,}", requests=plan.required, length=context)
+
+
+def _fits(plan: Plan, replan: Replan, context: int) -> bool:
+    other = _try(replan, _at_context(plan, context))
+    return other is not None and other.requests_at(context) >= plan.required
+
+
+def _at_context(plan: Plan, context: int) -> PlanSettings:
+    mix: Mix | None = plan.settings.mix
+    return replace(plan.settings, context=context, mix=mix.clipped(context) if mix is not None else None)
+
+
+def _lower_concurrency(plan: Plan) -> Option | None:
+    requests = plan.requests_at(plan.context)
+    if plan.settings.concurrency is None or not requests:
+        return None
+    return Option(change="concurrency", value=f"{requests:,}", requests=requests, length=plan.context)
+
+
+def _smaller_types(plan: Plan, replan: Replan) -> list[Option]:
+    now = kv_format(plan.settings.kv_dtype, plan.spec.dtype)
+    found = []
+    for name in _SMALLER:
+        if KV_FORMATS[name].bits < now.bits:
+            other = _try(replan, replace(plan.settings, kv_dtype=name))
+            if other is not None and other.fits:
+                requests = other.requests_at(plan.context)
+                found.append(Option(change="KV dtype", value=name, requests=requests, length=plan.context))
+    return found
+
+
+def _more_memory(plan: Plan, replan: Replan) -> Option | None:
+    size = least_memory(plan.settings, replan)
+    if size is None:
+        return None
+    return Option(change="KV memory", value=round_up_bytes(size), requests=plan.required, length=plan.context)
+
+
+def least_memory(settings: PlanSettings, replan: Replan) -> int | None:
+    """The KV memory of a rank, to the MiB, in which what is required fits; None where no memory is enough."""
+    bare = replace(settings, device=None, measured=None, max_total_tokens=None)
+
+    def enough(size: int) -> bool:
+        plan = _try(replan, replace(bare, kv_memory=size))
+        return plan is not None and plan.fits
+
+    low, high = 0, _MIB
+    while not enough(high):
+        low, high = high, 2 * high
+        if high > _MOST:
+            return None
+    while high - low > _MIB:
+        middle = (low + high) // (2 * _MIB) * _MIB
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _try(replan: Replan, settings: PlanSettings) -> Plan | None:
+    try:
+        return replan(settings)
+    except QuireError:
+        return None

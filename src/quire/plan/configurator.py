@@ -1,0 +1,427 @@
+"""Pool configurators: from bytes, or from a token count, to the frames of every pool. One solve, one formula.
+
+    bytes = tokens * coeff + bias
+
+Prices come from the `PageLayout` that builds the tensors. `coeff` is bytes per token of `max_total_num_tokens` over all
+pools, and may be a fraction; `bias` is what pools take whatever the tokens: padding frames, chunks in flight, states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from quire.errors import InvalidInput, PlanError
+from quire.plan.budget import format_bytes, round_up_bytes
+from quire.plan.mix import Mix
+from quire.plan.reserve import Speculation, get_alloc_reserve_per_decode
+from quire.spec.group import GroupSpec
+from quire.spec.ids import floor_to_page, pages_for
+
+GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
+"""From a page size to the groups of one rank."""
+
+PADDING = 1  # frame 0 of every pool: where padded tokens write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """One pool of one rank. `frames` excludes the padding frame, which `bytes` includes. `why` explains the number."""
+
+    group: GroupSpec
+    frames: int
+    why: str
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self.group.name
+
+    @property
+    def bytes_per_frame(self) -> int:
+        """Bytes of one frame, all layers of this rank."""
+        return self.group.layout.bytes_per_frame
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pool's tensors."""
+        return (self.frames + PADDING) * self.bytes_per_frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoolConfig:
+    """What a configurator resolved; sizes are of one rank, tokens those that the ranks sharing pages hold together.
+
+    `max_total_num_tokens` is what the server can hold at once. `full_max_total_num_tokens` and
+    `swa_max_total_num_tokens` are the tokens of the full and of the window pools, None where there is no such pool;
+    `state_slots` those of recurrent state, `compressed_max_total_num_tokens` pairs of a compression ratio and its
+    entries. `max_running_requests` is None where no pool limits requests and nobody
+    asked for a number.
+    """
+
+    max_total_num_tokens: int
+    page_size: int
+    pools: tuple[PoolSize, ...]
+    coeff: Fraction
+    bias: int
+    full_max_total_num_tokens: int | None = None
+    swa_max_total_num_tokens: int | None = None
+    state_slots: int | None = None
+    max_running_requests: int | None = None
+    compressed_max_total_num_tokens: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pools' tensors."""
+        return sum(pool.bytes for pool in self.pools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRule:
+    """How a pool follows the tokens: `max(minimum, floor(tokens * per_token)) + fixed` frames, and one for padding."""
+
+    group: GroupSpec
+    per_token: Fraction
+    fixed: int = 0
+    minimum: int = 0
+    why: str
+
+    def frames(self, tokens: int) -> int:
+        """Frames, without the padding frame, at `tokens` of `max_total_num_tokens`."""
+        return max(self.minimum, tokens * self.per_token.numerator // self.per_token.denominator) + self.fixed
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of the pool at that many tokens."""
+        return (self.frames(tokens) + PADDING) * self.group.layout.bytes_per_frame
+
+    def most_bytes(self, tokens: int) -> int:
+        """`bytes`, before the share is floored to whole frames: what the budget must allow."""
+        frames = max(Fraction(self.minimum), tokens * self.per_token) + self.fixed + PADDING
+        return math.ceil(frames * self.group.layout.bytes_per_frame)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What the sizes depend on besides the model and the bytes.
+
+    `mix` are the requests expected, which split the budget unless a ratio is given: `swa_full_tokens_ratio` (tokens of
+    window pools per token of full pools), `mamba_full_memory_ratio` (bytes of states per byte of the other pools) or
+    `max_mamba_cache_size` (states). `chunk` is the most prompt tokens of one step; `shares` whether finished requests
+    stay cached. `token_ranks` ranks hold a page's tokens in turn. `max_running_requests` None: as many as fit.
+    """
+
+    mix: Mix
+    chunk: int = 0
+    shares: bool = True
+    token_ranks: int = 1
+    speculation: Speculation | None = None
+    max_running_requests: int | None = None
+    swa_full_tokens_ratio: Fraction | None = None
+    mamba_full_memory_ratio: Fraction | None = None
+    max_mamba_cache_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "swa_full_tokens_ratio",
+            "mamba_full_memory_ratio",
+            "max_mamba_cache_size",
+            "max_running_requests",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InvalidInput(f"{name} is {value}.", fix=f"give a {name} above zero, or leave it out.")
+
+    def reserve(self, page_size: int) -> int:
+        """Tokens beyond its own that a decoding request holds."""
+        return get_alloc_reserve_per_decode(self.speculation, page_size * self.token_ranks)
+
+    @property
+    def states_per_request(self) -> int:
+        """States that one request uses: the one it writes and, where prefixes are kept, two checkpoints."""
+        return 3 if self.shares else 1
+
+
+class MemoryPoolConfigurator:
+    """Sizes the pools of one rank. Subclasses say how one kind of group follows the tokens; the solve is here.
+
+    `groups_at` gives the groups at a page size. Both entry points raise PlanError where a pool would be below its
+    minimum, and what `groups_at` raises.
+    """
+
+    def __init__(self, groups_at: GroupsAt, options: PoolOptions) -> None:
+        self._groups_at = groups_at
+        self.options = options
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        """The most tokens, in whole pages, whose pools take at most `available_bytes`, and those pools."""
+        rules = self._rules(page_size, available_bytes=available_bytes)
+        step = page_size * self.options.token_ranks
+        coeff, bias = _line(rules, available_bytes)
+        tokens = floor_to_page(int((available_bytes - bias) / coeff), step) if available_bytes > bias else 0
+        if tokens < step:
+            raise self._too_small(rules, step, available_bytes)
+        return self._config(rules, tokens, page_size)
+
+    def bytes_for(self, max_total_num_tokens: int, page_size: int) -> int:
+        """The smallest budget from which `calculate_pool_sizes` gives that many tokens, a multiple of the page."""
+        rules = self._rules(page_size, tokens=max_total_num_tokens)
+        coeff, bias = _line(rules, tokens=max_total_num_tokens)
+        return math.ceil(max_total_num_tokens * coeff + bias)
+
+    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+        """All pools at that many tokens, floored to whole pages: a cap shrinks every pool, not the full one alone."""
+        step = page_size * self.options.token_ranks
+        tokens = floor_to_page(max_total_num_tokens, step)
+        if tokens < step:
+            raise PlanError(
+                f"{max_total_num_tokens:,} tokens are less than one page of {step:,}.", fix=f"allow at least {step:,}."
+            )
+        return self._config(self._rules(page_size, tokens=tokens), tokens, page_size)
+
+    def _rules(
+        self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
+    ) -> list[PoolRule]:
+        """A rule for each pool. Exactly one of the two is given: the budget, or the tokens to size for."""
+        return [self._full_rule(group, page_size) for group in self._groups_at(page_size)]
+
+    def _full_rule(self, group: GroupSpec, page_size: int) -> PoolRule:
+        step = page_size * self.options.token_ranks
+        return PoolRule(group=group, per_token=Fraction(1, step), why=f"one frame per {step:,} tokens")
+
+    def _config(self, rules: Sequence[PoolRule], tokens: int, page_size: int) -> MemoryPoolConfig:
+        pools = tuple(PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why) for rule in rules)
+        coeff, bias = _line(rules, tokens=tokens)
+        full = [pool for pool in pools if pool.group.reach.kind == "full"]
+        config = MemoryPoolConfig(
+            max_total_num_tokens=tokens,
+            page_size=page_size,
+            pools=pools,
+            coeff=coeff,
+            bias=bias,
+            full_max_total_num_tokens=tokens if full else None,
+            max_running_requests=self.options.max_running_requests,
+        )
+        return self._check(config)
+
+    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
+        """The configuration with what a subclass adds. Raises PlanError where a pool cannot hold one request."""
+        return config
+
+    def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> PlanError:
+        need = sum(rule.most_bytes(step) for rule in rules)
+        parts = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules)
+        return PlanError(
+            f"{format_bytes(have)} of KV memory cannot hold one page of {step:,} tokens: the smallest pools take "
+            f"{format_bytes(need)} ({parts}), a padding frame in each among it.",
+            fix=f"give at least {round_up_bytes(need)}, or lower the page size.",
+        )
+
+
+class DefaultPoolConfigurator(MemoryPoolConfigurator):
+    """Every pool grows with the tokens: keys and values, latents, indexers, with their scales."""
+
+
+class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
+    """Full pools beside window pools; without a full pool, the window pool is the one the tokens count.
+
+    A window pool has `swa_full_tokens_ratio` tokens per token of the full pools where that is given. Else its share is
+    what the mix needs: of each request its window, the page the window's start falls into and the reserve of a step,
+    or all of the request if that is less; and on top the prompt tokens of one step, which are written before the
+    window passes.
+    """
+
+    def _rules(
+        self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
+    ) -> list[PoolRule]:
+        groups = self._groups_at(page_size)
+        has_full = any(group.reach.kind == "full" for group in groups)
+        return [
+            self._window_rule(group, page_size) if _slides(group) and has_full else self._full_rule(group, page_size)
+            for group in groups
+            if group.reach.kind != "state"
+        ]
+
+    def _window_rule(self, group: GroupSpec, page_size: int) -> PoolRule:
+        step = page_size * self.options.token_ranks
+        ratio = self.options.swa_full_tokens_ratio
+        if ratio is not None:
+            return PoolRule(group=group, per_token=ratio / step, why=f"{float(ratio):g} of the full pools' tokens")
+        kept = self._kept(group, page_size)
+        share = self.options.mix.window_share(kept, step)
+        chunk = pages_for(self.options.chunk, step)
+        return PoolRule(
+            group=group,
+            per_token=share / step,
+            fixed=chunk,
+            minimum=pages_for(kept, step),
+            why=f"{float(share):.4g} of the full pools' tokens: at most {kept:,} of each of {self.options.mix.source}"
+            + (f"; and {chunk * step:,} tokens for the prompt tokens of one step" if chunk else ""),
+        )
+
+    def _kept(self, group: GroupSpec, page_size: int) -> int:
+        """Tokens of one request that a window group holds at most while it decodes."""
+        return group.reach.tokens + page_size * self.options.token_ranks + self.options.reserve(page_size)
+
+    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
+        step = config.page_size * self.options.token_ranks
+        windows = [pool for pool in config.pools if _slides(pool.group)]
+        for pool in windows:
+            need = pool.group.reach.tokens + step
+            if config.full_max_total_num_tokens is not None and pool.frames * step <= need:
+                raise PlanError(
+                    f"the pool '{pool.name}' would hold {pool.frames * step:,} tokens, and one request needs more than "
+                    f"{need:,}: its window of {pool.group.reach.tokens:,} and a page of {step:,}.",
+                    fix="raise the ratio of window to full tokens, or leave it out to have it derived; or raise the "
+                    "KV memory.",
+                )
+        tokens = min((pool.frames * step for pool in windows), default=None)
+        return replace(config, swa_max_total_num_tokens=tokens)
+
+
+class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
+    """States beside the other pools: a slot holds one whole state, of a running request or of a checkpoint.
+
+    With `max_mamba_cache_size` there are that many slots; with `mamba_full_memory_ratio` their bytes are that multiple
+    of the other pools'. Else the mix decides: each of its requests brings `states_per_request` slots. Speculation also
+    keeps a state after every drafted token of every running request; slots and these copies are solved for together.
+    """
+
+    def _rules(
+        self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
+    ) -> list[PoolRule]:
+        others = super()._rules(page_size, available_bytes=available_bytes, tokens=tokens)
+        state = next(group for group in self._groups_at(page_size) if group.reach.kind == "state")
+        size = state.layout.bytes_per_frame
+        options = self.options
+        if options.max_mamba_cache_size is not None:
+            slots, why = options.max_mamba_cache_size, "as many states as asked for"
+        elif options.mamba_full_memory_ratio is not None:
+            ratio = options.mamba_full_memory_ratio
+            if available_bytes is not None:
+                slots = self._slots_in(int(available_bytes * ratio / (1 + ratio)), size)
+            else:
+                slots = self._slots_in(int(ratio * sum(rule.bytes(tokens or 0) for rule in others)), size)
+            why = f"{float(ratio):g} bytes of state per byte of the other pools"
+        else:
+            return [*others, *self._derived(state, page_size)]
+        return [*others, *self._fixed(state, slots, why)]
+
+    def _drafted(self) -> int:
+        return self.options.speculation.num_draft_tokens if self.options.speculation is not None else 0
+
+    def _slots_in(self, state_bytes: int, size: int) -> int:
+        """Slots K of `(K + 1) + (K / s + 1) * D` states in `state_bytes`: s states per request, D drafted tokens."""
+        drafted, per_request = self._drafted(), self.options.states_per_request
+        whole = Fraction(state_bytes, size) - 1 - drafted
+        return max(0, int(whole / (1 + Fraction(drafted, per_request))))
+
+    def _fixed(self, state: GroupSpec, slots: int, why: str) -> list[PoolRule]:
+        rules = [PoolRule(group=state, per_token=Fraction(0), fixed=slots, why=why)]
+        running = self._running(slots)
+        return rules + self._draft_rules(state, Fraction(0), running)
+
+    def _derived(self, state: GroupSpec, page_size: int) -> list[PoolRule]:
+        options = self.options
+        requests = options.mix.requests_per_token(page_size)
+        slots = options.states_per_request
+        least = slots * (options.max_running_requests or 1)
+        why = (
+            f"{slots} per request of {options.mix.source}, for about {options.mix.mean:,} tokens each"
+            if options.max_running_requests is None
+            else f"{slots} per request of {options.mix.source}, and for {options.max_running_requests:,} at least"
+        )
+        rules = [PoolRule(group=state, per_token=slots * requests, minimum=least, why=why)]
+        if options.max_running_requests is not None:
+            return rules + self._draft_rules(state, Fraction(0), options.max_running_requests)
+        return rules + self._draft_rules(state, requests, 1)
+
+    def _draft_rules(self, state: GroupSpec, per_token: Fraction, requests: int) -> list[PoolRule]:
+        """The pool of states after each drafted token: D for every running request and for the padding row."""
+        drafted = self._drafted()
+        if not drafted:
+            return []
+        return [
+            PoolRule(
+                group=replace(state, name=f"{state.name}-draft"),
+                per_token=per_token * drafted,
+                fixed=drafted - PADDING,
+                minimum=requests * drafted,
+                why=f"a state after each of {drafted} drafted tokens, per running request",
+            )
+        ]
+
+    def _running(self, slots: int) -> int:
+        most = slots // self.options.states_per_request
+        asked = self.options.max_running_requests
+        return most if asked is None else min(most, asked)
+
+    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
+        config = super()._check(config)
+        state = next(pool for pool in config.pools if pool.group.reach.kind == "state")
+        need = self.options.states_per_request
+        if state.frames < need:
+            raise PlanError(
+                f"{state.frames} state slots would remain, and one request uses {need} (one it writes"
+                + (", two checkpoints)." if need > 1 else ")."),
+                fix=f"give at least {format_bytes((need + PADDING) * state.bytes_per_frame)} to states: raise the KV "
+                "memory or the ratio of states, or turn prefix caching off.",
+            )
+        return replace(config, state_slots=state.frames, max_running_requests=self._running(state.frames))
+
+
+class CompressedPoolConfigurator(HybridSWAPoolConfigurator):
+    """Windows of raw latents and compressors' rings, beside compressed latents that have one entry per several tokens.
+
+    The layouts price the entries; the configuration also says how many of each ratio there are.
+    """
+
+    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
+        config = super()._check(config)
+        ratios = {
+            field.per for pool in config.pools if not _slides(pool.group) for field in pool.group.layout.fields
+        } - {1}
+        entries = tuple((ratio, config.max_total_num_tokens // ratio) for ratio in sorted(ratios))
+        return replace(config, compressed_max_total_num_tokens=entries)
+
+
+def create_memory_pool_configurator(
+    groups_at: GroupsAt, options: PoolOptions, *, page_size: int
+) -> MemoryPoolConfigurator:
+    """The configurator that the groups need. Raises what `groups_at` raises for the page size."""
+    groups = groups_at(page_size)
+    kinds = {group.reach.kind for group in groups}
+    if "state" in kinds:
+        return RecurrentPoolConfigurator(groups_at, options)
+    if any(field.per > 1 for group in groups for field in group.layout.fields):
+        return CompressedPoolConfigurator(groups_at, options)
+    if kinds & {"window", "chunk"}:
+        return HybridSWAPoolConfigurator(groups_at, options)
+    return DefaultPoolConfigurator(groups_at, options)
+
+
+def _line(
+    rules: Sequence[PoolRule], available_bytes: int | None = None, *, tokens: int | None = None
+) -> tuple[Fraction, int]:
+    """`coeff` and `bias` of the rules at a budget or at a number of tokens.
+
+    A pool at its minimum does not grow, so its bytes are in the bias. Fewer tokens put more pools at their minimum, so
+    the line is found by moving pools into the bias until the tokens it gives leave no other below its minimum.
+    """
+    resting: set[int] = set()
+    while True:
+        coeff, bias = Fraction(0), 0
+        for index, rule in enumerate(rules):
+            size = rule.group.layout.bytes_per_frame
+            bias += (rule.fixed + PADDING + (rule.minimum if index in resting else 0)) * size
+            coeff += 0 if index in resting else rule.per_token * size
+        at = Fraction(tokens) if tokens is not None else max(Fraction(0), ((available_bytes or 0) - bias) / coeff)
+        more = {index for index, rule in enumerate(rules) if at * rule.per_token < rule.minimum} - resting
+        if not more:
+            return coeff, bias
+        resting |= more
+
+
+def _slides(group: GroupSpec) -> bool:
+    return group.reach.kind in ("window", "chunk")

@@ -1,0 +1,112 @@
+"""Devices by name, and what of a device's memory is not for pools. Figures are those the drivers report."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.errors import InvalidInput
+
+_MIB = 2**20
+
+_MEMORY_MIB: Mapping[str, int] = {
+    "a10-24gb": 23_028,
+    "a100-40gb": 40_960,
+    "a100-80gb": 81_920,
+    "b200-180gb": 183_359,
+    "h100-80gb": 81_559,
+    "h100-nvl-94gb": 95_830,
+    "h20-96gb": 97_871,
+    "h200-141gb": 143_771,
+    "l4-24gb": 23_034,
+    "l40s-48gb": 46_068,
+    "mi300x-192gb": 196_592,
+    "rtx-3090-24gb": 24_576,
+    "rtx-4090-24gb": 24_564,
+    "rtx-5090-32gb": 32_607,
+    "rtx-a6000-48gb": 49_140,
+    "rtx-pro-6000-96gb": 97_887,
+    "t4-16gb": 15_360,
+    "v100-16gb": 16_384,
+    "v100-32gb": 32_768,
+}
+"""Total memory in MiB, as `nvidia-smi` or `rocm-smi` prints it."""
+
+DEVICES = tuple(sorted(_MEMORY_MIB))
+"""Names of the devices that are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device's name and its memory in bytes, everything on it included."""
+
+    name: str
+    memory: int
+
+
+def find_device(name: str) -> Device:
+    """The device of that name; the size may be left out where it is not needed to tell. Raises InvalidInput."""
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if wanted in _MEMORY_MIB:
+        return Device(name=wanted, memory=_MEMORY_MIB[wanted] * _MIB)
+    found = [known for known in DEVICES if known.rpartition("-")[0] == wanted]
+    if len(found) == 1:
+        return Device(name=found[0], memory=_MEMORY_MIB[found[0]] * _MIB)
+    close = found or difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.4)
+    raise InvalidInput(
+        f"'{name}' is not a device that is known here.",
+        fix=(f"use {' or '.join(close)}, " if close else f"use one of {', '.join(DEVICES)}, ")
+        + "or give its bytes with --device-memory 80GiB.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a ledger: bytes on one rank, what they are, and whether they are an estimate."""
+
+    name: str
+    bytes: int
+    why: str
+    estimated: bool = False
+    where: str = "device"
+
+
+def working_memory(*, chunk: int, graph_batch: int, ranks: int, device: Device) -> tuple[Line, ...]:
+    """What a running server takes beside weights and pools, estimated.
+
+    512 MiB for driver and libraries, 1.5 MiB per prompt token of a step, 2 MiB per request of the largest captured
+    graph and 128 MiB per rank for communication are what a widely used engine sets aside; a fiftieth of the device is
+    kept for fragmentation.
+    """
+    batch = max(chunk, 2048)
+    lines = [
+        Line(name="driver", bytes=512 * _MIB, why="driver and libraries: 512 MiB", estimated=True),
+        Line(
+            name="activations",
+            bytes=batch * 3 * _MIB // 2,
+            why=f"1.5 MiB for each of {batch:,} tokens of a step",
+            estimated=True,
+        ),
+        Line(
+            name="graphs",
+            bytes=graph_batch * 2 * _MIB,
+            why=f"2 MiB for each of {graph_batch:,} requests of the largest captured graph",
+            estimated=True,
+        ),
+    ]
+    if ranks > 1:
+        lines.append(
+            Line(
+                name="workspace",
+                bytes=ranks * 128 * _MIB,
+                why=f"communication buffers: 128 MiB for each of {ranks} ranks",
+                estimated=True,
+            )
+        )
+    lines.append(
+        Line(
+            name="reserve", bytes=device.memory // 50, why="a fiftieth of the device, for fragmentation", estimated=True
+        )
+    )
+    return tuple(lines)

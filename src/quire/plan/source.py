@@ -1,0 +1,71 @@
+"""Where a model's configuration comes from: the built-in catalogue, a file, a folder, or the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError
+from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
+
+
+def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
+    """The contents of a `config.json`, and where it was found, for messages.
+
+    `name` is a name or hub id in the catalogue, a JSON file, a folder with a `config.json`, or a hub id, in that order.
+    Raises ModelLoadError, with close names, where it is none of these or cannot be read.
+    """
+    known = catalogue_model(name)
+    if known is not None:
+        return known.config, f"catalogue: {known.hub}"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _read_file(path), str(path)
+    if _is_path(name):
+        raise ModelLoadError(f"there is no file or folder '{name}'.", fix="pass a config.json, or its folder.")
+    if name.count("/") != 1:
+        close = close_names(name)
+        raise ModelLoadError(
+            f"'{name}' is not in the catalogue of {len(CATALOGUE)} models, and no file or folder.",
+            fix=(f"use {' or '.join(close)}, or " if close else "")
+            + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue.",
+        )
+    return _read_file(_download(name)), f"hub: {name}"
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith(".json") or not name.strip()
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelLoadError(
+            f"{path} cannot be read: {error or type(error).__name__}.", fix="restore it from the original."
+        ) from error
+    if not isinstance(found, Mapping):
+        raise ModelLoadError(
+            f"{path} holds a JSON {type(found).__name__}, not an object.", fix="restore it from the original."
+        )
+    return found
+
+
+def _download(name: str) -> Path:
+    """The configuration's file in the hub's cache, fetched if it is not there."""
+    from huggingface_hub import hf_hub_download  # it takes longer to import than a plan takes to make
+
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+    except Exception as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        close = close_names(name.rpartition("/")[2])
+        raise ModelLoadError(
+            f"config.json of '{name}' cannot be fetched from the hub: {first_line}",
+            fix="check the name and the network, log in for a gated model, or pass a local config.json"
+            + (f"; the catalogue has {', '.join(close)}." if close else "."),
+        ) from error
