@@ -9,7 +9,8 @@ from quire import KVCache
 from quire.cache.audit import audit
 from quire.errors import RequestTooLarge
 from quire.observe.events import EventLog
-from quire.plan.budget import format_bytes, plan_memory
+from quire.plan.budget import format_bytes
+from quire.plan.planner import PlanSettings, make_plan
 from quire.spec.model import ModelSpec
 
 # A model's config.json says what a page costs. These are the sizes of an 8B Llama; no weights are read.
@@ -17,8 +18,7 @@ config = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 128256, "dtype": "bfloat16",
 }  # fmt: skip
-groups = ModelSpec.from_config(config).groups(page_size=16)
-plan = plan_memory(groups, kv_bytes=26 * 2**20, context=8192, max_requests=4)
+plan = make_plan(ModelSpec.from_config(config), PlanSettings(kv_memory=26 * 2**20, max_requests=4)).memory
 print(f"plan: {plan.num_pages} pages of {plan.page_size} tokens, {format_bytes(plan.bytes_per_page)} each")
 
 log = EventLog()

@@ -13,7 +13,7 @@ from quire import __version__
 from quire.errors import UnsupportedModel
 from tests.cli.conftest import Run
 
-COMMANDS = ("serve", "generate", "demo", "doctor")
+COMMANDS = ("serve", "generate", "plan", "demo", "doctor")
 NO_TORCH = """
 import sys
 from quire.cli import main
@@ -27,7 +27,9 @@ assert not heavy, heavy
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["serve", "--help"], ["demo", "--help"], ["plan", "--help"]]
+)
 def test_looking_is_cheap(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True, check=False

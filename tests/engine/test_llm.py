@@ -142,12 +142,12 @@ def test_one_bad_prompt_runs_none(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"kv_memory": "100B"}, PlanError, "holds no page"),
+        ({"kv_memory": "100B"}, PlanError, "cannot hold one page"),
         ({"kv_memory": "lots"}, InvalidInput, "is not a size"),
         ({"page_size": 0}, InvalidInput, "page_size"),
         ({"dtype": "int3"}, InvalidInput, "dtype"),
         ({"device": "tpu9"}, InvalidInput, "not a device"),
-        ({"max_model_len": 10**9}, InvalidInput, "beyond the model's context"),
+        ({"max_model_len": 10**9}, InvalidInput, "beyond the model"),
         ({"policy": "random"}, InvalidInput, "policy"),
         ({"no_such_setting": 1}, InvalidInput, "no_such_setting"),
     ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from quire.cli import plan_options as options
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
 
@@ -19,121 +20,50 @@ if TYPE_CHECKING:
     from quire.cli.plan_inputs import PlannedModel
     from quire.plan.planner import PlanSettings
 
-BUDGET = "Budget"
-LOAD = "Load"
-SPLIT = "Split between pools"
-PARALLEL = "Parallelism"
-SPECULATION = "Speculation"
-OUTPUT = "Output"
-
 EXIT_DOES_NOT_FIT = 2
 
-SWEEPS = ("context", "concurrency", "dtype", "page-size", "tp")
-
-
-def _budget(**options: Any) -> Any:
-    return typer.Option(rich_help_panel=BUDGET, **options)
+_ABOUT_OUTPUT = {"model", "measure", "why", "sweep", "values", "plot", "compare", "names", "as_json", "debug"}
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A name in the catalogue, a config.json or its folder, or a hub id.", show_default=False),
-    ] = None,
-    kv_memory: Annotated[
-        str | None, _budget(help="Exactly the bytes that the pools of a rank may take: 40GiB.")
-    ] = None,
-    gpu: Annotated[str | None, _budget(help="A device by name: h100-80gb. Pools get what the rest leaves.")] = None,
-    device_memory: Annotated[str | None, _budget(help="The device's memory, where its name is not known.")] = None,
-    mem_fraction_static: Annotated[
-        float | None, _budget(help="Share of the device for weights and pools; printed back in bytes.")
-    ] = None,
-    weights: Annotated[str | None, _budget(help="Bytes of weights on a rank, instead of the estimate.")] = None,
-    measure: Annotated[
-        bool, _budget(help="Load the model on this machine's device and measure the ledger's lines.")
-    ] = False,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, fp4_e2m1, ...", rich_help_panel=BUDGET)
-    ] = None,
-    dtype: Annotated[str | None, _budget(help="The model's dtype, where its configuration names none.")] = None,
-    state_dtype: Annotated[str | None, _budget(help="Element type of recurrent states. (default: float32)")] = None,
-    page_size: Annotated[int | None, _budget(help="Tokens in a page. (default: 16)")] = None,
-    context: Annotated[str | None, typer.Option(help="Longest request, in tokens: 32k.", rich_help_panel=LOAD)] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Requests of that length that must fit at once.", rich_help_panel=LOAD)
-    ] = None,
-    input_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of an expected prompt.", rich_help_panel=LOAD)
-    ] = None,
-    output_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of an expected answer.", rich_help_panel=LOAD)
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Expected requests, from a trace (JSON lines or CSV).", rich_help_panel=LOAD)
-    ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option("--max-num-batched-tokens", help="Tokens of one step. (default: 2048)", rich_help_panel=LOAD),
-    ] = None,
-    shares: Annotated[
-        bool,
-        typer.Option("--prefix-caching/--no-prefix-caching", help="Keep finished prefixes.", rich_help_panel=LOAD),
-    ] = True,
-    swa_full_tokens_ratio: Annotated[
-        float | None,
-        typer.Option(help="Window tokens per full token. (default: from the load)", rich_help_panel=SPLIT),
-    ] = None,
-    mamba_full_memory_ratio: Annotated[
-        float | None,
-        typer.Option(help="Bytes of state per other byte. (default: from the load)", rich_help_panel=SPLIT),
-    ] = None,
-    max_mamba_cache_size: Annotated[int | None, typer.Option(help="State slots.", rich_help_panel=SPLIT)] = None,
-    max_total_tokens: Annotated[
-        int | None, typer.Option(help="At most this many tokens; every pool follows.", rich_help_panel=SPLIT)
-    ] = None,
-    window_pool: Annotated[
-        bool,
-        typer.Option("--window-pool/--no-window-pool", help="Windows have a pool of their own.", rich_help_panel=SPLIT),
-    ] = True,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallelism.", rich_help_panel=PARALLEL)] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", rich_help_panel=PARALLEL)] = None,
-    pp_layers: Annotated[
-        str | None, typer.Option(help="Layers of each stage: 20,20,24.", rich_help_panel=PARALLEL)
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option(help="Attention groups among the tp ranks.", rich_help_panel=PARALLEL)
-    ] = None,
-    dcp: Annotated[int | None, typer.Option(help="Ranks that share a page's tokens.", rich_help_panel=PARALLEL)] = None,
-    speculative_num_steps: Annotated[
-        int | None, typer.Option(help="Depth of a draft.", rich_help_panel=SPECULATION)
-    ] = None,
-    speculative_topk: Annotated[
-        int | None, typer.Option(help="Branches of a draft. (default: 1)", rich_help_panel=SPECULATION)
-    ] = None,
-    speculative_num_draft_tokens: Annotated[
-        int | None, typer.Option(help="Tokens verified at once.", rich_help_panel=SPECULATION)
-    ] = None,
-    speculative_draft_layers: Annotated[
-        int | None, typer.Option(help="Draft layers with keys and values. (default: 1)", rich_help_panel=SPECULATION)
-    ] = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Explain each line by its formula.", rich_help_panel=OUTPUT)
-    ] = False,
-    sweep: Annotated[
-        str | None, typer.Option(help=f"Vary one thing: {', '.join(SWEEPS)}.", rich_help_panel=OUTPUT)
-    ] = None,
-    values: Annotated[str | None, typer.Option(help="The values to sweep: 4k,8k,16k.", rich_help_panel=OUTPUT)] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the sweep into a PNG or SVG file.", rich_help_panel=OUTPUT)
-    ] = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            help="Two models side by side; settings may follow a comma: llama-3.1-8b,kv-dtype=fp8.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    names: Annotated[bool, typer.Option("--list", help="Print the catalogue.", rich_help_panel=OUTPUT)] = False,
+    model: options.Model = None,
+    kv_memory: options.KvMemory = None,
+    gpu: options.Gpu = None,
+    device_memory: options.DeviceMemory = None,
+    mem_fraction_static: options.MemFraction = None,
+    weights: options.Weights = None,
+    measure: options.Measure = False,
+    kv_dtype: options.KvDtype = None,
+    dtype: options.Dtype = None,
+    state_dtype: options.StateDtype = None,
+    page_size: options.PageSize = None,
+    context: options.Context = None,
+    concurrency: options.Concurrency = None,
+    input_tokens: options.InputTokens = None,
+    output_tokens: options.OutputTokens = None,
+    trace: options.Trace = None,
+    chunk: options.Chunk = None,
+    shares: options.Shares = True,
+    swa_full_tokens_ratio: options.SwaRatio = None,
+    mamba_full_memory_ratio: options.MambaRatio = None,
+    max_mamba_cache_size: options.MambaSize = None,
+    max_total_tokens: options.MaxTokens = None,
+    window_pool: options.WindowPool = True,
+    tp: options.Tp = None,
+    pp: options.Pp = None,
+    pp_layers: options.PpLayers = None,
+    dp: options.Dp = None,
+    dcp: options.Dcp = None,
+    speculative_num_steps: options.Steps = None,
+    speculative_topk: options.TopK = None,
+    speculative_num_draft_tokens: options.DraftTokens = None,
+    speculative_draft_layers: options.DraftLayers = None,
+    why: options.Why = False,
+    sweep: options.Sweep = None,
+    values: options.Values = None,
+    plot: options.Plot = None,
+    compare: options.Compare = None,
+    names: options.Names = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -143,11 +73,7 @@ def plan(
 
     [dim]Example:[/dim] quire plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k
     """
-    words = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("model", "why", "sweep", "values", "plot", "compare", "names", "as_json", "debug", "measure")
-    }
+    words = {name: value for name, value in locals().items() if name not in _ABOUT_OUTPUT}
     with reported(as_json=as_json, debug=debug):
         if names:
             _print_catalogue(as_json)

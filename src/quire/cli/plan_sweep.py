@@ -20,7 +20,7 @@ _DEFAULTS = {
     "tp": "1,2,4,8",
 }
 
-COLUMNS = ("tokens", "bytes per token", "requests at context", "context", "largest request", "fits", "refused")
+COLUMNS = ("tokens", "bytes per token", "requests at once", "each of", "largest request", "fits", "refused")
 
 
 def sweep_rows(
@@ -93,7 +93,7 @@ def draw(path: Path, title: str, what: str, rows: Sequence[Sequence[Any]]) -> No
         raise InvalidInput("--plot draws with matplotlib.", fix="pip install 'quire[plot]'.") from error
     names = [str(row[0]) for row in rows]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, column, label in ((axes[0], 1, "tokens"), (axes[1], 3, "requests at the context")):
+    for axis, column, label in ((axes[0], 1, "tokens"), (axes[1], 3, "requests at once")):
         heights = [row[column] or 0 for row in rows]
         axis.bar(names, heights, color="#3b6ea5")
         axis.bar_label(axis.containers[0], labels=[f"{height:,}" for height in heights], fontsize=8)

@@ -33,8 +33,9 @@ _E8M0_NAN = 255
 def encode(values: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
     """`values` `[..., width]` as they are stored: `[..., stored_width]`, and scales `[..., scale_width]` or None.
 
-    A format of a model's dtype is a conversion. FP8 without scales rounds to nearest, ties to even, and saturates: what
-    is larger than the largest finite number, an infinity too, becomes that number; NaN stays NaN.
+    A format of a model's dtype is a conversion: of nothing, and without a copy, where `values` have that dtype. FP8
+    without scales rounds to nearest, ties to even, and saturates: what is larger than the largest finite number, an
+    infinity too, becomes that number; NaN stays NaN.
 
     With scales, every number is divided by its block's and rounded so. A scale comes from the block's largest number:
 

@@ -407,20 +407,24 @@ def _line(
     """`coeff` and `bias` of the rules at a budget or at a number of tokens.
 
     A pool at its minimum does not grow, so its bytes are in the bias. Fewer tokens put more pools at their minimum, so
-    the line is found by moving pools into the bias until the tokens it gives leave no other below its minimum.
+    the line is found by moving pools into the bias until the tokens it gives leave no other below its minimum. At a
+    budget one pool is left to grow: where nothing else does, as in a model of states only, tokens are free up to its
+    minimum.
     """
-    resting: set[int] = set()
+    growing = sorted((rule for rule in rules if rule.per_token), key=lambda rule: rule.minimum / rule.per_token)
+    resting = [rule for rule in rules if not rule.per_token]
     while True:
-        coeff, bias = Fraction(0), 0
-        for index, rule in enumerate(rules):
-            size = rule.group.layout.bytes_per_frame
-            bias += (rule.fixed + PADDING + (rule.minimum if index in resting else 0)) * size
-            coeff += 0 if index in resting else rule.per_token * size
-        at = Fraction(tokens) if tokens is not None else max(Fraction(0), ((available_bytes or 0) - bias) / coeff)
-        more = {index for index, rule in enumerate(rules) if at * rule.per_token < rule.minimum} - resting
-        if not more:
+        coeff = sum((rule.per_token * rule.group.layout.bytes_per_frame for rule in growing), Fraction(0))
+        bias = sum((rule.fixed + PADDING) * rule.group.layout.bytes_per_frame for rule in rules)
+        bias += sum(rule.minimum * rule.group.layout.bytes_per_frame for rule in resting)
+        if available_bytes is not None:
+            at = max(Fraction(0), (available_bytes - bias) / coeff)
+        else:
+            at = Fraction(tokens or 0)
+        last = 1 if available_bytes is not None else 0
+        if len(growing) <= last or at * growing[-1].per_token >= growing[-1].minimum:
             return coeff, bias
-        resting |= more
+        resting.append(growing.pop())
 
 
 def _slides(group: GroupSpec) -> bool:

@@ -49,8 +49,10 @@ class Parallelism:
         return self.tp // self.dp
 
     def stages(self, num_layers: int) -> tuple[slice, ...]:
-        """The layers of each stage, in order. Stages differ by one layer at most; the first and the last, which hold
-        embedding and output head too, get the smaller share. Raises InvalidInput where stages would be empty.
+        """The layers of each stage, in order.
+
+        Stages differ by one layer at most; the last and then the first, which hold output head and embedding too, get
+        the smaller share. Raises InvalidInput where a stage would be empty.
         """
         counts = list(self.pp_layers) or self._even(num_layers)
         if sum(counts) != num_layers or min(counts) < 1:
@@ -63,7 +65,7 @@ class Parallelism:
 
     def _even(self, num_layers: int) -> list[int]:
         counts = [num_layers // self.pp] * self.pp
-        inner_first = sorted(range(self.pp), key=lambda stage: (stage in (0, self.pp - 1), -stage))
+        inner_first = sorted(range(self.pp), key=lambda stage: (stage == self.pp - 1, stage == 0, -stage))
         for stage in inner_first[: num_layers % self.pp]:
             counts[stage] += 1
         return counts

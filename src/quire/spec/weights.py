@@ -28,7 +28,7 @@ _TIED = {
 }  # fmt: skip
 """Shares the input embedding with the output where `tie_word_embeddings` is left out."""
 _LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "gpt_neo", "opt"}
-_GATED_QUERY = {"afmoe", "qwen3_next"}  # queries come with a gate of the output, as `attn_output_gate` says elsewhere
+_GATED_QUERY = {"afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}  # where `attn_output_gate` is left out
 _SHARED_EXPERT = {"llama4", "llama4_text"}  # one, as wide as a routed one
 _LIGHTNING = {"minimax", "minimax_m1", "minimax_text_01"}
 _GATED_TOWER = {"gemma4_vision", "pixtral", "qwen2_5_vl"}
@@ -38,12 +38,13 @@ _UNPRICED = {
     "hidden_size_per_layer_input": "embeds every token once more per layer",
     "is_encoder_decoder": "is an encoder and a decoder",
     "layer_group_size": "mixes attention kinds by a rule of its own",
+    "kv_channels": "has experts in its attention, or an MLP of half the stated width",
     "lru_width": "has gated linear recurrent layers",
     "per_layer_config": "sizes single layers differently",
     "zero_expert_num": "has two attentions and two MLPs per layer",
 }
 _Bits = Callable[[str, Iterable[str]], float]
-_ONE_SIZE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+_ONE_SIZE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "num_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +110,8 @@ class WeightEstimate:
         Raises ValueError for a stage that is not a run of the model's layers, or tp < 1.
         """
         stage = range(len(self.layers)) if layers is None else layers
-        if tp < 1:
-            raise ValueError(f"tp must be at least 1, got {tp}")
-        if stage.step != 1 or not 0 <= stage.start < stage.stop <= len(self.layers):
-            raise ValueError(f"a stage is a run of the {len(self.layers)} layers, got {stage}")
+        if tp < 1 or stage.step != 1 or not 0 <= stage.start < stage.stop <= len(self.layers):
+            raise ValueError(f"tp is 1 or more, a stage a run of the {len(self.layers)} layers; got {tp} and {stage}")
         is_first, is_last = stage.start == 0, stage.stop == len(self.layers)
         divided, whole = (self.embedding, self.other) if is_first else (0, 0)
         held = list(self.layers[stage.start : stage.stop])
@@ -170,7 +169,7 @@ def _entry(config: ConfigReader, name: str, index: int) -> Any:
 # -- which modules a layer has
 
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_ATTENTIONS = {"", "full_", "sliding_", "chunked_", "compressed_sparse_", "heavily_compressed_"}
+_ATTENTIONS = {"", "full_", "sliding_", "chunked_", "indexed_", "compressed_sparse_", "heavily_compressed_"}
 _LINEAR_ATTENTION = {"linear_num_value_heads": "delta", "linear_attn_config": "kda", "linear_num_heads": "kda",
                      "mamba_num_heads": "mamba", "mamba_n_heads": "mamba"}  # fmt: skip
 """What the layer type "linear_attention", a word for several mixers, means where a field is set."""
@@ -243,6 +242,8 @@ def _mixer(config: ConfigReader, name: str) -> str:
 
 
 def _num_experts(config: ConfigReader) -> int:
+    if False in (config.get("enable_moe_block"), config.get("is_moe")):
+        return 0
     return config.size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
 
 
@@ -314,8 +315,8 @@ def _head_sizes(config: ConfigReader, index: int) -> tuple[int, int, int, int, i
         key, value = config.size("swa_head_dim", default=key), config.size("swa_v_head_dim", default=value)
     elif not slides and config.has("global_head_dim"):
         key = value = config.size("global_head_dim")
-        kv_heads = config.size("num_global_key_value_heads", default=kv_heads)
-        has_values = 0 if config.has("attention_k_eq_v") else 1
+        if config.has("attention_k_eq_v"):
+            kv_heads, has_values = config.size("num_global_key_value_heads", default=kv_heads), 0
     return heads, kv_heads, key, value, has_values
 
 
@@ -407,10 +408,6 @@ def _conv(config: ConfigReader, index: int) -> list[_Count]:
     return [_Count("conv", hidden * (4 * hidden + config.size("conv_L_cache")), hidden)]
 
 
-def _projection(config: ConfigReader, index: int) -> list[_Count]:
-    return [_Count("projection", 2 * _hidden(config) ** 2)]
-
-
 def _mlp(config: ConfigReader, index: int) -> list[_Count]:
     hidden, is_plain = _hidden(config), config.kind in _PLAIN_MLP
     block = _entry(config, "block_configs", index)
@@ -451,7 +448,7 @@ def _moe(config: ConfigReader, index: int) -> list[_Count]:
 
 _MODULES: Mapping[str, Callable[[ConfigReader, int], list[_Count]]] = {
     "attention": _attention, "mamba": _mamba, "delta": _delta, "kda": _kda, "lightning": _lightning, "conv": _conv,
-    "mlp": _mlp, "moe": _moe, "projection": _projection,
+    "mlp": _mlp, "moe": _moe, "projection": lambda config, _: [_Count("projection", 2 * _hidden(config) ** 2)],
 }  # fmt: skip
 
 
@@ -554,7 +551,7 @@ def _read_bits(config: ConfigReader, plain: float) -> _Bits:
 def _rules(config: ConfigReader, plain: float) -> Iterable[tuple[_Names, float]]:
     """Which modules take how many bits; the first rule that names a module decides."""
     found: Mapping[str, Any] = config.get("quantization_config", "compression_config", "quantization", default={})
-    method, algorithm = str(found.get("quant_method", "")).lower(), str(found.get("quant_algo", "")).upper()
+    method, algorithm = str(found.get("quant_method") or "").lower(), str(found.get("quant_algo") or "").upper()
     fields = ["modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules"]
     if method != "fp8":
         fields.append("ignore")  # beside fp8 it belongs to a second quantisation, and names what stays fp8

@@ -1,0 +1,206 @@
+"""`quire plan`: tables that add up, JSON with every number, exit codes, sweeps, pictures and comparisons."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.spec.catalogue import CATALOGUE
+from tests.cli.conftest import Run
+
+GIB = 2**30
+WIDE = {"COLUMNS": "200"}
+KEYS = (
+    "kv_bytes", "page_size", "bytes_per_token", "bias_bytes", "max_total_num_tokens", "full_max_total_num_tokens",
+    "swa_max_total_num_tokens", "max_running_requests", "state_slots", "pools", "ledger", "largest_request",
+    "minimum_reusable_prefix",
+)  # fmt: skip
+
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+    "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 512, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def data(run: Run, *arguments: Any, exit_code: int = 0) -> dict[str, Any]:
+    done = run("plan", *arguments, "--json")
+    assert done.exit_code == exit_code, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def error(run: Run, *arguments: Any) -> tuple[int, dict[str, Any]]:
+    done = run("plan", *arguments, "--json")
+    found: dict[str, Any] = json.loads(done.stderr)["error"]
+    assert done.exit_code == found["exit_code"]
+    return done.exit_code, found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-3.1-8b", ()),
+        ("gemma-3-27b", ()),
+        ("qwen3-next-80b-a3b", ("--speculative-num-steps", 3)),
+        ("deepseek-v3.2", ("--kv-dtype", "fp8", "--tp", 8, "--dcp", 8)),
+        ("deepseek-v4-flash", ("--kv-dtype", "fp8")),
+        ("jamba-1.5-mini", ("--mamba-full-memory-ratio", 0.5)),
+        ("gpt-oss-120b", ("--swa-full-tokens-ratio", 0.3, "--max-total-tokens", 50_000)),
+    ],
+)
+def test_json_has_every_number_and_they_add_up(run: Run, name: str, options: tuple[Any, ...]) -> None:
+    found = data(run, name, "--kv-memory", "40GiB", "--context", "4k", *options)
+    assert set(KEYS) <= set(found)
+    assert found["kv_bytes"] == 40 * GIB
+    assert sum(line["bytes"] for line in found["ledger"] if line["where"] == "device") == found["kv_bytes"]
+    assert sum(pool["bytes"] for pool in found["pools"]) <= found["kv_bytes"]
+    for pool in found["pools"]:
+        assert pool["bytes"] == pool["frames"] * pool["bytes_per_frame"]
+        assert pool["bytes_per_frame"] == sum(field["bytes_per_frame"] for field in pool["fields"])
+    assert not re.search(r'": -\d', json.dumps(found)), "a number is negative"
+
+
+def test_the_table_of_a_gpu(run: Run) -> None:
+    done = run("plan", "llama-3.1-70b", "--gpu", "h100-80gb", "--tp", 4, "--context", "32k", env=WIDE)
+    assert done.exit_code == 0, done.stderr
+    lines = dict(re.findall(r"│ (\S.*?)\s{2,}([\d,]+)\s", done.stdout))
+    total = int(lines.pop("h100-80gb").replace(",", ""))
+    device = {name: int(value.replace(",", "")) for name, value in lines.items() if not name.endswith("(host)")}
+    names = ("weights", "driver", "activations", "graphs", "workspace", "reserve", "pool full", "padding", "unused")
+    assert sum(device[name] for name in names) == total == 81_559 * 2**20
+
+
+def test_why_gives_each_lines_formula(run: Run) -> None:
+    done = run("plan", "gemma-3-27b", "--kv-memory", "40GiB", "--why", env=WIDE)
+    assert "10 layers * 16 entries * 16 * 128 * 2 bytes (bfloat16) = 655,360" in done.stdout
+    assert "52 layers * 16 entries * 16 * 128 * 2 bytes (bfloat16) = 3,407,872" in done.stdout
+    found = data(run, "gemma-3-27b", "--kv-memory", "40GiB", "--why")
+    assert {line["name"] for line in found["ledger"]} <= set(found["why"])
+
+
+def test_what_does_not_fit_says_what_would(run: Run) -> None:
+    wanted = ("qwen3-32b", "--gpu", "h100-80gb", "--context", "32k", "--concurrency")
+    found = data(run, *wanted, 16, exit_code=2)
+    assert not found["fits"]
+    lower = re.search(r"context ([\d,]+)", " ".join(found["to_fit"]))
+    assert lower is not None
+    follow = ("qwen3-32b", "--gpu", "h100-80gb", "--concurrency", 16, "--context", lower[1].replace(",", ""))
+    assert data(run, *follow)["fits"]
+    assert data(run, *wanted, 1)["to_fit"] == []
+    assert "To fit: " in run("plan", *wanted, 16).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code", "said"),
+    [
+        ((), 2, "QUIRE-INPUT-01", "is of a model"),
+        (("lama-3.1-70b",), 2, "QUIRE-MODEL-02", "llama-3.1-70b"),
+        (("./absent.json",), 2, "QUIRE-MODEL-02", "no file or folder"),
+        (("llama-3.1-8b", "--kv-memory", "much"), 2, "QUIRE-INPUT-01", "is not a size"),
+        (("llama-3.1-8b", "--kv-memory", "1KiB"), 2, "QUIRE-PLAN-01", "cannot hold one page"),
+        (("llama-3.1-405b", "--gpu", "h100-80gb"), 2, "QUIRE-PLAN-01", "leaves nothing for pools"),
+        (("llama-3.1-8b", "--gpu", "abacus"), 2, "QUIRE-INPUT-01", "not a device"),
+        (("llama-3.1-8b", "--gpu", "h100", "--mem-fraction-static", "2"), 2, "QUIRE-INPUT-01", "between 0 and 1"),
+        (("llama-3.1-8b", "--mem-fraction-static", "0.8"), 2, "QUIRE-INPUT-01", "share of a device"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--context", "10m"), 2, "QUIRE-INPUT-01", "is beyond"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--context", "long"), 2, "QUIRE-INPUT-01", "number of tokens"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--tp", "3"), 2, "QUIRE-INPUT-01", "cannot be split"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--kv-dtype", "int3"), 2, "QUIRE-INPUT-01", "not a KV dtype"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--page-size", "0"), 2, "QUIRE-INPUT-01", "page-size"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--sweep", "luck"), 2, "QUIRE-INPUT-01", "cannot be swept"),
+        (("llama-3.1-8b", "--speculative-topk", "4"), 2, "QUIRE-INPUT-01", "needs its depth"),
+        (("--compare", "llama-3.1-8b", "llama-3.1-8b,luck=1"), 2, "QUIRE-INPUT-01", "is no setting"),
+    ],
+)
+def test_bad_input(run: Run, arguments: tuple[str, ...], exit_code: int, code: str, said: str) -> None:
+    found_code, found = error(run, *arguments)
+    assert (found_code, found["code"]) == (exit_code, code)
+    assert said in found["message"] + found["fix"]
+    assert found["fix"]
+
+
+def test_a_refused_model_exits_with_3(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "retention_heads": 4}))
+    exit_code, found = error(run, path, "--kv-memory", "1GiB")
+    assert (exit_code, found["code"]) == (3, "QUIRE-MODEL-01")
+    assert "retention_heads" in found["message"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "3", '{"model_type": "llama"}', "[" * 100_000])
+def test_a_broken_configuration_is_an_error_and_no_trace(run: Run, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    exit_code, found = error(run, path, "--kv-memory", "1GiB")
+    assert exit_code in (2, 3)
+    assert found["code"].startswith("QUIRE-MODEL")
+
+
+def test_a_file_a_folder_and_a_name_are_the_same_model(run: Run, tmp_path: Path) -> None:
+    config = dict(CATALOGUE["qwen3-8b"].config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named, file, folder, hub = (
+        data(run, name, "--kv-memory", "8GiB")
+        for name in ("qwen3-8b", tmp_path / "config.json", tmp_path, CATALOGUE["qwen3-8b"].hub)
+    )
+    for key in KEYS:
+        assert named[key] == file[key] == folder[key] == hub[key], key
+
+
+def test_without_a_budget_the_least_memory_is_found(run: Run) -> None:
+    found = data(run, "llama-3.1-8b", "--context", "32k", "--concurrency", 8)
+    assert found["requests_at_context"] == 8
+    assert found["kv_bytes"] == pytest.approx(8 * 32_768 * 131_072, rel=0.001)
+
+
+@pytest.mark.parametrize("what", ["context", "concurrency", "dtype", "page-size", "tp"])
+def test_a_sweep_has_a_row_for_each_value(run: Run, what: str) -> None:
+    done = run("plan", "gemma-3-27b", "--kv-memory", "40GiB", "--sweep", what, env=WIDE)
+    assert done.exit_code == 0, done.stderr
+    rows = data(run, "gemma-3-27b", "--kv-memory", "40GiB", "--sweep", what)["rows"]
+    assert len(rows) >= 3
+    for row in rows:
+        assert str(row[what]) in done.stdout
+
+
+def test_a_sweep_goes_on_where_a_value_is_refused(run: Run) -> None:
+    rows = data(run, "llama-3.1-8b", "--kv-memory", "8GiB", "--sweep", "tp", "--values", "1,3,8")["rows"]
+    assert [row["refused"] is None for row in rows] == [True, False, True]
+    assert "cannot be split" in rows[1]["refused"]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_sweep_is_drawn(run: Run, tmp_path: Path, suffix: str, magic: bytes) -> None:
+    path = tmp_path / f"sweep.{suffix}"
+    done = run("plan", "llama-3.1-8b", "--kv-memory", "8GiB", "--sweep", "context", "--plot", path)
+    assert done.exit_code == 0, done.stderr
+    assert path.read_bytes().startswith(magic)
+    bad = run("plan", "llama-3.1-8b", "--kv-memory", "8GiB", "--sweep", "tp", "--plot", tmp_path / "a.spreadsheet")
+    assert bad.exit_code == 2
+
+
+def test_two_settings_side_by_side(run: Run) -> None:
+    two = ("llama-3.1-8b", "llama-3.1-8b,kv-dtype=fp8,tp=2")
+    shown = run("plan", "--compare", *two, "--kv-memory", "40GiB", env=WIDE).stdout
+    assert "131,072" in shown and "32,768" in shown
+    found = data(run, "--compare", *two, "--kv-memory", "40GiB")
+    assert [found[name]["bytes_per_token"] for name in two] == [131_072, 32_768]
+
+
+def test_the_catalogue_is_listed(run: Run) -> None:
+    assert set(data(run, "--list")) == set(CATALOGUE)
+    assert "llama-3.1-70b" in run("plan", "--list").stdout
+
+
+def test_a_measured_ledger(run: Run, tiny_model: Path) -> None:
+    """On this machine's own memory: the weights are those loaded, and a step was run."""
+    found = data(run, tiny_model, "--measure", "--kv-memory", "1MiB")
+    lines = {line["name"]: line for line in found["ledger"]}
+    weights = sum(path.stat().st_size for path in tiny_model.glob("*.safetensors"))
+    assert lines["weights"]["bytes"] == pytest.approx(weights, rel=0.05)
+    assert not lines["weights"]["estimated"] and not lines["activations"]["estimated"]
+    assert sum(pool["bytes"] for pool in found["pools"]) <= 2**20

@@ -1,0 +1,314 @@
+"""Configurators: the seeds' two entry points, exact inverses, and pools that follow budgets and caps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from quire.errors import InvalidInput, PlanError
+from quire.plan.budget import parse_bytes
+from quire.plan.configurator import (
+    CompressedPoolConfigurator,
+    DefaultPoolConfigurator,
+    HybridSWAPoolConfigurator,
+    MemoryPoolConfig,
+    MemoryPoolConfigurator,
+    PoolOptions,
+    RecurrentPoolConfigurator,
+    create_memory_pool_configurator,
+)
+from quire.plan.mix import Mix, uniform
+from quire.plan.reserve import Speculation
+from quire.spec.kv_format import KV_FORMATS
+from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
+from quire.spec.layout import DType
+from quire.spec.model import Layer, ModelSpec
+
+GIB = 2**30
+
+FULL = AttentionCall(kv_heads=8, key_dim=128, value_dim=128)
+WINDOW = AttentionCall(kv_heads=8, key_dim=128, value_dim=128, window=1024)
+STATE = StateCall(kernel=4, channels=2048, heads=16, matrix=(64, 128))
+LATENT = LatentCall(rank=512, rope_dim=64, sparse=True, index_dim=128)
+COMPRESSED = CompressedCall(nope_dim=448, rope_dim=64, window=128, ratio=4, overlap=True, index_dim=128)
+
+
+def spec_of(*layers: Layer) -> ModelSpec:
+    return ModelSpec(architecture="test", layers=layers, context_length=2**20, vocab_size=8, dtype=DType.BFLOAT16)
+
+
+def configurator(
+    *calls: Any, page_size: int = 16, kv_format: str = "bfloat16", mix: Mix | None = None, **options: Any
+) -> MemoryPoolConfigurator:
+    spec = spec_of(*((call,) for call in calls))
+    return create_memory_pool_configurator(
+        lambda size: spec.groups(size, KV_FORMATS[kv_format]),
+        PoolOptions(mix=mix or uniform(8192, "requests of 8,192 tokens"), **options),
+        page_size=page_size,
+    )
+
+
+def frames(config: MemoryPoolConfig) -> dict[str, int]:
+    return {pool.name: pool.frames for pool in config.pools}
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind"),
+    [
+        ((FULL,), DefaultPoolConfigurator),
+        ((LATENT,), DefaultPoolConfigurator),
+        ((FULL, WINDOW), HybridSWAPoolConfigurator),
+        ((WINDOW,), HybridSWAPoolConfigurator),
+        ((FULL, STATE), RecurrentPoolConfigurator),
+        ((FULL, WINDOW, STATE), RecurrentPoolConfigurator),
+        ((COMPRESSED,), CompressedPoolConfigurator),
+    ],
+)
+def test_the_groups_choose_the_configurator(calls: tuple[Any, ...], kind: type) -> None:
+    assert type(configurator(*calls, page_size=128)) is kind
+
+
+def test_a_cell_of_plain_attention() -> None:
+    """Llama 3 8B: 131,072 bytes a token, so 40 GiB are 327,680 tokens, one page of which is the padding."""
+    config = configurator(*[FULL] * 32, page_size=16).calculate_pool_sizes(40 * GIB, 16)
+    assert (config.coeff, config.bias) == (131_072, 131_072 * 16)
+    assert config.max_total_num_tokens == config.full_max_total_num_tokens == 327_680 - 16
+    assert config.bytes == 40 * GIB
+    assert config.swa_max_total_num_tokens is None and config.state_slots is None
+
+
+def test_the_worked_hybrid() -> None:
+    """4 full and 20 window layers of 2,048 bytes each at a ratio of 0.8 cost 40,960 bytes a token."""
+    full = AttentionCall(kv_heads=4, key_dim=128, value_dim=128)
+    window = AttentionCall(kv_heads=4, key_dim=128, value_dim=128, window=128)
+    solve = configurator(*[full] * 4, *[window] * 20, page_size=1, swa_full_tokens_ratio=Fraction(4, 5))
+    config = solve.calculate_pool_sizes(20 * GIB + solve.bytes_for(1, 1) - 40_960, 1)
+    assert config.coeff == 40_960
+    assert (config.full_max_total_num_tokens, config.swa_max_total_num_tokens) == (524_288, 419_430)
+
+
+def test_a_model_of_windows_only_has_no_ratio() -> None:
+    plain = configurator(*[WINDOW] * 4, swa_full_tokens_ratio=Fraction(1, 10)).calculate_pool_sizes(GIB, 16)
+    assert plain.full_max_total_num_tokens is None
+    assert plain.swa_max_total_num_tokens == plain.max_total_num_tokens
+    assert plain.coeff == 4 * 2 * 8 * 128 * 2
+
+
+def test_a_cap_shrinks_every_pool() -> None:
+    """A cap once shrank one side only; the other kept the bytes and requests failed on the small side."""
+    solve = configurator(FULL, WINDOW, STATE, swa_full_tokens_ratio=Fraction(1, 2))
+    free = solve.calculate_pool_sizes(8 * GIB, 16)
+    capped = solve.calculate_pool_sizes_from_max_tokens(free.max_total_num_tokens // 2, 16)
+    for name, count in frames(capped).items():
+        assert count == pytest.approx(frames(free)[name] / 2, rel=0.01), name
+    assert capped.bytes == pytest.approx(free.bytes / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "floored"), [(1600, 1600), (1615, 1600), (16, 16)])
+def test_a_cap_is_floored_to_whole_pages(tokens: int, floored: int) -> None:
+    assert configurator(FULL).calculate_pool_sizes_from_max_tokens(tokens, 16).max_total_num_tokens == floored
+
+
+def test_less_than_a_page_is_refused() -> None:
+    with pytest.raises(PlanError, match="less than one page"):
+        configurator(FULL).calculate_pool_sizes_from_max_tokens(15, 16)
+    with pytest.raises(PlanError, match="cannot hold one page"):
+        configurator(FULL).calculate_pool_sizes(100, 16)
+
+
+def test_a_window_pool_that_holds_no_request_is_refused() -> None:
+    """It must exceed the window and one page; the reference of the time started such a server and hung."""
+    solve = configurator(FULL, WINDOW, swa_full_tokens_ratio=Fraction(1, 10))
+    with pytest.raises(PlanError, match=r"one request needs more than 1,040") as caught:
+        solve.calculate_pool_sizes(solve.bytes_for(10_400, 16), 16)
+    assert "raise the ratio" in caught.value.fix
+    found = solve.calculate_pool_sizes(solve.bytes_for(10_560, 16), 16)
+    assert found.swa_max_total_num_tokens == 1056
+
+
+@pytest.mark.parametrize(("size", "runs"), [(2, False), (3, True)])
+def test_states_for_less_than_one_request_are_refused(size: int, runs: bool) -> None:
+    solve = configurator(FULL, STATE, max_mamba_cache_size=size)
+    if runs:
+        assert solve.calculate_pool_sizes(GIB, 16).max_running_requests == 1
+    else:
+        with pytest.raises(PlanError, match="2 state slots would remain, and one request uses 3"):
+            solve.calculate_pool_sizes(GIB, 16)
+
+
+def test_states_and_drafted_states_are_solved_for_together() -> None:
+    """30 GiB of states of 100 MiB with 4 drafted tokens and 5 states a request: 167 slots, 306 without speculation."""
+    state = StateCall(heads=100, matrix=(1024, 256))  # 100 MiB
+    spec = spec_of((FULL,), (state,))
+
+    def slots(speculation: Speculation | None) -> int | None:
+        options = PoolOptions(
+            mix=uniform(8192, "x"),
+            speculation=speculation,
+            mamba_full_memory_ratio=Fraction(1),
+            max_running_requests=None,
+        )
+        solve = create_memory_pool_configurator(spec.groups, options, page_size=1)
+        return solve.calculate_pool_sizes(60 * GIB, 1).state_slots
+
+    assert slots(None) == 306
+    # (307.2 - 1 - 4) / (1 + 4 / 3) with three states a request instead of the worked example's five
+    assert slots(Speculation(num_steps=3, num_draft_tokens=4)) == 129
+
+
+def test_drafted_states_are_kept_for_every_request_and_the_padding_row() -> None:
+    speculation = Speculation(num_steps=3, num_draft_tokens=4)
+    solve = configurator(FULL, STATE, max_mamba_cache_size=30, speculation=speculation)
+    config = solve.calculate_pool_sizes(GIB, 16)
+    assert config.max_running_requests == 10
+    assert frames(config)["state-draft"] + 1 == 4 * (10 + 1)
+
+
+def test_compressed_entries_are_counted() -> None:
+    config = configurator(COMPRESSED, page_size=128, kv_format="fp8_e4m3").calculate_pool_sizes(GIB, 128)
+    assert dict(config.compressed_max_total_num_tokens) == {4: config.max_total_num_tokens // 4}
+    with pytest.raises(InvalidInput, match="one entry per 4 tokens"):
+        configurator(COMPRESSED, page_size=6)
+
+
+@pytest.mark.parametrize("name", ["swa_full_tokens_ratio", "mamba_full_memory_ratio", "max_mamba_cache_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_ratio_is_above_zero(name: str, value: int) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        configurator(FULL, WINDOW, STATE, **{name: value})
+
+
+def test_without_a_ratio_the_mix_splits_the_budget() -> None:
+    """Short requests are all window; of long ones the window is a small part."""
+    short = configurator(FULL, WINDOW, mix=uniform(512, "short")).calculate_pool_sizes(8 * GIB, 16)
+    long = configurator(FULL, WINDOW, mix=uniform(131_072, "long")).calculate_pool_sizes(8 * GIB, 16)
+    assert short.swa_max_total_num_tokens == pytest.approx(short.full_max_total_num_tokens, rel=0.01)
+    assert long.swa_max_total_num_tokens < 0.02 * long.full_max_total_num_tokens
+    assert long.max_total_num_tokens > 1.9 * short.max_total_num_tokens
+
+
+# -- properties
+
+attention = st.builds(
+    AttentionCall,
+    kv_heads=st.integers(1, 16),
+    key_dim=st.sampled_from([32, 64, 128, 192, 256]),
+    value_dim=st.sampled_from([32, 64, 128]),
+)
+sliding = st.builds(
+    AttentionCall,
+    kv_heads=st.integers(1, 16),
+    key_dim=st.sampled_from([32, 64, 128]),
+    value_dim=st.sampled_from([32, 64, 128]),
+    window=st.integers(1, 8192),
+    chunked=st.booleans(),
+)
+latent = st.builds(
+    LatentCall,
+    rank=st.sampled_from([128, 256, 512]),
+    rope_dim=st.sampled_from([32, 64]),
+    sparse=st.just(True),
+    index_dim=st.sampled_from([0, 128]),
+)
+state = st.builds(
+    StateCall,
+    kernel=st.integers(2, 4),
+    channels=st.integers(1, 4096),
+    groups=st.integers(0, 8),
+    group_channels=st.integers(1, 256),
+    heads=st.integers(1, 64),
+    matrix=st.tuples(st.integers(1, 128), st.integers(1, 128)),
+)
+mixes = st.builds(Mix, st.lists(st.integers(1, 200_000), min_size=1, max_size=5).map(tuple), st.just("random requests"))
+
+
+@st.composite
+def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPoolConfigurator, int, int]:
+    """A configurator of a random model and random options, a page size, and the ranks that share a page."""
+    attending = draw(st.lists(draw(st.sampled_from([attention, latent])), max_size=3))
+    calls = attending + draw(st.lists(sliding, max_size=3)) + draw(st.lists(state, max_size=2))
+    assume(calls)
+    page_size = draw(st.sampled_from([1, 4, 16, 64, 128]))
+    ranks = draw(st.sampled_from([1, 1, 2, 8]))
+    steps = draw(st.integers(0, 4))
+    speculation = Speculation(num_steps=steps, num_draft_tokens=steps + 1) if steps else None
+    ratio = draw(st.sampled_from([None, Fraction(1, 10), Fraction(4, 5)])) if with_ratio else None
+    options = PoolOptions(
+        mix=draw(mixes),
+        chunk=draw(st.sampled_from([0, 512, 2048])),
+        shares=draw(st.booleans()),
+        token_ranks=ranks,
+        speculation=speculation,
+        swa_full_tokens_ratio=ratio,
+    )
+    spec = spec_of(*((call,) for call in calls))
+    kept = KV_FORMATS[draw(st.sampled_from(["bfloat16", "fp8_e4m3", "mxfp8", "nvfp4"]))]
+    return (
+        create_memory_pool_configurator(lambda size: spec.groups(size, kept), options, page_size=page_size),
+        page_size,
+        ranks,
+    )
+
+
+def solved(solve: MemoryPoolConfigurator, size: int, page_size: int) -> MemoryPoolConfig | None:
+    try:
+        return solve.calculate_pool_sizes(size, page_size)
+    except PlanError:
+        return None
+
+
+budgets = st.integers(1, 2**42)
+
+
+@given(solvers(), budgets, budgets)
+@settings(max_examples=400)
+def test_more_bytes_never_hold_less_and_pools_never_exceed_them(
+    drawn: tuple[MemoryPoolConfigurator, int, int], one: int, other: int
+) -> None:
+    solve, page_size, ranks = drawn
+    small, large = (solved(solve, size, page_size) for size in sorted((one, other)))
+    for config, size in ((small, min(one, other)), (large, max(one, other))):
+        if config is not None:
+            assert config.bytes <= size
+            assert config.max_total_num_tokens % (page_size * ranks) == 0 < config.max_total_num_tokens
+            assert all(pool.frames > 0 for pool in config.pools)
+            assert config.coeff >= 0 and config.bias > 0
+            # The line is the budget's: the floors of single pools only ever leave something over.
+            assert config.bytes <= config.max_total_num_tokens * config.coeff + config.bias <= size
+    if small is not None:
+        assert large is not None
+        assert large.max_total_num_tokens >= small.max_total_num_tokens
+        assert all(frames(large)[name] >= count for name, count in frames(small).items())
+
+
+@given(solvers(), st.integers(1, 2**22))
+@settings(max_examples=400)
+def test_tokens_to_bytes_to_tokens_is_exact(drawn: tuple[MemoryPoolConfigurator, int, int], pages: int) -> None:
+    solve, page_size, ranks = drawn
+    tokens = pages * page_size * ranks
+    try:
+        wanted = solve.calculate_pool_sizes_from_max_tokens(tokens, page_size)
+    except PlanError:
+        return  # a window pool by ratio may be too small for one request
+    assume(wanted.full_max_total_num_tokens or wanted.swa_max_total_num_tokens)  # tokens cost a model of states nothing
+    found = solve.calculate_pool_sizes(solve.bytes_for(tokens, page_size), page_size)
+    assert found == wanted
+    less = solved(solve, solve.bytes_for(tokens, page_size) - 1, page_size)
+    assert less is None or less.max_total_num_tokens < tokens
+
+
+@given(solvers(), st.integers(1, 2**20))
+def test_a_refused_budget_names_one_that_works(drawn: tuple[MemoryPoolConfigurator, int, int], size: int) -> None:
+    solve, page_size, _ = drawn
+    try:
+        solve.calculate_pool_sizes(size, page_size)
+    except PlanError as error:
+        if "at least" in error.fix and "states" not in error.fix:
+            advice = error.fix.split("at least ")[1].split(",")[0]
+            if solve.options.swa_full_tokens_ratio is None:
+                assert solve.calculate_pool_sizes(parse_bytes(advice), page_size).max_total_num_tokens > 0

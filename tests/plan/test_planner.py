@@ -1,0 +1,402 @@
+"""The planner: real configurations, ledgers that add up, limits that move the right way, and advice that works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from quire.errors import InvalidInput, PlanError, QuireError, UnsupportedModel
+from quire.plan import budget, planner
+from quire.plan.advice import least_memory, options_to_fit
+from quire.plan.budget import parse_bytes
+from quire.plan.devices import DEVICES, Line, find_device
+from quire.plan.mix import Mix, read_trace, uniform
+from quire.plan.parallel import Parallelism
+from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.report import explain, plan_as_dict
+from quire.plan.reserve import Speculation
+from quire.spec.catalogue import CATALOGUE
+from quire.spec.config_reader import ConfigReader
+from quire.spec.layers import AttentionCall
+from quire.spec.layout import DType
+from quire.spec.model import ModelSpec
+from quire.spec.weights import read_weights
+
+GIB = 2**30
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+CONFIGS = sorted((SHARED / "configs").glob("*.json"))
+
+needs_shared = pytest.mark.skipif(not CONFIGS, reason="the published configurations are not beside the repository")
+
+
+def catalogue_spec(name: str) -> ModelSpec:
+    return ModelSpec.from_config(CATALOGUE[name].config)
+
+
+def plan_of(name: str, **options: Any) -> Plan:
+    return make_plan(catalogue_spec(name), PlanSettings(**{"kv_memory": 40 * GIB, **options}))
+
+
+def device_total(plan: Plan) -> int:
+    return sum(line.bytes for line in plan.ledger if line.where == "device")
+
+
+# -- real models
+
+
+@needs_shared
+def test_all_published_configurations_are_there() -> None:
+    assert len(CONFIGS) == 74
+
+
+@needs_shared
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_published_configuration_plans(path: Path) -> None:
+    config = json.loads(path.read_text())
+    spec = ModelSpec.from_config(config)
+    weights = read_weights(ConfigReader(config))
+    plan = make_plan(spec, PlanSettings(kv_memory=64 * GIB), weights)
+    assert device_total(plan) == 64 * GIB
+    assert 0 < plan.config.bytes <= 64 * GIB
+    assert all(line.bytes >= 0 for line in plan.ledger)
+    assert weights.num_parameters > 10**8
+    assert explain(plan) and plan_as_dict(plan)["pools"]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_catalogue_model_plans(name: str) -> None:
+    plan = plan_of(name, kv_memory=256 * GIB, context=1024)
+    assert device_total(plan) == 256 * GIB
+    assert plan.fits
+
+
+def test_planning_takes_less_than_50_ms() -> None:
+    """No benchmark: a bound with a wide margin (2 to 10 ms on a free core), which only a loop over tokens breaks."""
+    slowest = 0.0
+    for name in CATALOGUE:
+        best = min(_seconds(name) for _ in range(3))
+        slowest = max(slowest, best)
+    assert slowest < 0.05
+
+
+def _seconds(name: str) -> float:
+    start = time.perf_counter()
+    plan_of(name)
+    return time.perf_counter() - start
+
+
+def test_planning_loads_no_torch() -> None:
+    code = (
+        "import sys; from quire.cli.plan_inputs import planned_model, plan_settings; "
+        "planned_model('llama-3.1-70b').plan(plan_settings({'gpu': 'h100-80gb', 'tp': 4})); "
+        "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- ledgers
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "gemma-3-27b", "qwen3-next-80b-a3b", "deepseek-v3.2", "deepseek-v4-flash"]
+)
+@pytest.mark.parametrize("options", [{}, {"swa_full_tokens_ratio": Fraction(1, 2)}, {"max_total_tokens": 4096}])
+def test_the_ledger_adds_up_to_the_budget(name: str, options: dict[str, Any]) -> None:
+    plan = plan_of(name, **options)
+    assert device_total(plan) == plan.kv_bytes == 40 * GIB
+    named = {line.name: line.bytes for line in plan.ledger}
+    padding = sum(pool.bytes_per_frame for pool in plan.config.pools)
+    assert named["padding"] == padding
+    assert plan.config.bytes == padding + sum(b for name, b in named.items() if name.startswith("pool "))
+    assert named["request tables"] == plan.memory.row_bytes
+
+
+def test_a_devices_ledger_has_a_line_for_everything() -> None:
+    config = CATALOGUE["llama-3.1-70b"].config
+    weights = read_weights(ConfigReader(config))
+    options = PlanSettings(device=find_device("h100-80gb"), parallel=Parallelism(tp=4))
+    plan = make_plan(ModelSpec.from_config(config), options, weights)
+    assert device_total(plan) == find_device("h100-80gb").memory
+    names = [line.name for line in plan.ledger]
+    assert names == [
+        "weights", "driver", "activations", "graphs", "workspace", "reserve", "pool full", "padding", "unused",
+        "request tables",
+    ]  # fmt: skip
+
+
+def test_a_fraction_is_given_back_in_bytes() -> None:
+    options = PlanSettings(device=find_device("a100-80gb"), mem_fraction_static=0.5, weight_bytes=16 * GIB)
+    plan = make_plan(catalogue_spec("llama-3.1-8b"), options)
+    assert plan.kv_bytes == 24 * GIB
+    assert any("40.00 GiB" in note for note in plan.notes)
+
+
+def test_what_was_measured_replaces_the_estimate() -> None:
+    lines = (Line(name="weights", bytes=GIB, why="measured"),)
+    options = PlanSettings(device=find_device("t4"), measured=lines)
+    assert plan_lines(make_plan(catalogue_spec("qwen2.5-0.5b"), options))[0] == lines[0]
+
+
+def plan_lines(plan: Plan) -> tuple[Line, ...]:
+    return plan.ledger
+
+
+def test_weights_that_leave_nothing_are_refused_with_every_line() -> None:
+    options = PlanSettings(device=find_device("rtx-4090"), weight_bytes=30 * GIB)
+    with pytest.raises(PlanError, match=r"weights 30.00 GiB.*leaves nothing for pools") as caught:
+        make_plan(catalogue_spec("llama-3.1-8b"), options)
+    assert "--tp" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_memory": None}, "needs bytes to split"),
+        ({"context": 10**9}, "is beyond the model's"),
+        ({"kv_memory": 1000}, "cannot hold one page"),
+        ({"kv_dtype": "int3"}, "is not a KV dtype"),
+        ({"parallel": Parallelism(tp=3)}, "8 KV heads cannot be split over 3 ranks"),
+        ({"parallel": Parallelism(tp=8, dcp=2)}, "leave no 2 ranks with the same"),
+        ({"parallel": Parallelism(pp=64)}, "32 layers cannot be split"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(QuireError, match=said):
+        plan_of("llama-3.1-8b", **options)
+
+
+# -- parallelism
+
+
+@pytest.mark.parametrize(("tp", "bytes_per_token"), [(1, 131_072), (2, 65_536), (8, 16_384), (16, 16_384)])
+def test_heads_are_split_and_then_repeated(tp: int, bytes_per_token: int) -> None:
+    assert plan_of("llama-3.1-8b", parallel=Parallelism(tp=tp)).bytes_per_token == bytes_per_token
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_latents_are_held_by_every_rank(tp: int) -> None:
+    assert plan_of("deepseek-v3", parallel=Parallelism(tp=tp)).bytes_per_token == 70_272
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 8])
+def test_ranks_that_share_pages_hold_more_tokens(dcp: int) -> None:
+    plan = plan_of("deepseek-v3", parallel=Parallelism(tp=8, dcp=dcp))
+    assert plan.bytes_per_token == Fraction(70_272, dcp)
+    assert plan.config.max_total_num_tokens % (16 * dcp) == 0
+    assert plan.minimum_reusable_prefix == 16 * dcp
+
+
+def test_attention_groups_share_heads_among_fewer_ranks() -> None:
+    assert plan_of("llama-3.1-8b", parallel=Parallelism(tp=8, dp=4)).bytes_per_token == 65_536
+
+
+def test_the_stage_with_the_least_room_decides() -> None:
+    even = plan_of("llama-3.1-8b", parallel=Parallelism(pp=2))
+    uneven = plan_of("llama-3.1-8b", parallel=Parallelism(pp=2, pp_layers=(12, 20)))
+    assert even.bytes_per_token == 131_072 / 2
+    assert (uneven.bytes_per_token, uneven.stage) == (131_072 * 20 / 32, 1)
+    assert uneven.config.max_total_num_tokens < even.config.max_total_num_tokens
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_stages_cover_every_layer_once(layers: int, pp: int) -> None:
+    assume(layers >= pp)
+    stages = Parallelism(pp=pp).stages(layers)
+    assert [i for stage in stages for i in range(stage.start, stage.stop)] == list(range(layers))
+    sizes = [stage.stop - stage.start for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] <= max(sizes) and sizes[-1] == min(sizes)
+
+
+# -- speculation
+
+
+def test_draft_layers_are_priced() -> None:
+    speculation = Speculation(num_steps=3, num_draft_tokens=4)
+    assert plan_of("deepseek-v3", speculation=speculation).bytes_per_token == 70_272 * Fraction(62, 61)
+    assert plan_of("llama-3.1-8b", speculation=speculation).bytes_per_token == 131_072 * Fraction(33, 32)
+    ngram = replace(speculation, num_layers=0)
+    assert plan_of("llama-3.1-8b", speculation=ngram).bytes_per_token == 131_072
+
+
+def test_nobody_else_computes_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planner, row widths and admission all move when the three functions do."""
+    before = plan_of("gemma-3-27b")
+    rows, tokens = before.memory.pages_per_row, before.memory.tokens_per_step
+    monkeypatch.setattr(budget, "get_req_to_token_extra_context_len", lambda speculation, page_size: 4 + 1600)
+    monkeypatch.setattr(budget, "get_alloc_len_per_decode", lambda speculation, page_size: 64)
+    monkeypatch.setattr("quire.plan.configurator.get_alloc_reserve_per_decode", lambda speculation, page_size: 1024)
+    after = plan_of("gemma-3-27b")
+    assert after.memory.pages_per_row == rows + 100
+    assert (tokens, after.memory.tokens_per_step) == (1, 64)
+    assert after.config.swa_max_total_num_tokens > before.config.swa_max_total_num_tokens
+    sources = Path(planner.__file__).parents[1].rglob("*.py")
+    spelled = [str(path.name) for path in sources if "speculation.topk" in path.read_text()]
+    assert spelled == ["reserve.py"]
+
+
+# -- limits
+
+models = st.sampled_from(
+    [
+        "llama-3.1-8b",
+        "gemma-3-27b",
+        "gpt-oss-20b",
+        "mimo-v2-flash",
+        "deepseek-v3.2",
+        "nemotron-3-nano-30b-a3b",
+        "mistral-7b-v0.1",
+    ]
+)
+
+
+@given(models, st.integers(8, 200), st.integers(8, 200), st.integers(1, 131_072))
+@settings(max_examples=60)
+def test_more_memory_never_serves_less(name: str, one: int, other: int, context: int) -> None:
+    spec = catalogue_spec(name)
+    context = min(context, spec.context_length)
+    small, large = (
+        make_plan(spec, PlanSettings(kv_memory=size * GIB, context=context)) for size in sorted((one, other))
+    )
+    assert small.requests_at(context) <= large.requests_at(context)
+    assert small.largest_request <= large.largest_request
+    assert not small.fits or large.fits
+
+
+@given(models, st.integers(1, 131_072), st.integers(1, 131_072))
+@settings(max_examples=60)
+def test_longer_requests_never_fit_more_often(name: str, one: int, other: int) -> None:
+    """With pools as they are. Where the load decides the split, a longer load also gives more tokens."""
+    plan = plan_of(name)
+    short, long = sorted((min(one, plan.context), min(other, plan.context)))
+    assert plan.requests_at(short) >= plan.requests_at(long) >= 0
+
+
+@given(models, st.integers(1, 2_000), st.integers(1, 2_000), st.sampled_from([1024, 8192, 32768]))
+@settings(max_examples=60)
+def test_more_requests_never_fit_where_fewer_do_not(name: str, one: int, other: int, context: int) -> None:
+    few, many = sorted((one, other))
+    assert (
+        plan_of(name, concurrency=few, context=context).fits
+        or not plan_of(name, concurrency=many, context=context).fits
+    )
+
+
+@given(models, st.integers(1, 300), st.sampled_from([1024, 8192, 32768]))
+@settings(max_examples=25)
+def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: int) -> None:
+    spec = catalogue_spec(name)
+    plan = make_plan(spec, PlanSettings(kv_memory=8 * GIB, concurrency=concurrency, context=context))
+    options = options_to_fit(plan, lambda changed: make_plan(spec, changed)) if not plan.fits else ()
+    for option in options:
+        number = option.value.replace(",", "")
+        changed = {
+            "context": lambda n=number: replace(plan.settings, context=int(n)),
+            "concurrency": lambda n=number: replace(plan.settings, concurrency=int(n)),
+            "KV dtype": lambda n=number: replace(plan.settings, kv_dtype=n),
+            "KV memory": lambda n=number: replace(plan.settings, kv_memory=parse_bytes(n)),
+        }[option.change]()
+        assert make_plan(spec, changed).fits, option
+    assert plan.fits or any(option.change == "KV memory" for option in options)
+
+
+def test_the_least_memory_is_enough_and_a_mib_less_is_not() -> None:
+    spec = catalogue_spec("gemma-3-27b")
+    wanted = PlanSettings(context=32_768, concurrency=16)
+    size = least_memory(wanted, lambda changed: make_plan(spec, changed))
+    assert size is not None
+    assert make_plan(spec, replace(wanted, kv_memory=size)).fits
+    assert not make_plan(spec, replace(wanted, kv_memory=size - 2**20)).fits
+
+
+def test_admission_uses_the_plans_limits() -> None:
+    plan = plan_of("llama-3.1-8b", kv_memory=2**20 * 512)
+    assert plan.largest_request == plan.memory.largest_request == plan.config.max_total_num_tokens + 1
+    plan.memory.check_request(plan.largest_request - 1, 1)
+    with pytest.raises(QuireError, match="can never hold more than"):
+        plan.memory.check_request(plan.largest_request, 1)
+
+
+# -- the expected load
+
+
+def test_a_trace_decides_the_split(tmp_path: Path) -> None:
+    lines = [{"input_length": 500, "output_length": 12}, {"input_length": 60_000, "output_length": 4_000}]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    mix = read_trace(path)
+    assert mix.lengths == (512, 64_000)
+    table = tmp_path / "trace.csv"
+    table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,500,12\n2,60000,4000\n")
+    assert read_trace(table).lengths == mix.lengths
+    assert plan_of("gemma-3-27b", mix=mix).config.swa_max_total_num_tokens > 0
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]\n", "{\n", '{"other": 1}\n', '{"input_length": "many"}\n'])
+def test_a_trace_without_lengths_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=r"trace\.jsonl"):
+        read_trace(path)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_trace(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.skipif(not (SHARED / "traces").exists(), reason="the recorded traces are not beside the repository")
+def test_recorded_traces_are_read() -> None:
+    assert len(read_trace(SHARED / "traces" / "mooncake" / "conversation_trace.jsonl").lengths) == 12_031
+    assert len(read_trace(SHARED / "traces" / "azure" / "AzureLLMInferenceTrace_code.csv").lengths) == 8_819
+
+
+def test_a_mix_counts_whole_pages() -> None:
+    assert Mix((10, 100), "x").window_share(32, 16) == Fraction(1 + 2, 1 + 7)
+    assert uniform(100, "x").requests_per_token(16) == Fraction(1, 112)
+    with pytest.raises(InvalidInput, match="no tokens"):
+        Mix((), "x")
+
+
+# -- names
+
+
+@pytest.mark.parametrize("name", ["h100-80gb", "H100", "h200", "L4", "rtx 4090", "RTX_4090_24GB"])
+def test_devices_are_found_by_name(name: str) -> None:
+    assert find_device(name).name in DEVICES
+
+
+@pytest.mark.parametrize(("name", "close"), [("a100", "a100-40gb"), ("h1000", "h100"), ("abacus", "--device-memory")])
+def test_an_unknown_device_names_close_ones(name: str, close: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        find_device(name)
+    assert close in caught.value.fix
+
+
+def test_a_model_without_memory_needs_no_plan() -> None:
+    spec = ModelSpec(architecture="mlp", layers=((), ()), context_length=8, vocab_size=8, dtype=DType.FLOAT32)
+    with pytest.raises(InvalidInput, match="keeps anything"):
+        make_plan(spec, PlanSettings(kv_memory=GIB))
+
+
+def test_windows_of_two_lengths_have_pools_of_their_own() -> None:
+    calls = [AttentionCall(kv_heads=1, key_dim=64, value_dim=64, window=window) for window in (0, 512, 2048)]
+    spec = ModelSpec(
+        architecture="two windows", layers=tuple((call,) for call in calls), context_length=65_536, vocab_size=8,
+        dtype=DType.BFLOAT16,
+    )  # fmt: skip
+    plan = make_plan(spec, PlanSettings(kv_memory=GIB))
+    assert [pool.name for pool in plan.config.pools] == ["full", "window-2048", "window-512"]
+    assert plan.config.pools[1].frames > plan.config.pools[2].frames
+
+
+def test_a_refused_configuration_names_the_field() -> None:
+    with pytest.raises(UnsupportedModel, match="retention_heads"):
+        ModelSpec.from_config({**CATALOGUE["llama-3.1-8b"].config, "retention_heads": 4})
