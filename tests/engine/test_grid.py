@@ -8,7 +8,7 @@ import pytest
 
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
-from quire.spec.ids import pages_for
+from quire.spec.pages import pages_for
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.spec.ids import PADDING_PAGE, floor_to_page, pages_for
+from quire.spec.ids import PADDING_PAGE
+from quire.spec.pages import floor_to_page, pages_for
 
 sizes = st.integers(1, 300)
 

@@ -44,7 +44,9 @@ def test_calls_of_one_shape_share_a_field():
         AttentionCall(kv_heads=4, key_dim=16, value_dim=12),
         AttentionCall(kv_heads=2, key_dim=16, value_dim=12),
     )
-    spec = ModelSpec(architecture="x", layers=((wide,), (narrow,), (wide,)), context_length=8, vocab_size=8, dtype=DType.FLOAT32)
+    spec = ModelSpec(
+        architecture="x", layers=((wide,), (narrow,), (wide,)), context_length=8, vocab_size=8, dtype=DType.FLOAT32
+    )
     found = {(f.name, f.shape): f.layers for f in spec.groups(4)[0].layout.fields}
     assert found == {("k", (4, 16)): (0, 2), ("k", (2, 16)): (1,), ("v", (4, 12)): (0, 2), ("v", (2, 12)): (1,)}
 

@@ -331,6 +331,7 @@ ROUTERS = 2 * 4 * 8 * 512
 
 
 DELTA_AND_MORE = {**_DELTA, "linear_conv_kernel_dim": 4, "conv_L_cache": 3, "mamba_d_conv": 4, "mamba_expand": 2}
+NO_DELTA = {"linear_num_value_heads": None, "conv_L_cache": None}
 KDA = {"kda_layers": [1, 3, 4], "full_attn_layers": [2], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
 
 
@@ -340,9 +341,12 @@ KDA = {"kda_layers": [1, 3, 4], "full_attn_layers": [2], "num_heads": 4, "head_d
         ({}, "attention attention attention attention"),
         ({"linear_attn_config": KDA}, "delta attention delta delta"),
         ({"full_attention_interval": 4}, "delta delta delta attention"),
-        ({"full_attn_idxs": [0, 2]}, "attention conv attention conv"),
-        ({**_MAMBA2, "mamba_n_groups": 1, "attn_layer_indices": [1]}, "mamba attention mamba mamba"),
-        ({"mamba_d_state": 16, "attn_layer_period": 3, "attn_layer_offset": 1}, "mamba attention mamba mamba"),
+        ({"full_attn_idxs": [0, 2], "linear_num_value_heads": None}, "attention conv attention conv"),
+        ({**_MAMBA2, **NO_DELTA, "mamba_n_groups": 1, "attn_layer_indices": [1]}, "mamba attention mamba mamba"),
+        (
+            {**NO_DELTA, "mamba_d_state": 16, "attn_layer_period": 3, "attn_layer_offset": 1},
+            "mamba attention mamba mamba",
+        ),
         ({"model_type": "minimax_m1", "attn_type_list": [0, 0, 0, 1]}, "attention attention attention attention"),
     ],
 )

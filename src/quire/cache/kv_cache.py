@@ -37,7 +37,8 @@ from quire.prefix.evict import eviction_policy
 from quire.prefix.radix_cache import Match, RadixCache
 from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
-from quire.spec.ids import Bools, Ids, Tier, pages_for
+from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.pages import pages_for
 
 Lengths = npt.NDArray[np.int64]
 NAMESPACE = Namespace()

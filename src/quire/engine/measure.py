@@ -17,7 +17,7 @@ from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel, load_model
 from quire.plan.devices import Device, Line
-from quire.spec.ids import pages_for
+from quire.spec.pages import pages_for
 
 _PAGE_SIZE = 16
 _SAMPLE_S = 0.001  # between looks at the process's memory

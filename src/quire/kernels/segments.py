@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.spec.ids import Ids, pages_for
+from quire.spec.ids import Ids
+from quire.spec.pages import pages_for
 
 Slots = npt.NDArray[np.int64]
 

@@ -18,9 +18,9 @@ from quire.errors import ModelCheckFailed
 from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec
-from quire.spec.ids import pages_for
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
+from quire.spec.pages import pages_for
 
 _PAGE_SIZE = 4
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))

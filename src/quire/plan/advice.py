@@ -9,8 +9,8 @@ from quire.errors import QuireError
 from quire.plan.budget import round_up_bytes
 from quire.plan.mix import Mix
 from quire.plan.planner import Plan, PlanSettings
-from quire.spec.ids import floor_to_page
 from quire.spec.kv_format import KV_FORMATS, kv_format
+from quire.spec.pages import floor_to_page
 
 Replan = Callable[[PlanSettings], Plan]
 

@@ -18,7 +18,7 @@ from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.mix import Mix
 from quire.plan.reserve import Speculation, get_alloc_reserve_per_decode
 from quire.spec.group import GroupSpec
-from quire.spec.ids import floor_to_page, pages_for
+from quire.spec.pages import floor_to_page, pages_for
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 """From a page size to the groups of one rank."""

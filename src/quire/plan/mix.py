@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.spec.ids import pages_for
+from quire.spec.pages import pages_for
 
 _INPUT_NAMES = ("input_length", "input_len", "prompt_tokens", "num_prompt_tokens", "ContextTokens")
 _OUTPUT_NAMES = ("output_length", "output_len", "completion_tokens", "num_output_tokens", "GeneratedTokens")

@@ -25,9 +25,9 @@ from quire.plan.parallel import Parallelism
 from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
-from quire.spec.ids import pages_for
 from quire.spec.kv_format import kv_format, plain_format
 from quire.spec.model import ModelSpec
+from quire.spec.pages import pages_for
 from quire.spec.weights import WeightEstimate
 
 _DEFAULT_PAGE = 16

@@ -11,8 +11,8 @@ from quire.plan.budget import format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
 from quire.plan.planner import Plan
-from quire.spec.ids import pages_for
 from quire.spec.layout import PER_PAGE, Field
+from quire.spec.pages import pages_for
 
 _NEXT_PAGE = 2  # the runner-up of a page size is twice as large
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import InvalidInput
-from quire.spec.ids import pages_for
+from quire.spec.pages import pages_for
 
 _ROW_MARGIN = 4  # tokens of a row that any step may touch beyond the context
 

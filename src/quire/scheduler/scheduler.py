@@ -20,7 +20,8 @@ from quire.errors import InvalidInput, OutOfPages
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.request import Request, RequestState
-from quire.spec.ids import Ids, pages_for
+from quire.spec.ids import Ids
+from quire.spec.pages import pages_for
 
 
 class Scheduler:

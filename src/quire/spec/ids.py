@@ -36,13 +36,3 @@ class Tier(IntEnum):
 
 PADDING_PAGE: Final = PageId(0)
 """Never handed out: padded tokens write here, and a frame-table entry of 0 means 'not resident'."""
-
-
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that `num_tokens` tokens occupy, the last one possibly in part."""
-    return -(-num_tokens // page_size)
-
-
-def floor_to_page(num_tokens: int, page_size: int) -> int:
-    """The largest multiple of `page_size` that is at most `num_tokens`."""
-    return num_tokens - num_tokens % page_size

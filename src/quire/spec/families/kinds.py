@@ -22,6 +22,7 @@ _KINDS: Mapping[str, str] = {
     "attention": FULL,
     "global_attention": FULL,
     "deepseek_sparse_attention": FULL,
+    "indexed_attention": FULL,
     "minimax_m3_sparse": FULL,
     "sliding_attention": WINDOW,
     "sliding_window_attention": WINDOW,

@@ -1,0 +1,13 @@
+"""Page arithmetic: tokens to whole pages, up and down. Every rounding to pages in Quire is one of these two."""
+
+from __future__ import annotations
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that `num_tokens` tokens occupy, the last one possibly in part."""
+    return -(-num_tokens // page_size)
+
+
+def floor_to_page(num_tokens: int, page_size: int) -> int:
+    """The largest multiple of `page_size` that is at most `num_tokens`."""
+    return num_tokens - num_tokens % page_size

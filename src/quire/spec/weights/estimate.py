@@ -1,0 +1,84 @@
+"""WeightEstimate: parameters by place, and the bytes they take on a rank.
+
+Counted are matrices and norms; biases, scales of activations and other vectors are not (under 1 % of a real model).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Parameters of one layer that are stored alike and divided alike.
+
+    `ways` is the largest number of ranks that divide them: the KV heads for key and value projections, 1 for what every
+    rank holds whole. `bits` is what one parameter takes with its share of the scales.
+    """
+
+    module: str
+    num_parameters: int
+    ways: int
+    bits: float
+
+    def bytes_on_rank(self, tp: int) -> int:
+        """Bytes on one of `tp` ranks, the fullest."""
+        return math.ceil(self.num_parameters * self.bits / 8 / min(tp, self.ways))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """The parts of one layer."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the layer."""
+        return sum(part.num_parameters for part in self.parts)
+
+    def bytes_on_rank(self, tp: int) -> int:
+        """Bytes on one of `tp` ranks."""
+        return sum(part.bytes_on_rank(tp) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightEstimate:
+    """Parameters by place, and the bytes they take.
+
+    `embedding` (with learned positions) and `head` (0: shared with the embedding) are parameters of `bits` bits each,
+    and so is `other`: vision towers and their projection, approximately, or 0 where the configuration does not describe
+    them; audio towers are not counted. `draft_layers` predict tokens ahead and share embedding and head with the model.
+    """
+
+    embedding: int
+    head: int
+    layers: tuple[LayerWeights, ...]
+    draft_layers: tuple[LayerWeights, ...]
+    other: int
+    bits: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, without draft layers: published sizes leave them out, too."""
+        return self.embedding + self.head + self.other + sum(layer.num_parameters for layer in self.layers)
+
+    def bytes_on_rank(self, tp: int = 1, layers: range | None = None, *, draft: bool = False) -> int:
+        """Bytes on one rank of a group of `tp` that holds `layers` (None: all), a stage of a pipeline.
+
+        The stage of the first layer holds the embedding and `other`, which tensor parallelism does not divide; that of
+        the last layer holds the head, a copy of the embedding where both are one, and with `draft` the draft layers.
+        Raises ValueError for a stage that is not a run of the model's layers, or tp < 1.
+        """
+        stage = range(len(self.layers)) if layers is None else layers
+        if tp < 1 or stage.step != 1 or not 0 <= stage.start < stage.stop <= len(self.layers):
+            raise ValueError(f"tp is 1 or more, a stage a run of the {len(self.layers)} layers; got {tp} and {stage}")
+        is_first, is_last = stage.start == 0, stage.stop == len(self.layers)
+        divided, whole = (self.embedding, self.other) if is_first else (0, 0)
+        held = list(self.layers[stage.start : stage.stop])
+        if is_last:
+            divided += self.head or (0 if is_first else self.embedding)
+            held += self.draft_layers if draft else ()
+        plain = math.ceil(divided * self.bits / 8 / tp) + math.ceil(whole * self.bits / 8)
+        return plain + sum(layer.bytes_on_rank(tp) for layer in held)

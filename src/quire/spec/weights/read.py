@@ -1,0 +1,81 @@
+"""The estimate for a model: its layers, embeddings and towers put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quire.spec.config_reader import ConfigReader
+from quire.spec.layout import DType
+from quire.spec.weights.bits import read_bits
+from quire.spec.weights.estimate import WeightEstimate
+from quire.spec.weights.fields import unpriced
+from quire.spec.weights.modules import draft_layers, hidden_size, layer_weights, modules_of_layers
+
+# What a model type implies and no field says. Source: the modelling code of each type in transformers 5.23.
+_TIED = {
+    "bloom", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "gemma4", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "lfm2", "lfm2_moe", "mamba", "mpt",
+    "opt", "smollm3", "starcoder2",
+}  # fmt: skip
+"""Shares the input embedding with the output where `tie_word_embeddings` is left out."""
+_LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "gpt_neo", "opt"}
+_GATED_TOWER = {"gemma4_vision", "pixtral", "qwen2_5_vl"}
+
+_UNPRICED = {
+    "cross_attention_layers": "attends to another model's output",
+    "hidden_size_per_layer_input": "embeds every token once more per layer",
+    "is_encoder_decoder": "is an encoder and a decoder",
+    "layer_group_size": "mixes attention kinds by a rule of its own",
+    "kv_channels": "has experts in its attention, or an MLP of half the stated width",
+    "lru_width": "has gated linear recurrent layers",
+    "per_layer_config": "sizes single layers differently",
+    "zero_expert_num": "has two attentions and two MLPs per layer",
+}
+_ONE_SIZE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "num_experts")
+
+
+def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightEstimate:
+    """The estimate for a model. Weights that are not quantised are kept in `dtype`.
+
+    `dtype` None: what the configuration says, and bfloat16 where it says nothing. Raises UnsupportedModel for a model
+    whose size its configuration does not tell, or tells in fields that are not understood here.
+    """
+    odd = [name for name in _UNPRICED if config.has(name)]
+    odd += [name for name in _ONE_SIZE if isinstance(config.get(name), Sequence)]
+    if odd:
+        raise unpriced(config, _UNPRICED.get(odd[0], _UNPRICED["per_layer_config"]), odd[0])
+    dtype = dtype or config.dtype("torch_dtype", "dtype", default=DType.BFLOAT16)
+    plain = dtype.itemsize * 8
+    bits, kinds = read_bits(config, plain), modules_of_layers(config)
+    layers = [layer_weights(config, index, modules, bits, [f"layers.{index}"]) for index, modules in enumerate(kinds)]
+    embedding = config.size("vocab_size") * config.size("word_embed_proj_dim", default=hidden_size(config))
+    positions = config.size("n_positions", "max_position_embeddings") if config.kind in _LEARNED_POSITIONS else 0
+    is_tied = bool(config.get("tie_word_embeddings", default=config.kind in _TIED))
+    return WeightEstimate(
+        embedding=embedding + positions * hidden_size(config),
+        head=0 if is_tied else embedding,
+        layers=tuple(layers),
+        draft_layers=tuple(draft_layers(config, kinds, bits)),
+        other=_tower(config),
+        bits=plain,
+    )
+
+
+def _tower(config: ConfigReader) -> int:
+    """Parameters of a vision tower and its projection, within 10 %; 0 where they are not described."""
+    described = config.outer.get("vision_config")
+    if not isinstance(described, Mapping):
+        return 0
+    vision = ConfigReader(described)
+    depth = vision.size("depth", "num_hidden_layers", "vt_num_hidden_layers", default=0)
+    width = vision.size("hidden_size", "vt_hidden_size", default=0)
+    inner = vision.size("intermediate_size", "vt_intermediate_size", default=0)
+    matrices = 3 if vision.kind in _GATED_TOWER else 2
+    layers = depth * width * (4 * vision.size("qkv_hidden_size", default=width or 1) + matrices * inner)
+    entries = vision.size("num_position_embeddings", "position_embedding_size", default=0)
+    entries += 3 * vision.size("patch_size", default=0) ** 2 * vision.size("temporal_patch_size", default=1)
+    merge = described.get("merge_kernel_size") or [vision.size("spatial_merge_size", default=1)]
+    merged, out = width * merge[0] ** 2, vision.size("out_hidden_size", "text_hidden_size", default=hidden_size(config))
+    num_mergers = 1 + len(described.get("deepstack_visual_indexes") or ())
+    projection = num_mergers * merged * (merged + out) if merge[0] > 1 else width * out
+    return layers + entries * width + projection if inner else 0
