@@ -64,11 +64,13 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
     },
     "gemma4_text": {
         "model_type": "gemma4_text",
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 12,  # transformers numbers the layers of more than ten with leading zeros
         "head_dim": 32,
         "global_head_dim": 64,
+        "num_global_key_value_heads": 1,  # without effect where `attention_k_eq_v` is off
+        "attention_k_eq_v": False,
         "sliding_window": 8,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 3,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": _SIZES["vocab_size"],
     },
@@ -97,6 +99,7 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
         "swa_v_head_dim": 32,
         "sliding_window": 8,
         "sliding_window_size": 8,
+        "attention_chunk_size": 8,
         "layer_types": None,
         "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
     },
@@ -236,8 +239,6 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
     "kimi_linear": {
         **_LATENT,
         "model_type": "kimi_linear",
-        "max_position_embeddings": None,
-        "model_max_length": _SIZES["max_position_embeddings"],
         "q_lora_rank": None,
         "num_experts": 4,
         "num_experts_per_token": 2,

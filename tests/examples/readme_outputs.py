@@ -1,6 +1,7 @@
 """The outputs of commands that README.md shows. `python -m tests.examples.readme_outputs` runs them and pastes anew.
 
-A block is marked by a comment before it, `<!-- output: NAME -->`. No test compares them: they depend on the machine.
+A block is marked by a comment before it, `<!-- output: NAME -->`. Only the plans are
+compared by a test; the others depend on the machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 
 from tests.examples.readme_sections import README, ROOT
 
@@ -54,9 +56,18 @@ def _wait_until_healthy() -> None:
     raise TimeoutError("the server did not start")
 
 
+PLANS = {
+    "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
+    "plan-advice": "plan qwen3-32b --gpu h100-80gb --context 32k --concurrency 16",
+    "plan-sweep": "plan gemma-3-27b --kv-memory 40GiB --sweep context --plot docs/images/plan-sweep.svg",
+    "plan-compare": "plan --compare deepseek-v3.2 deepseek-v3.2,kv-dtype=fp8 --kv-memory 60GiB --tp 8",
+}
+"""Outputs that do not depend on the machine: a test compares these."""
+
 OUTPUTS: dict[str, Callable[[], str]] = {
     "demo": lambda: output_of("demo"),
     "doctor": doctor,
+    **{name: partial(output_of, *command.split()) for name, command in PLANS.items()},
     "serve": serve,
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),

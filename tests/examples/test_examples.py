@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.demo_server import running_server
+from tests.examples.readme_outputs import PLANS, output_of
 from tests.examples.readme_sections import README, ROOT, generated
 
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
@@ -42,6 +43,15 @@ def server() -> Iterator[str]:
     """The address of `quire serve` with the bundled model."""
     with running_server("--kv-memory", "16MiB") as summary:
         yield summary["url"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_of_the_readme_are_what_is_printed(name: str, tmp_path: Path) -> None:
+    """They depend on no machine. A picture goes elsewhere, and the line that names it is left out."""
+    arguments = [str(tmp_path / "sweep.svg") if part.endswith(".svg") else part for part in PLANS[name].split()]
+    printed = output_of(*arguments).split("Drawn into")[0].rstrip()
+    shown = README.read_text(encoding="utf-8").split(f"<!-- output: {name} -->\n```text\n")[1].split("\n```")[0]
+    assert shown.split("Drawn into")[0].rstrip() == printed
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -63,7 +63,7 @@ def generate(
         with Console(stderr=True).status(f"Loading {config.model_name} ..."):
             from quire.engine.llm import LLM
 
-            llm = LLM(show_plan=not as_json, **config.model_dump())
+            llm = LLM(show_plan=False, **config.model_dump())
         if chat:
             [output] = llm.chat([{"role": "user", "content": text}], params)
         else:

@@ -38,7 +38,7 @@ def plan_panel(found: Mapping[str, Any], *, title: str, why: Explanation = ()) -
 def ledger_table(found: Mapping[str, Any]) -> Table:
     """A line for every byte of one rank's budget, and their sum."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("One rank" if _ranks(found) > 1 else "Device")
+    table.add_column("One rank" if _ranks(found) > 1 else "Device", no_wrap=True)
     table.add_column("bytes", justify="right")
     table.add_column("", justify="right")
     table.add_column("")
@@ -54,9 +54,7 @@ def ledger_table(found: Mapping[str, Any]) -> Table:
     )
     for line in found["ledger"]:
         if line["where"] == "host":
-            table.add_row(
-                Text(f"{line['name']} (host)", style="dim"), f"{line['bytes']:,}", format_bytes(line["bytes"])
-            )
+            table.add_row(Text(f"host: {line['name']}", style="dim"), f"{line['bytes']:,}", format_bytes(line["bytes"]))
     return table
 
 
@@ -65,10 +63,7 @@ def _share(line: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     pool = next((pool for pool in found["pools"] if line["name"] == f"pool {pool['name']}"), None)
     if pool is None:
         return ""
-    reach = pool["reach"]
-    kept = f", last {reach['tokens']:,} tokens" if reach["kind"] in ("window", "chunk") else ""
-    unit = "states" if reach["kind"] == "state" else "frames"
-    return f"{pool['frames'] - 1:,} {unit} of {pool['bytes_per_frame']:,}{kept}"
+    return f"{pool['frames'] - 1:,} of {format_bytes(pool['bytes_per_frame'])}"
 
 
 def summary_table(found: Mapping[str, Any]) -> Table:

@@ -59,7 +59,10 @@ def parse_tokens(text: str | int) -> int:
 
 
 def round_up_bytes(size: int) -> str:
-    """`size` or a little more, in a whole number of KiB or MiB, to be given back to `parse_bytes`."""
+    """`size` or a little more, in KiB, MiB or hundredths of a GiB, to be given back to `parse_bytes`."""
+    if size >= 16 * 2**30:
+        hundredths = -(-size * 100 // 2**30)
+        return f"{hundredths // 100}.{hundredths % 100:02} GiB"
     unit, name = (2**20, "MiB") if size >= 16 * 2**20 else (2**10, "KiB")
     return f"{-(-size // unit)} {name}"
 

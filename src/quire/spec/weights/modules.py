@@ -127,6 +127,7 @@ class _Count(NamedTuple):
 
 
 def hidden_size(config: ConfigReader) -> int:
+    """Width of the residual stream."""
     return config.size("hidden_size", "n_embd", "d_model", "n_embed")
 
 

@@ -1,0 +1,231 @@
+"""What a decoding request holds beyond its own tokens: recorded figures of another engine, worked numbers, properties.
+
+The recorded engine names an algorithm; ours knows only what it does: `num_layers` 0 is drafting that writes no keys and
+values, from n-grams say. Where it leaves a number out, so do we, or we have it refused: see `MISSING`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import InvalidInput
+from quire.plan.reserve import (
+    Speculation,
+    get_alloc_len_per_decode,
+    get_alloc_reserve_per_decode,
+    get_req_to_token_extra_context_len,
+)
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_len_0.5.23.json.gz"
+
+DRAFTS_WITHOUT_LAYERS = {"NGRAM"}
+ONE_TOKEN_MORE = "UNO"
+"""An algorithm that reserves the verified tokens and one more, whatever its steps and branches. We have no such
+drafting; should it come, it is a Speculation with one more token to verify and no layers."""
+
+MISSING = {
+    "speculative_num_draft_tokens": "refused: an error there, and Speculation cannot be made without it here",
+    "speculative_num_steps": "the recorded figures are those of one step; Speculation cannot be made without it here",
+    "speculative_eagle_topk": "one branch, here as there",
+}
+"""What each number is when the recorded question leaves it out."""
+
+COUNTS = {"none": 5, "equal": 1308, "one token more": 218, "refused": 364}
+
+WORKED = [
+    # page size, steps, branches, verified tokens: one step's tokens, the reserve, the headroom of a row
+    (16, 5, 4, 8, 128, 256, 271),
+    (1, 5, 4, 8, 20, 40, 12),
+    (16, 5, 1, 6, 6, 12, 27),
+    (64, 1, 1, 2, 2, 4, 67),
+    (16, 1, 4, 2, 64, 128, 143),
+    (16, 2, 4, 2, 128, 256, 271),
+]
+
+pages = st.integers(1, 512)
+speculations = st.builds(
+    Speculation,
+    num_steps=st.integers(1, 16),
+    topk=st.integers(1, 8),
+    num_draft_tokens=st.integers(1, 64),
+    num_layers=st.integers(0, 3),
+)
+any_speculation = st.none() | speculations
+
+
+# -- recorded figures
+
+
+def recorded() -> list[dict[str, Any]]:
+    if not GOLDEN.exists():
+        pytest.skip("no recorded figures: shared/golden is not beside the repo")
+    with gzip.open(GOLDEN, "rt") as file:
+        found: list[dict[str, Any]] = json.load(file)["alloc_len"]
+    return found
+
+
+def speculation_of(question: dict[str, Any]) -> Speculation | None:
+    """The same drafting here. Raises TypeError where the number of verified tokens is missing."""
+    if question["speculative_algorithm"] is None:
+        return None
+    given = {"num_draft_tokens": question["speculative_num_draft_tokens"], "topk": question["speculative_eagle_topk"]}
+    return Speculation(
+        num_steps=question["speculative_num_steps"] or 1,
+        num_layers=0 if question["speculative_algorithm"] in DRAFTS_WITHOUT_LAYERS else 1,
+        **{name: number for name, number in given.items() if number is not None},
+    )
+
+
+def figures(speculation: Speculation | None, page_size: int) -> tuple[int, int, int]:
+    return (
+        get_alloc_len_per_decode(speculation, page_size),
+        get_alloc_reserve_per_decode(speculation, page_size),
+        get_req_to_token_extra_context_len(speculation, page_size),
+    )
+
+
+def theirs(answer: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return (
+        answer["alloc_len_per_decode"],
+        answer["alloc_reserve_per_decode"],
+        answer["req_to_token_extra_context_len"],
+    )
+
+
+def test_every_recorded_figure_is_ours_or_listed() -> None:
+    found: Counter[str] = Counter()
+    for case in recorded():
+        question, answer = case["input"], case["output"]
+        page_size = question["page_size"] * question["dcp_size"]
+        assert page_size == answer["alloc_page_size"]
+        if isinstance(answer["alloc_len_per_decode"], dict):
+            assert question["speculative_num_draft_tokens"] is None
+            with pytest.raises(TypeError, match="num_draft_tokens"):
+                speculation_of(question)
+            found["refused"] += 1
+            continue
+        speculation = speculation_of(question)
+        if question["speculative_algorithm"] == ONE_TOKEN_MORE:
+            assert speculation is not None
+            most = question["speculative_num_draft_tokens"] + 1
+            assert theirs(answer)[:2] == (most, 2 * most)
+            alike = Speculation(num_steps=1, num_draft_tokens=most, num_layers=0)
+            assert figures(alike, page_size)[:2] == theirs(answer)[:2]
+            # Here alone, their headroom covers the reserve on single tokens too.
+            assert theirs(answer)[2] == max(4 + most - 1, 2 * most + page_size - 1)
+            found["one token more"] += 1
+            continue
+        assert figures(speculation, page_size) == theirs(answer), question
+        found["none" if speculation is None else "equal"] += 1
+    assert dict(found) == COUNTS
+    assert sum(COUNTS.values()) == len(recorded())
+
+
+def test_what_a_missing_number_means() -> None:
+    """Each of `MISSING` as it is told: refused, or the default."""
+    assert set(MISSING) <= recorded()[0]["input"].keys()
+    with pytest.raises(TypeError, match="num_draft_tokens"):
+        Speculation(num_steps=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="num_steps"):
+        Speculation(num_draft_tokens=4)  # type: ignore[call-arg]
+    assert Speculation(num_steps=3, num_draft_tokens=4).topk == 1
+
+
+# -- worked numbers
+
+
+@pytest.mark.parametrize(("page_size", "steps", "topk", "drafts", "step", "reserve", "headroom"), WORKED)
+def test_worked_numbers(
+    page_size: int, steps: int, topk: int, drafts: int, step: int, reserve: int, headroom: int
+) -> None:
+    speculation = Speculation(num_steps=steps, topk=topk, num_draft_tokens=drafts)
+    assert figures(speculation, page_size) == (step, reserve, headroom)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_without_speculation_a_step_is_one_token_and_the_reserve_two(page_size: int) -> None:
+    assert figures(None, page_size) == (1, 2, 4)
+
+
+def test_drafts_that_write_nothing_need_no_pages_of_their_own() -> None:
+    tree = Speculation(num_steps=5, topk=4, num_draft_tokens=8)
+    assert get_alloc_len_per_decode(tree, 16) == 128
+    assert get_alloc_len_per_decode(replace(tree, num_layers=0), 16) == 20
+
+
+@pytest.mark.parametrize("name", ["num_steps", "topk", "num_draft_tokens"])
+def test_numbers_below_one_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        Speculation(**{"num_steps": 1, "num_draft_tokens": 1, name: 0})
+    with pytest.raises(InvalidInput, match="-1 draft layers"):
+        Speculation(num_steps=1, num_draft_tokens=1, num_layers=-1)
+
+
+# -- properties
+
+
+@given(any_speculation, pages)
+def test_the_reserve_is_two_steps(speculation: Speculation | None, page_size: int) -> None:
+    step = get_alloc_len_per_decode(speculation, page_size)
+    assert get_alloc_reserve_per_decode(speculation, page_size) == 2 * step
+
+
+@given(speculations, pages)
+def test_a_step_has_room_for_what_it_verifies_and_for_every_branch(speculation: Speculation, page_size: int) -> None:
+    step = get_alloc_len_per_decode(speculation, page_size)
+    assert step >= speculation.num_draft_tokens
+    assert step >= speculation.num_steps * speculation.topk
+    assert step >= get_alloc_len_per_decode(None, page_size)
+
+
+@given(speculations, st.integers(2, 512))
+def test_a_branch_of_a_tree_covers_its_steps_from_any_offset_in_a_page(
+    speculation: Speculation, page_size: int
+) -> None:
+    if speculation.topk == 1 or not speculation.num_layers:
+        return
+    share = get_alloc_len_per_decode(speculation, page_size) // speculation.topk // page_size
+    touched = {
+        len({(offset + step) // page_size for step in range(speculation.num_steps)}) for offset in range(page_size)
+    }
+    assert max(touched) <= share
+
+
+@given(speculations, pages, st.sampled_from(["num_steps", "topk", "num_draft_tokens"]), st.integers(1, 8))
+def test_more_drafting_never_takes_less(speculation: Speculation, page_size: int, name: str, more: int) -> None:
+    larger = replace(speculation, **{name: getattr(speculation, name) + more})
+    less, most = figures(speculation, page_size), figures(larger, page_size)
+    assert all(a <= b for a, b in zip(less, most, strict=True))
+
+
+@given(any_speculation, pages, st.integers(1, 16))
+def test_pages_that_hold_whole_smaller_ones_never_take_less(
+    speculation: Speculation | None, page_size: int, times: int
+) -> None:
+    """Only along multiples: 5 steps from any offset touch 3 pages of 3 tokens, 9 in all, and 2 of 4, which are 8."""
+    less, most = figures(speculation, page_size), figures(speculation, page_size * times)
+    assert all(a <= b for a, b in zip(less, most, strict=True))
+
+
+@given(any_speculation, pages, st.integers(1, 4096))
+def test_a_row_covers_the_reserve_at_the_end_of_a_context(
+    speculation: Speculation | None, page_size: int, context: int
+) -> None:
+    """In whole pages. Not on single tokens with speculation, where the recorded headroom, which is ours too, is the
+    drafts and a margin: 12 where the reserve is 40 in the worked numbers."""
+    if speculation is not None and page_size == 1:
+        return
+    row = context + get_req_to_token_extra_context_len(speculation, page_size)
+    held = context + get_alloc_reserve_per_decode(speculation, page_size)
+    assert -(-row // page_size) >= -(-held // page_size)
+    if speculation is not None:
+        assert row >= -(-held // page_size) * page_size
