@@ -126,6 +126,19 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
     },
+    "glm_moe_dsa_by_period": {
+        **_LATENT,
+        **_INDEXER,
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 6,
+        "index_topk_freq": 2,
+    },
+    "glm_moe_dsa_by_pattern": {
+        **_LATENT,
+        **_INDEXER,
+        "model_type": "glm_moe_dsa",
+        "index_topk_pattern": "FSF",
+    },
     "minimax_m3": {
         "model_type": "minimax_m3_vl_text",
         **_EXPERTS,

@@ -1,14 +1,14 @@
 """Mistakes that engines of this kind have shipped, each as a change to the real code. Every one must be noticed.
 
 A mutant is a function that breaks something, a sentence that says what goes wrong for a user, and the check that has to
-fail: the stateful check of the cache, of the allocators, of the scheduler, or the table of eviction orders. Add one
-when a bug was found that no check had seen.
+fail: the stateful check of the cache, of the allocators, of the scheduler, the table of eviction orders, or the second
+planner. Add one when a bug was found that no check had seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,17 @@ from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.memory.allocator import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator
 from quire.memory.allocator.free_list import FreeList
+from quire.plan import configurator
 from quire.plan.budget import MemoryPlan
+from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix import radix_cache
 from quire.prefix.radix_cache import Insertion, RadixCache
 from quire.scheduler.scheduler import Scheduler
+from quire.spec import layers
 from quire.spec.events import Namespace
+from quire.spec.kv_format import KVFormat
+from quire.spec.layers import AttentionCall, LatentCall, StateCall
+from quire.spec.model import ModelSpec
 
 Patch = pytest.MonkeyPatch
 
@@ -482,3 +488,101 @@ def preemption_makes_output_prompt(patch: Patch) -> None:
         request.num_prompt_tokens = request.num_tokens
 
     patch.setattr(Scheduler, "_preempt", preempt)
+
+
+# -- planning
+
+
+@mutant("planner", "every pool is one frame larger than its budget, and the last allocation at start fails")
+def padding_is_free(patch: Patch) -> None:
+    patch.setattr(configurator, "PADDING", 0)
+
+
+@mutant("planner", "an FP8 row of sparse latent attention is priced like a plain one: 11 % over-committed")
+def a_latent_row_is_priced_plainly(patch: Patch) -> None:
+    real = LatentCall.parts
+
+    def parts(call: LatentCall, kv_format: KVFormat, model_dtype: Any) -> Any:
+        plain = LatentCall(rank=call.rank, rope_dim=call.rope_dim)
+        index = real(call, kv_format, model_dtype)[-2:] if call.index_dim else ()
+        return real(plain, kv_format, model_dtype) + index
+
+    patch.setattr(LatentCall, "parts", parts)
+
+
+@mutant("planner", "layers that share an indexer's selection are charged for keys they do not keep")
+def every_layer_owns_an_indexer(patch: Patch) -> None:
+    real = LatentCall.parts
+
+    def parts(call: LatentCall, kv_format: KVFormat, model_dtype: Any) -> Any:
+        owner = LatentCall(rank=call.rank, rope_dim=call.rope_dim, sparse=call.sparse, index_dim=128)
+        return real(owner, kv_format, model_dtype)
+
+    patch.setattr(LatentCall, "parts", parts)
+
+
+@mutant("planner", "the scales of quantised keys and values are in no budget")
+def scales_are_free(patch: Patch) -> None:
+    real = layers.formatted
+    patch.setattr(layers, "formatted", lambda *args, **options: real(*args, **options)[:1])
+
+
+@mutant("planner", "keys and values of different width are priced as if both had the keys'")
+def values_are_as_wide_as_keys(patch: Patch) -> None:
+    real = AttentionCall.parts
+
+    def parts(call: AttentionCall, kv_format: KVFormat, model_dtype: Any) -> Any:
+        wide = AttentionCall(kv_heads=call.kv_heads, key_dim=call.key_dim, value_dim=call.key_dim, window=call.window)
+        return real(wide, kv_format, model_dtype)
+
+    patch.setattr(AttentionCall, "parts", parts)
+
+
+@mutant("planner", "a cap on tokens shrinks the full pool and leaves the window pool its bytes")
+def a_cap_shrinks_one_side(patch: Patch) -> None:
+    real = MemoryPoolConfigurator.calculate_pool_sizes_from_max_tokens
+
+    def capped(solve: MemoryPoolConfigurator, tokens: int, page_size: int) -> Any:
+        rules = HybridSWAPoolConfigurator._window_rule
+        patch.setattr(
+            HybridSWAPoolConfigurator,
+            "_window_rule",
+            lambda self, group, size: PoolRule(group=group, per_token=configurator.Fraction(0), minimum=5000, why=""),
+        )
+        try:
+            return real(solve, tokens, page_size)
+        finally:
+            patch.setattr(HybridSWAPoolConfigurator, "_window_rule", rules)
+
+    patch.setattr(MemoryPoolConfigurator, "calculate_pool_sizes_from_max_tokens", capped)
+
+
+@mutant("planner", "a window pool below its window and a page starts, and the first long request waits for ever")
+def small_windows_are_accepted(patch: Patch) -> None:
+    def check(solve: HybridSWAPoolConfigurator, config: Any) -> Any:
+        tokens = [pool.frames * config.page_size for pool in config.pools if pool.name == "window"]
+        return replace(config, swa_max_total_num_tokens=min(tokens, default=None))
+
+    patch.setattr(HybridSWAPoolConfigurator, "_check", check)
+
+
+@mutant("planner", "draft layers have keys and values that nobody budgeted")
+def drafts_are_free(patch: Patch) -> None:
+    real = ModelSpec.groups
+    patch.setattr(ModelSpec, "groups", lambda spec, *args, **options: real(spec, *args, **{**options, "num_drafts": 0}))
+
+
+@mutant("planner", "states are charged whole on every rank, and half of them are never used")
+def states_are_not_split(patch: Patch) -> None:
+    patch.setattr(StateCall, "on_rank", lambda call, tp: call)
+
+
+@mutant("planner", "ranks that share pages count the tokens of one rank only")
+def shared_pages_count_once(patch: Patch) -> None:
+    real = MemoryPoolConfigurator._full_rule
+
+    def rule(solve: MemoryPoolConfigurator, group: Any, page_size: int) -> PoolRule:
+        found = real(solve, group, page_size)
+        return PoolRule(group=group, per_token=configurator.Fraction(1, page_size), why=found.why)
+
+    patch.setattr(MemoryPoolConfigurator, "_full_rule", rule)

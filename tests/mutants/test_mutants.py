@@ -10,6 +10,7 @@ from quire.errors import QuireError
 from tests.cache.machine import run_cache
 from tests.memory.machine import run_allocator
 from tests.mutants.mutants import MUTANTS, Mutant
+from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
 from tests.scheduler.machine import run_scheduler
 
@@ -21,6 +22,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "scheduler": [lambda seed=seed: run_scheduler(seed) for seed in range(30)],
     "policies": [check_eviction_orders],
+    "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
 
 

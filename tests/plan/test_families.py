@@ -45,7 +45,7 @@ REFUSED = {"diffllama": "calls attention twice per layer, which no field says"}
 """Tiny models whose configuration Quire refuses to read."""
 
 FAMILIES = [*HYBRIDS, *(name for name in ARCHITECTURES if name not in HYBRIDS and name not in REFUSED)]
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
+LATENT = [name for name in FAMILIES if "kv_lora_rank" in published(name)]
 COMPRESSED = ("deepseek_v4",)
 
 TOKENS = 21
@@ -369,6 +369,11 @@ def test_three_ranks_are_refused_where_heads_do_not_divide(name: str) -> None:
         return
     with pytest.raises(InvalidInput, match="cannot be split over 3 ranks"):
         plan_of(name, parallel=Parallelism(tp=3))
+
+
+def test_a_state_is_never_split_within_a_head() -> None:
+    with pytest.raises(InvalidInput, match="4 state heads cannot be split over 8 ranks"):
+        built("qwen3_next").spec.groups(16, tp=8)
 
 
 # -- any layers at all
