@@ -23,6 +23,7 @@ EXPECTED = {
     "01_generate.py": ["prompt tokens were not computed again", "prompt tokens, 0 from the cache"],
     "02_prefix_reuse.py": ["48 from the cache", "evicted: 1 page", "QUIRE-FIT-02", "audit passed"],
     "03_serve_and_chat.py": ["prompt tokens, 0 from the cache", "HTTP 400, QUIRE-CONTEXT-01"],
+    "05_plan.py": ["62 layers, 2 groups", "KV dtype fp8_e4m3 (fits", "2,048 pages for a request"],
     "04_allocator.py": ["[10, 11, 12, 13, 14, 15, 16]", "QUIRE-PAGES-01", "QUIRE-PAGES-02"],
 }
 """What each example must print. A new example needs a row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -312,3 +313,69 @@ def test_a_refused_budget_names_one_that_works(drawn: tuple[MemoryPoolConfigurat
             advice = error.fix.split("at least ")[1].split(",")[0]
             if solve.options.swa_full_tokens_ratio is None:
                 assert solve.calculate_pool_sizes(parse_bytes(advice), page_size).max_total_num_tokens > 0
+
+
+# -- the same laws in volume, without the cost of shrinking
+
+
+def random_solver(rng: random.Random) -> tuple[MemoryPoolConfigurator, int, int]:
+    """As `solvers`, drawn from a generator."""
+    calls: list[Any] = [
+        LatentCall(rank=rng.choice([128, 512]), rope_dim=64, sparse=True, index_dim=rng.choice([0, 128]))
+        if rng.random() < 0.3
+        else AttentionCall(kv_heads=rng.randint(1, 16), key_dim=rng.choice([64, 192]), value_dim=128)
+        for _ in range(rng.randint(0, 2))
+    ]
+    calls += [
+        AttentionCall(kv_heads=rng.randint(1, 16), key_dim=64, value_dim=64, window=int(2 ** rng.uniform(0, 14)))
+        for _ in range(rng.randint(0 if calls else 1, 2))
+    ]
+    if rng.random() < 0.4:
+        calls.append(StateCall(kernel=4, channels=rng.randint(1, 4096), heads=rng.randint(1, 64), matrix=(64, 64)))
+    page_size, ranks = rng.choice([1, 4, 16, 64, 256]), rng.choice([1, 1, 2, 8])
+    steps = rng.choice([0, 0, 3])
+    options = PoolOptions(
+        mix=Mix(tuple(int(2 ** rng.uniform(0, 18)) for _ in range(rng.randint(1, 4))), "random requests"),
+        chunk=rng.choice([0, 2048]),
+        shares=rng.random() < 0.8,
+        token_ranks=ranks,
+        speculation=Speculation(num_steps=steps, num_draft_tokens=steps + 1) if steps else None,
+        swa_full_tokens_ratio=rng.choice([None, None, Fraction(1, 10), Fraction(4, 5)]),
+        max_running_requests=rng.choice([None, None, rng.randint(1, 64)]),
+    )
+    spec = spec_of(*((call,) for call in calls))
+    kept = KV_FORMATS[rng.choice(["bfloat16", "fp8_e4m3", "nvfp4"])]
+    solve = create_memory_pool_configurator(lambda size: spec.groups(size, kept), options, page_size=page_size)
+    return solve, page_size, ranks
+
+
+def check_laws(seed: int) -> bool:
+    """Budgets in order hold tokens in order, within the budget, in whole pages; and back. Whether anything fitted."""
+    rng = random.Random(seed)
+    solve, page_size, ranks = random_solver(rng)
+    found: MemoryPoolConfig | None = None
+    for size in sorted(int(2 ** rng.uniform(10, 41)) for _ in range(3)):
+        config = solved(solve, size, page_size)
+        if config is None:
+            assert found is None, f"seed {seed}: {size} bytes hold nothing and fewer held something"
+            continue
+        assert config.bytes <= size and config.max_total_num_tokens % (page_size * ranks) == 0
+        assert min(pool.frames for pool in config.pools) > 0
+        if found is not None:
+            assert config.max_total_num_tokens >= found.max_total_num_tokens, f"seed {seed}"
+            assert all(frames(config)[name] >= count for name, count in frames(found).items()), f"seed {seed}"
+        found = config
+    if found is not None and (found.full_max_total_num_tokens or found.swa_max_total_num_tokens):
+        tokens = found.max_total_num_tokens
+        assert solve.calculate_pool_sizes_from_max_tokens(tokens, page_size) == found, f"seed {seed}"
+        assert solve.calculate_pool_sizes(solve.bytes_for(tokens, page_size), page_size) == found, f"seed {seed}"
+    return found is not None
+
+
+def test_laws_of_random_models() -> None:
+    assert sum(check_laws(seed) for seed in range(1_000)) > 800
+
+
+@pytest.mark.slow
+def test_laws_of_a_hundred_thousand_random_models() -> None:
+    assert sum(check_laws(seed) for seed in range(100_000)) > 80_000

@@ -28,7 +28,7 @@ from quire.plan.reserve import Speculation
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
 from quire.spec.layers import AttentionCall
-from quire.spec.layout import DType
+from quire.spec.layout import PER_PAGE, DType
 from quire.spec.model import ModelSpec
 from quire.spec.weights import read_weights
 
@@ -227,6 +227,24 @@ def test_draft_layers_are_priced() -> None:
     assert plan_of("llama-3.1-8b", speculation=speculation).bytes_per_token == 131_072 * Fraction(33, 32)
     ngram = replace(speculation, num_layers=0)
     assert plan_of("llama-3.1-8b", speculation=ngram).bytes_per_token == 131_072
+
+
+def test_compressors_keep_longer_rings_where_drafts_may_be_taken_back() -> None:
+    ngram = Speculation(num_steps=3, num_draft_tokens=4, num_layers=0)
+    rings = [
+        sum(f.bytes_per_frame(128) for pool in plan.config.pools for f in pool.group.layout.fields if f.per == PER_PAGE)
+        for plan in (plan_of("deepseek-v4-flash"), plan_of("deepseek-v4-flash", speculation=ngram))
+    ]
+    assert rings[1] == 2 * rings[0] > 0
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 8])
+def test_admission_knows_that_ranks_share_pages(dcp: int) -> None:
+    plan = plan_of("deepseek-v3", kv_memory=8 * GIB, context=131_072, parallel=Parallelism(tp=8, dcp=dcp))
+    assert plan.memory.num_tokens == plan.config.max_total_num_tokens
+    assert plan.memory.largest_request == plan.largest_request
+    assert plan.memory.pages_per_row == -(-(131_072 + 4) // (16 * dcp))
+    assert plan.memory.pool_bytes == plan.config.bytes
 
 
 def test_nobody_else_computes_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:

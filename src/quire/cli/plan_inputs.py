@@ -177,6 +177,8 @@ def _speculation(words: Mapping[str, Any]) -> Speculation | None:
             )
         return None
     topk, layers = others
+    if steps is None and topk is not None and topk > 1:
+        raise InvalidInput("a draft with branches needs its depth.", fix="give --speculative-num-steps.")
     depth = steps if steps is not None else max(1, (drafts or 2) - 1)
     return Speculation(
         num_steps=depth,

@@ -76,7 +76,8 @@ class MemoryPlan:
 
     `num_pages` is how many pages of tokens there are; the group at index i has `frames[i]` frames, `num_pages` where
     `frames` is empty, and one more, frame 0, the padding sink, which is in `pool_bytes` too. `context` is the longest
-    sequence in tokens, prompt and output together. `speculation` None: one token per request and step.
+    sequence in tokens, prompt and output together. `speculation` None: one token per request and step. With
+    `token_ranks` above one, that many ranks hold a page's tokens in turn, so a page has `page_size` on each of them.
     """
 
     page_size: int
@@ -86,6 +87,12 @@ class MemoryPlan:
     max_requests: int
     frames: tuple[int, ...] = ()
     speculation: Speculation | None = None
+    token_ranks: int = 1
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Tokens of one page, over all ranks that hold a part of it."""
+        return self.page_size * self.token_ranks
 
     def frames_of(self, group: int) -> int:
         """Frames of the group at that index, without the padding frame."""
@@ -106,19 +113,18 @@ class MemoryPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that fit at once."""
-        return self.num_pages * self.page_size
+        return self.num_pages * self.tokens_per_page
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens that a decoding request may write in one step."""
-        return get_alloc_len_per_decode(self.speculation, self.page_size)
+        return get_alloc_len_per_decode(self.speculation, self.tokens_per_page)
 
     @property
     def pages_per_row(self) -> int:
         """Pages that a request's row has room for: its context, and how far a step may run past it."""
-        return pages_for(
-            self.context + get_req_to_token_extra_context_len(self.speculation, self.page_size), self.page_size
-        )
+        extra = get_req_to_token_extra_context_len(self.speculation, self.tokens_per_page)
+        return pages_for(self.context + extra, self.tokens_per_page)
 
     @property
     def row_bytes(self) -> int:
@@ -135,7 +141,7 @@ class MemoryPlan:
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` tokens, prompt and output together, occupies at its end."""
-        return pages_for(max(0, num_tokens - 1), self.page_size)
+        return pages_for(max(0, num_tokens - 1), self.tokens_per_page)
 
     def check_request(self, prompt: int, max_tokens: int) -> None:
         """Refuse what can never run here, with the numbers.
@@ -159,7 +165,7 @@ class MemoryPlan:
             need = (self.pages_of(total) + 1) * page_bytes
             raise RequestTooLarge(
                 f"{prompt:,} prompt tokens and {max_tokens:,} output tokens need {self.pages_of(total):,} pages of "
-                f"{self.page_size} tokens; this server has {self.num_pages:,} in all "
+                f"{self.tokens_per_page} tokens; this server has {self.num_pages:,} in all "
                 f"({format_bytes(self.pool_bytes)} of KV memory), so it can never hold more than "
                 f"{self.largest_request:,} tokens in one request.",
                 fix=f"{self._smaller(prompt, max_tokens)}, or start the server with at least "

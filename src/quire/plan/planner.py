@@ -96,6 +96,7 @@ class Plan:
             groups=tuple(pool.group for pool in self.config.pools),
             frames=tuple(pool.frames for pool in self.config.pools),
             num_pages=self.config.max_total_num_tokens // self._step,
+            token_ranks=self.settings.parallel.dcp,
             context=self.context,
             max_requests=self.max_running_requests,
             speculation=self.settings.speculation,
@@ -251,11 +252,11 @@ def _context(spec: ModelSpec, settings: PlanSettings) -> int:
 
 def _with_drafts(spec: ModelSpec, speculation: Speculation | None) -> tuple[ModelSpec, int]:
     """The spec with draft layers where speculation has any: the model's own, else some like its attention."""
-    if speculation is None or not speculation.num_layers:
+    if speculation is None:
         return spec, 0
-    if not spec.drafts:
+    if speculation.num_layers and not spec.drafts:
         spec = replace(spec, drafts=(draft_like(spec.layers),))
-    return spec, speculation.num_layers
+    return spec.with_rollback(), speculation.num_layers
 
 
 def _page_size(spec: ModelSpec) -> int:

@@ -15,8 +15,7 @@ class Speculation:
     """How tokens are drafted; frozen for the life of an engine.
 
     Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` of them at once.
-    `num_layers` draft layers keep keys and values of their own. Raises InvalidInput for a number below one, or for
-    fewer tokens to verify than a single branch is deep.
+    `num_layers` draft layers keep keys and values of their own. Raises InvalidInput for a number below one.
     """
 
     num_steps: int
@@ -60,9 +59,10 @@ def get_alloc_reserve_per_decode(speculation: Speculation | None, page_size: int
 
 
 def get_req_to_token_extra_context_len(speculation: Speculation | None, page_size: int) -> int:
-    """Tokens that a request's row of pages is wider than the context, so that a step at its end stays inside.
+    """Tokens that a request's row of pages is wider than the context.
 
-    With speculation on pages the reserve is rounded up to a whole page, so the row has room for that too.
+    With speculation on pages the reserve is rounded up to a whole page, and the row has room for all of it. On pages of
+    one token it has room for what is verified; a reserve beyond that is cut at the end of the row.
     """
     extra = _ROW_MARGIN + (speculation.num_draft_tokens if speculation is not None else 0)
     if speculation is not None and page_size > 1:

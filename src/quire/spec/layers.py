@@ -193,8 +193,9 @@ class CompressedCall:
     """Compressed attention (DeepSeek-V4): raw latents of a window, and one compressed latent per `ratio` tokens.
 
     `ratio` 0: the window only. The compressor keeps a ring of the inputs it has not folded yet, once per page of the
-    window so that the page can be resumed; with overlapping blocks (`overlap`) twice as many, of twice the width.
-    `index_dim` > 0: an indexer selects among the compressed entries.
+    window so that the page can be resumed; with overlapping blocks (`overlap`) twice as many, of twice the width; and
+    twice as many again where drafted tokens may have to be taken back (`rollback`). `index_dim` > 0: an indexer selects
+    among the compressed entries.
     """
 
     nope_dim: int
@@ -202,6 +203,7 @@ class CompressedCall:
     window: int
     ratio: int = 0
     overlap: bool = False
+    rollback: bool = False
     index_dim: int = 0
 
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
@@ -249,7 +251,7 @@ class CompressedCall:
     def _ring(self, name: str, width: int, reach: ReachSpec) -> Part:
         """A value and a score per input not folded yet, as they are at the end of the page."""
         blocks = 2 if self.overlap else 1
-        shape = (blocks * self.ratio, 2 * blocks * width)
+        shape = (blocks * self.ratio * (2 if self.rollback else 1), 2 * blocks * width)
         return Part(group=WINDOW_GROUP, reach=reach, name=name, shape=shape, dtype=DType.FLOAT32, per=PER_PAGE)
 
     def on_rank(self, tp: int) -> CompressedCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import InvalidInput
@@ -11,7 +11,16 @@ from quire.spec.config_reader import ConfigReader
 from quire.spec.families import read_drafts, read_layers
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KVFormat, plain_format
-from quire.spec.layers import FULL_GROUP, INDEXER_GROUP, STATE_GROUP, WINDOW_GROUP, AttentionCall, Call, Part
+from quire.spec.layers import (
+    FULL_GROUP,
+    INDEXER_GROUP,
+    STATE_GROUP,
+    WINDOW_GROUP,
+    AttentionCall,
+    Call,
+    CompressedCall,
+    Part,
+)
 from quire.spec.layout import DType, Field, PageLayout
 
 Layer = tuple[Call, ...]
@@ -54,6 +63,17 @@ class ModelSpec:
             dtype=reader.dtype("dtype", "torch_dtype"),
             drafts=read_drafts(reader, layers),
         )
+
+    def with_rollback(self) -> ModelSpec:
+        """The same model where drafted tokens may have to be taken back: compressors keep longer rings."""
+
+        def longer(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+            return tuple(
+                tuple(replace(call, rollback=True) if isinstance(call, CompressedCall) else call for call in layer)
+                for layer in layers
+            )
+
+        return replace(self, layers=longer(self.layers), drafts=longer(self.drafts))
 
     @property
     def calls(self) -> tuple[Call, ...]:
