@@ -248,7 +248,8 @@ def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPo
         swa_full_tokens_ratio=ratio,
     )
     spec = spec_of(*((call,) for call in calls))
-    kept = KV_FORMATS[draw(st.sampled_from(["bfloat16", "fp8_e4m3", "mxfp8", "nvfp4"]))]
+    formats = ["bfloat16", "fp8_e4m3", "nvfp4"] + ([] if any(isinstance(c, LatentCall) for c in calls) else ["mxfp8"])
+    kept = KV_FORMATS[draw(st.sampled_from(formats))]
     return (
         create_memory_pool_configurator(lambda size: spec.groups(size, kept), options, page_size=page_size),
         page_size,

@@ -129,7 +129,7 @@ class LatentCall:
         FP8 of sparse attention keeps the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
         656 bytes for 512 + 64, as the field's sparse kernels read it.
         """
-        if self.sparse and kv_format.bits == 8:
+        if self.sparse and _is_fp8_row(kv_format):
             row = (
                 *_scaled_fp8("latent", self.rank, FULL_GROUP),
                 Part(group=FULL_GROUP, reach=_FULL, name="rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),
@@ -180,11 +180,16 @@ class StateCall:
                 f"{self.channels} convolution channels cannot be split over {tp} ranks.",
                 fix=f"use a tensor parallelism that divides {self.channels}.",
             )
+        if self.heads % tp:
+            raise InvalidInput(
+                f"{self.heads} state heads cannot be split over {tp} ranks.",
+                fix=f"use a tensor parallelism that divides {self.heads}.",
+            )
         return replace(
             self,
             channels=self.channels // tp,
             groups=split_heads(self.groups, tp, "convolution groups") if self.groups else 0,
-            heads=split_heads(self.heads, tp, "state heads") if self.heads else 0,
+            heads=self.heads // tp,
         )
 
 
@@ -220,8 +225,8 @@ class CompressedCall:
 
     def _row(self, prefix: str, kv_format: KVFormat, group: str, reach: ReachSpec, per: int) -> tuple[Part, ...]:
         """One latent row. FP8: 448 + 8 scale bytes (one per 64, rounded up to 8) + a bfloat16 rotary key = 584."""
-        if kv_format.bits == 8:
-            scales = -(-(self.nope_dim // _COMPRESSED_BLOCK) // 8) * 8
+        if _is_fp8_row(kv_format):
+            scales = -(-self.nope_dim // (8 * _COMPRESSED_BLOCK)) * 8
             return (
                 Part(
                     group=group,
@@ -257,6 +262,16 @@ class CompressedCall:
     def on_rank(self, tp: int) -> CompressedCall:
         """Every rank holds the whole latent: all heads read it."""
         return self
+
+
+def _is_fp8_row(kv_format: KVFormat) -> bool:
+    """Whether a sparse or compressed latent is kept as an FP8 row. Raises InvalidInput for another format of 8 bits."""
+    if kv_format.bits == 8 and kv_format.name != "fp8_e4m3":
+        raise InvalidInput(
+            f"sparse and compressed latents have no rows of {kv_format.name}.",
+            fix="use fp8_e4m3, or the model's dtype.",
+        )
+    return kv_format.bits == 8
 
 
 def _state_part(name: str, shape: tuple[int, ...], dtype: DType) -> Part:

@@ -20,8 +20,19 @@ from quire.spec.layers import (
     Call,
     CompressedCall,
     Part,
+    StateCall,
 )
 from quire.spec.layout import DType, Field, PageLayout
+
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "model_max_length",
+    "seq_length",
+)
+_UNBOUNDED = 2**20  # tokens: the context of a model whose layers have no end of their own, states and windows
 
 Layer = tuple[Call, ...]
 """The calls of one layer that keep something: usually one, none for a layer without attention, two for some hybrids."""
@@ -51,14 +62,14 @@ class ModelSpec:
         the configuration lacks a size or says something this reading does not know; it never guesses.
         """
         reader = ConfigReader(config)
-        context = reader.size(
-            "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "model_max_length", "seq_length"
-        )
-        layers = read_layers(reader, context, state_dtype)
+        context = reader.size(*_CONTEXT_NAMES, default=0)
+        layers = read_layers(reader, context or _UNBOUNDED, state_dtype)
+        if not context and any(_reads_everything(call) for layer in layers for call in layer):
+            raise reader.missing(*_CONTEXT_NAMES)
         return cls(
             architecture=reader.architecture,
             layers=layers,
-            context_length=context,
+            context_length=context or _UNBOUNDED,
             vocab_size=reader.size("vocab_size", "padded_vocab_size"),
             dtype=reader.dtype("dtype", "torch_dtype"),
             drafts=read_drafts(reader, layers),
@@ -112,7 +123,7 @@ class ModelSpec:
         windows = [where for where in collected if where[0] == WINDOW_GROUP]
         return tuple(
             GroupSpec(
-                name=name if name != WINDOW_GROUP or len(windows) == 1 else f"{name}-{reach.tokens}",
+                name=name if name != WINDOW_GROUP or len(windows) == 1 else f"{reach.kind}-{reach.tokens}",
                 layout=_layout(page_size, collected[name, reach], self.architecture),
                 reach=reach,
             )
@@ -133,6 +144,11 @@ class ModelSpec:
             found += [(ordinal + i, call) for i, call in enumerate(layer)]
             ordinal += len(layer)
         return found
+
+
+def _reads_everything(call: Call) -> bool:
+    """Whether a call keeps something for every token, so that positions have an end."""
+    return not isinstance(call, StateCall) and not (isinstance(call, AttentionCall) and call.window)
 
 
 def _order(where: tuple[str, ReachSpec]) -> tuple[int, int]:

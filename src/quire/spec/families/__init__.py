@@ -15,7 +15,7 @@ Layer = tuple[Call, ...]
 
 _UNKNOWN_MEMORY = re.compile(
     r"mamba|(^|_)ssm(_|$)|linear_(attn|num|key|value|conv)|kv_lora|^compress|recurren|rwkv|retention|lru_|delta|"
-    r"index_(head|topk$)|attention_chunk|sparse_attention|window|kv_shared|layer_types|block_type|conv_(kernel|L_)|(swa|global)_.*head|"
+    r"index_(head|topk$)|attention_chunk|per_layer_config|sparse_attention|window|kv_shared|layer_types|block_type|conv_(kernel|L_)|(swa|global)_.*head|"
     r"head_dim|kv_heads|cross_attention_layers|attn_type|state_size"
 )
 """Names of fields that say what a layer keeps. One that is set and that no reader asked for is a reason to refuse."""
@@ -23,7 +23,7 @@ _UNKNOWN_MEMORY = re.compile(
 _OF_NO_MATTER = re.compile(
     r"rope|^mlp_|^mtp_|^moe_|mamba_(proj|conv|rms|norm|hidden|chunk|dt|inner|ssm)|use_mamba_kernels|ssm_.*multiplier|"
     r"max_window_layers|sliding_window(_pattern|_size)|use_sliding_window|^qk_(nope_)?head_dim|swa_num_attention_heads|"
-    r"layernorm_linear|residual_in_fp32|use_prefill_window|^attn_window"
+    r"layernorm_linear|residual_in_fp32|_(alpha|beta)_factor|use_prefill_window|^attn_window"
 )
 """Fields that match and change nothing about what is kept, or only where another field says that they count."""
 

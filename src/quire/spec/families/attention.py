@@ -27,18 +27,26 @@ def reader(config: ConfigReader, kinds: Sequence[str], context: int) -> Callable
     widths = {kind: _widths(config, kind, heads, mixed) for kind in attending}
     kv_heads = _kv_heads(config, heads, count)
     own_kv_heads = {kind: config.size(name, default=0) for kind, name in _OWN_KV_HEADS.items() if mixed}
+    if not config.get("attention_k_eq_v"):
+        own_kv_heads.pop(FULL, None)  # Gemma 4 gives global layers KV heads of their own only where values are keys
+    if config.kind == "mimo_v2_flash" and not own_kv_heads.get(WINDOW):
+        own_kv_heads[WINDOW] = 2 * kv_heads[0]  # what the class does where no field says
     window = _window(config, kinds)
     index_dims = _index_dims(config, count)
     first_shared = count - config.size("num_kv_shared_layers", default=0)
+    overrides = _overrides(config)
 
     def read(layer: int, kind: str) -> Layer:
         if layer >= first_shared:
             return ()
         key_dim, value_dim = widths[kind]
+        own = overrides.get(layer, {})
+        if "head_dim" in own:
+            key_dim, value_dim = own["head_dim"], own.get("v_head_dim", own["head_dim"])
         slides = kind in (WINDOW, CHUNK) and window < context
         return (
             AttentionCall(
-                kv_heads=own_kv_heads.get(kind) or kv_heads[layer],
+                kv_heads=own.get("num_key_value_heads") or own_kv_heads.get(kind) or kv_heads[layer],
                 key_dim=key_dim,
                 value_dim=value_dim,
                 window=window if slides else 0,
@@ -48,6 +56,20 @@ def reader(config: ConfigReader, kinds: Sequence[str], context: int) -> Callable
         )
 
     return read
+
+
+_OVERRIDABLE = frozenset({"head_dim", "v_head_dim", "num_key_value_heads", "num_attention_heads"})
+
+
+def _overrides(config: ConfigReader) -> Mapping[int, Mapping[str, int]]:
+    """Sizes of single layers, by their number, as transformers writes configurations whose layers differ."""
+    found = config.get("per_layer_config", default={})
+    if not isinstance(found, Mapping) or not all(str(layer).isdecimal() for layer in found):
+        raise config.refusal("sizes single layers in a way that is not known", "per_layer_config")
+    for own in found.values():
+        if not isinstance(own, Mapping) or set(own) - _OVERRIDABLE or not all(type(n) is int for n in own.values()):
+            raise config.refusal("sizes single layers in a way that is not known", "per_layer_config")
+    return {int(layer): own for layer, own in found.items()}
 
 
 def _widths(config: ConfigReader, kind: str, heads: int, mixed: bool) -> tuple[int, int]:
@@ -92,6 +114,11 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
 
 
 def _window(config: ConfigReader, kinds: Sequence[str]) -> int:
+    if config.kind == "mimo_v2_flash":  # its windows count the tokens before the query, not the query
+        before = config.size("sliding_window_size", default=0)
+        config.get("sliding_window", "attention_chunk_size")  # other names of it, which do not count
+        if before:
+            return before + 1
     if WINDOW in kinds:
         return config.size("sliding_window", "attention_window_size")
     return config.size("attention_chunk_size") if CHUNK in kinds else 0

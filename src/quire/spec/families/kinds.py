@@ -62,8 +62,14 @@ _ALL_PARALLEL = frozenset({"falcon_h1"})
 """Model types with a recurrence beside the attention of every layer, which no field says."""
 
 
+_ALL_RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
+"""Model types without attention, which no field says."""
+
+
 def layer_kinds(reader: ConfigReader) -> list[str]:
     """The kind of each layer, in order. Raises UnsupportedModel for a list of another length or an unknown kind."""
+    if reader.kind == "recurrent_gemma":
+        return _recurrent_gemma(reader)
     for rule in (_named, _pattern, _numbered_types, _linear_lists, _indices, _blocks, _periods):
         found = rule(reader)
         if found is not None:
@@ -71,6 +77,8 @@ def layer_kinds(reader: ConfigReader) -> list[str]:
     count = num_layers(reader)
     if reader.kind in _ALL_PARALLEL:
         return [PARALLEL] * count
+    if reader.kind in _ALL_RECURRENT:
+        return [STATE] * count
     if reader.kind.startswith("llama4"):
         return _llama4(reader, count)
     return _sliding(reader, count)
@@ -91,7 +99,7 @@ def _named(reader: ConfigReader) -> list[str] | None:
     length = reader.size("num_hidden_layers", "n_layer", "num_layers", default=len(names))
     if reader.has("layers_block_type"):
         length = len(names)  # its length counts; some configurations keep an older num_hidden_layers beside it
-    reader.get("sliding_window")  # without effect where no layer slides
+    reader.get("sliding_window", "attention_chunk_size")  # without effect where no layer slides, or not in chunks
     if length != len(names):
         raise UnsupportedModel(
             f"the configuration of {reader.architecture} names {len(names)} layer_types for {length} layers.",
@@ -184,6 +192,15 @@ def _llama4(reader: ConfigReader, count: int) -> list[str]:
     if len(ropes) != count:
         raise reader.refusal(f"names {len(ropes)} no_rope_layers for {count} layers", "no_rope_layers")
     return [CHUNK if rope else FULL for rope in ropes]
+
+
+def _recurrent_gemma(reader: ConfigReader) -> list[str]:
+    """A cycle of block types, which does not end at the last layer; every attention is a window."""
+    cycle = reader.sequence("block_types")
+    if not cycle or set(cycle) - {"recurrent", "attention"}:
+        raise reader.refusal("has blocks other than 'recurrent' and 'attention'", "block_types")
+    kinds = [STATE if name == "recurrent" else WINDOW for name in cycle]
+    return [kinds[layer % len(kinds)] for layer in range(num_layers(reader))]
 
 
 def _sliding(reader: ConfigReader, count: int) -> list[str]:

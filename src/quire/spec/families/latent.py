@@ -34,12 +34,14 @@ def reader(config: ConfigReader, count: int) -> Callable[[int, str], tuple[Laten
 
 def _index_owners(config: ConfigReader, count: int) -> list[bool]:
     """Which layers have an indexer of their own; the others use the selection of the last one that has."""
-    types = config.get("indexer_types")
+    types = config.get("indexer_types", "index_topk_pattern")
+    if isinstance(types, str):
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
     if isinstance(types, list):
         known = {"full": True, "shared": False}
         if len(types) != count or not set(types) <= set(known):
             raise config.refusal("names indexers that are not 'full' or 'shared', one per layer", "indexer_types")
         return [known[name] for name in types]
     period = config.size("index_topk_freq", default=1)
-    offset = config.get("index_skip_topk_offset", default=0)
-    return [layer < offset or (layer - offset + 1) % period == 0 for layer in range(count)]
+    offset = config.get("index_skip_topk_offset", default=2)
+    return [max(layer - offset + 1, 0) % period == 0 for layer in range(count)]

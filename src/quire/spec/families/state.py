@@ -56,8 +56,8 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
         return None
     if not isinstance(heads, int) or not isinstance(dim, int) or not isinstance(kernel, int):
         raise config.missing(*(f"linear_attn_config.{name}" for name in names))
-    for name in names:
-        config.get(name)
+    for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
+        config.get(name)  # the flat names of the same numbers
     return StateCall(kernel=kernel, channels=3 * heads * dim, heads=heads, matrix=(dim, dim), state_dtype=dtype)
 
 
