@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from quire.errors import QuireError
+from quire.plan import planner
 from tests.cache.machine import run_cache
 from tests.memory.machine import run_allocator
 from tests.mutants.mutants import MUTANTS, Mutant
@@ -24,6 +25,14 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "policies": [check_eviction_orders],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_of_other_mutants() -> Iterator[None]:
+    """The planner remembers the groups of models; those of a mutant must not be met by the next."""
+    planner._cached_groups.cache_clear()
+    yield
+    planner._cached_groups.cache_clear()
 
 
 def noticed(killer: str) -> bool:

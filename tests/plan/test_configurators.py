@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +23,7 @@ from quire.plan.configurator import (
     RecurrentPoolConfigurator,
     create_memory_pool_configurator,
 )
-from quire.plan.mix import Mix, uniform
+from quire.plan.mix import Mix, mix_of, uniform
 from quire.plan.reserve import Speculation
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
@@ -43,13 +43,18 @@ def spec_of(*layers: Layer) -> ModelSpec:
     return ModelSpec(architecture="test", layers=layers, context_length=2**20, vocab_size=8, dtype=DType.BFLOAT16)
 
 
+def windows_only(calls: Iterable[Any]) -> bool:
+    attending = [call for call in calls if not isinstance(call, StateCall)]
+    return bool(attending) and all(isinstance(call, AttentionCall) and call.window for call in attending)
+
+
 def configurator(
     *calls: Any, page_size: int = 16, kv_format: str = "bfloat16", mix: Mix | None = None, **options: Any
 ) -> MemoryPoolConfigurator:
     spec = spec_of(*((call,) for call in calls))
     return create_memory_pool_configurator(
         lambda size: spec.groups(size, KV_FORMATS[kv_format]),
-        PoolOptions(mix=mix or uniform(8192, "requests of 8,192 tokens"), **options),
+        PoolOptions(mix=mix or uniform(8192, "requests of 8,192 tokens"), windows_only=windows_only(calls), **options),
         page_size=page_size,
     )
 
@@ -225,7 +230,7 @@ state = st.builds(
     heads=st.integers(1, 64),
     matrix=st.tuples(st.integers(1, 128), st.integers(1, 128)),
 )
-mixes = st.builds(Mix, st.lists(st.integers(1, 200_000), min_size=1, max_size=5).map(tuple), st.just("random requests"))
+mixes = st.builds(mix_of, st.lists(st.integers(1, 200_000), min_size=1, max_size=5), st.just("random requests"))
 
 
 @st.composite
@@ -246,6 +251,7 @@ def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPo
         token_ranks=ranks,
         speculation=speculation,
         swa_full_tokens_ratio=ratio,
+        windows_only=windows_only(calls),
     )
     spec = spec_of(*((call,) for call in calls))
     formats = ["bfloat16", "fp8_e4m3", "nvfp4"] + ([] if any(isinstance(c, LatentCall) for c in calls) else ["mxfp8"])
@@ -336,13 +342,14 @@ def random_solver(rng: random.Random) -> tuple[MemoryPoolConfigurator, int, int]
     page_size, ranks = rng.choice([1, 4, 16, 64, 256]), rng.choice([1, 1, 2, 8])
     steps = rng.choice([0, 0, 3])
     options = PoolOptions(
-        mix=Mix(tuple(int(2 ** rng.uniform(0, 18)) for _ in range(rng.randint(1, 4))), "random requests"),
+        mix=mix_of([int(2 ** rng.uniform(0, 18)) for _ in range(rng.randint(1, 4))], "random requests"),
         chunk=rng.choice([0, 2048]),
         shares=rng.random() < 0.8,
         token_ranks=ranks,
         speculation=Speculation(num_steps=steps, num_draft_tokens=steps + 1) if steps else None,
         swa_full_tokens_ratio=rng.choice([None, None, Fraction(1, 10), Fraction(4, 5)]),
         max_running_requests=rng.choice([None, None, rng.randint(1, 64)]),
+        windows_only=windows_only(calls),
     )
     spec = spec_of(*((call,) for call in calls))
     kept = KV_FORMATS[rng.choice(["bfloat16", "fp8_e4m3", "nvfp4"])]

@@ -20,7 +20,7 @@ from quire.plan import budget, planner
 from quire.plan.advice import least_memory, options_to_fit
 from quire.plan.budget import parse_bytes
 from quire.plan.devices import DEVICES, Line, find_device
-from quire.plan.mix import Mix, read_trace, uniform
+from quire.plan.mix import Mix, mix_of, read_trace, uniform
 from quire.plan.parallel import Parallelism
 from quire.plan.planner import Plan, PlanSettings, make_plan
 from quire.plan.report import explain, plan_as_dict
@@ -167,7 +167,7 @@ def test_weights_that_leave_nothing_are_refused_with_every_line() -> None:
         ({"kv_dtype": "int3"}, "is not a KV dtype"),
         ({"parallel": Parallelism(tp=3)}, "8 KV heads cannot be split over 3 ranks"),
         ({"parallel": Parallelism(tp=8, dcp=2)}, "leave no 2 ranks with the same"),
-        ({"parallel": Parallelism(pp=64)}, "32 layers cannot be split"),
+        ({"parallel": Parallelism(pp=64)}, "32 layers cannot be 64 stages"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], said: str) -> None:
@@ -353,10 +353,10 @@ def test_a_trace_decides_the_split(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     mix = read_trace(path)
-    assert mix.lengths == (512, 64_000)
+    assert mix.counts == ((512, 1), (64_000, 1))
     table = tmp_path / "trace.csv"
     table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,500,12\n2,60000,4000\n")
-    assert read_trace(table).lengths == mix.lengths
+    assert read_trace(table).counts == mix.counts
     assert plan_of("gemma-3-27b", mix=mix).config.swa_max_total_num_tokens > 0
 
 
@@ -372,12 +372,12 @@ def test_a_trace_without_lengths_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.skipif(not (SHARED / "traces").exists(), reason="the recorded traces are not beside the repository")
 def test_recorded_traces_are_read() -> None:
-    assert len(read_trace(SHARED / "traces" / "mooncake" / "conversation_trace.jsonl").lengths) == 12_031
-    assert len(read_trace(SHARED / "traces" / "azure" / "AzureLLMInferenceTrace_code.csv").lengths) == 8_819
+    assert read_trace(SHARED / "traces" / "mooncake" / "conversation_trace.jsonl").num_requests == 12_031
+    assert read_trace(SHARED / "traces" / "azure" / "AzureLLMInferenceTrace_code.csv").num_requests == 8_819
 
 
 def test_a_mix_counts_whole_pages() -> None:
-    assert Mix((10, 100), "x").window_share(32, 16) == Fraction(1 + 2, 1 + 7)
+    assert mix_of([100, 10], "x").window_share(32, 16) == Fraction(1 + 2, 1 + 7)
     assert uniform(100, "x").requests_per_token(16) == Fraction(1, 112)
     with pytest.raises(InvalidInput, match="no tokens"):
         Mix((), "x")

@@ -80,7 +80,10 @@ def summary_table(found: Mapping[str, Any]) -> Table:
     wanted = f"; {found['required_requests']:,} asked for" if found["required_requests"] > 1 else ""
     table.add_row("Requests at once", f"{found['requests_at_context']:,} of {found['context']:,} tokens{wanted}")
     table.add_row("Largest request", f"{found['largest_request']:,} tokens, prompt and output together")
-    table.add_row("Smallest reuse", f"prefixes from {found['minimum_reusable_prefix']:,} tokens on")
+    reused = found["minimum_reusable_prefix"]
+    table.add_row(
+        "Smallest reuse", "none: prefix caching is off" if reused is None else f"prefixes from {reused:,} tokens on"
+    )
     shape = found["geometry"]
     table.add_row(
         "Page",

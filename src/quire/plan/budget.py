@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
-from quire.plan.reserve import Speculation, get_alloc_len_per_decode, get_req_to_token_extra_context_len
+from quire.plan.reserve import (
+    Speculation,
+    get_alloc_len_per_decode,
+    get_alloc_reserve_per_decode,
+    get_req_to_token_extra_context_len,
+)
 from quire.spec.group import GroupSpec
 from quire.spec.pages import pages_for
 
@@ -135,13 +140,19 @@ class MemoryPlan:
     def largest_request(self) -> int:
         """The longest request ever admitted, prompt and output together, in tokens.
 
-        The last output token is drawn but never written, so one more than fits.
+        The last output token is drawn but never written, so one more than fits; with speculation, what a step may
+        write beyond what it keeps must fit too.
         """
-        return min(self.context, self.num_tokens + 1)
+        return max(0, min(self.context, self.num_tokens + 1 - self._beyond))
+
+    @property
+    def _beyond(self) -> int:
+        """Tokens that a request at its end holds beyond its own: none without speculation, which writes no draft."""
+        return get_alloc_reserve_per_decode(self.speculation, self.tokens_per_page) if self.speculation else 0
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` tokens, prompt and output together, occupies at its end."""
-        return pages_for(max(0, num_tokens - 1), self.tokens_per_page)
+        return pages_for(num_tokens - 1 + self._beyond, self.tokens_per_page) if num_tokens > 1 else 0
 
     def check_request(self, prompt: int, max_tokens: int) -> None:
         """Refuse what can never run here, with the numbers.
@@ -161,8 +172,7 @@ class MemoryPlan:
                 fix=f"{self._smaller(prompt, max_tokens)}.",
             )
         if self.pages_of(total) > self.num_pages:
-            page_bytes = self.bytes_per_page
-            need = (self.pages_of(total) + 1) * page_bytes
+            need = self.pool_bytes + (self.pages_of(total) - self.num_pages) * self.bytes_per_page
             raise RequestTooLarge(
                 f"{prompt:,} prompt tokens and {max_tokens:,} output tokens need {self.pages_of(total):,} pages of "
                 f"{self.tokens_per_page} tokens; this server has {self.num_pages:,} in all "

@@ -17,11 +17,13 @@ from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.mix import Mix
 from quire.plan.reserve import Speculation, get_alloc_reserve_per_decode
-from quire.spec.group import GroupSpec
+from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.pages import floor_to_page, pages_for
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 """From a page size to the groups of one rank."""
+
+_ABOVE_ZERO = ("swa_full_tokens_ratio", "mamba_full_memory_ratio", "max_mamba_cache_size", "max_running_requests")
 
 PADDING = 1  # frame 0 of every pool: where padded tokens write
 
@@ -110,12 +112,14 @@ class PoolOptions:
     window pools per token of full pools), `mamba_full_memory_ratio` (bytes of states per byte of the other pools) or
     `max_mamba_cache_size` (states). `chunk` is the most prompt tokens of one step; `shares` whether finished requests
     stay cached. `token_ranks` ranks hold a page's tokens in turn. `max_running_requests` None: as many as fit.
+    `windows_only`: no layer of the whole model reads everything, so the tokens of a plan are those of its windows.
     """
 
     mix: Mix
     chunk: int = 0
     shares: bool = True
     token_ranks: int = 1
+    windows_only: bool = False
     speculation: Speculation | None = None
     max_running_requests: int | None = None
     swa_full_tokens_ratio: Fraction | None = None
@@ -123,19 +127,20 @@ class PoolOptions:
     max_mamba_cache_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "swa_full_tokens_ratio",
-            "mamba_full_memory_ratio",
-            "max_mamba_cache_size",
-            "max_running_requests",
-        ):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InvalidInput(f"{name} is {value}.", fix=f"give a {name} above zero, or leave it out.")
+        if self.chunk < 0:
+            raise InvalidInput(f"a step of {self.chunk} prompt tokens.", fix="allow at least 1.")
 
-    def reserve(self, page_size: int) -> int:
-        """Tokens beyond its own that a decoding request holds."""
-        return get_alloc_reserve_per_decode(self.speculation, page_size * self.token_ranks)
+    def window_tokens(self, reach: ReachSpec, page_size: int) -> int:
+        """Tokens of one request that a window pool holds at most while it decodes.
+
+        Its window, the page the window's start falls into, and the reserve of a step.
+        """
+        step = page_size * self.token_ranks
+        return reach.tokens + step + get_alloc_reserve_per_decode(self.speculation, step)
 
     @property
     def states_per_request(self) -> int:
@@ -159,7 +164,12 @@ class MemoryPoolConfigurator:
         rules = self._rules(page_size, available_bytes=available_bytes)
         step = page_size * self.options.token_ranks
         coeff, bias = _line(rules, available_bytes)
-        tokens = floor_to_page(int((available_bytes - bias) / coeff), step) if available_bytes > bias else 0
+        if available_bytes <= bias:
+            tokens = 0
+        elif coeff:
+            tokens = floor_to_page(int((available_bytes - bias) / coeff), step)
+        else:  # states alone, as many as asked for: what their requests have
+            tokens = max(step, floor_to_page(rules[0].fixed * self.options.mix.mean, step))
         if tokens < step:
             raise self._too_small(rules, step, available_bytes)
         return self._config(rules, tokens, page_size)
@@ -236,9 +246,9 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
         self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
     ) -> list[PoolRule]:
         groups = self._groups_at(page_size)
-        has_full = any(group.reach.kind == "full" for group in groups)
+        counted = self.options.windows_only
         return [
-            self._window_rule(group, page_size) if _slides(group) and has_full else self._full_rule(group, page_size)
+            self._full_rule(group, page_size) if counted or not _slides(group) else self._window_rule(group, page_size)
             for group in groups
             if group.reach.kind != "state"
         ]
@@ -248,7 +258,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
         ratio = self.options.swa_full_tokens_ratio
         if ratio is not None:
             return PoolRule(group=group, per_token=ratio / step, why=f"{float(ratio):g} of the full pools' tokens")
-        kept = self._kept(group, page_size)
+        kept = self.options.window_tokens(group.reach, page_size)
         share = self.options.mix.window_share(kept, step)
         chunk = pages_for(self.options.chunk, step)
         return PoolRule(
@@ -260,16 +270,12 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
             + (f"; and {chunk * step:,} tokens for the prompt tokens of one step" if chunk else ""),
         )
 
-    def _kept(self, group: GroupSpec, page_size: int) -> int:
-        """Tokens of one request that a window group holds at most while it decodes."""
-        return group.reach.tokens + page_size * self.options.token_ranks + self.options.reserve(page_size)
-
     def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
         step = config.page_size * self.options.token_ranks
         windows = [pool for pool in config.pools if _slides(pool.group)]
         for pool in windows:
             need = pool.group.reach.tokens + step
-            if config.full_max_total_num_tokens is not None and pool.frames * step <= need:
+            if not self.options.windows_only and pool.frames * step <= need:
                 raise PlanError(
                     f"the pool '{pool.name}' would hold {pool.frames * step:,} tokens, and one request needs more than "
                     f"{need:,}: its window of {pool.group.reach.tokens:,} and a page of {step:,}.",
@@ -324,7 +330,7 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
 
     def _derived(self, state: GroupSpec, page_size: int) -> list[PoolRule]:
         options = self.options
-        requests = options.mix.requests_per_token(page_size)
+        requests = options.mix.requests_per_token(page_size * options.token_ranks)
         slots = options.states_per_request
         least = slots * (options.max_running_requests or 1)
         why = (

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidInput
 from quire.spec.pages import pages_for
 
+_LONGEST = 2**40  # tokens
 _INPUT_NAMES = ("input_length", "input_len", "prompt_tokens", "num_prompt_tokens", "ContextTokens")
 _OUTPUT_NAMES = ("output_length", "output_len", "completion_tokens", "num_output_tokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Lengths of the expected requests, prompt and output together, in tokens; each is as likely as the others."""
+    """How often the expected requests have which length, prompt and output together: pairs of tokens and count."""
 
-    lengths: tuple[int, ...]
+    counts: tuple[tuple[int, int], ...]
     source: str
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
+        if not self.counts or min(length for length, _ in self.counts) < 1:
             raise InvalidInput("the expected requests have no tokens.", fix="expect requests of at least one token.")
+
+    @property
+    def num_requests(self) -> int:
+        """Requests counted."""
+        return sum(count for _, count in self.counts)
 
     @property
     def mean(self) -> int:
         """Mean length in tokens, rounded up."""
-        return -(-sum(self.lengths) // len(self.lengths))
+        return -(-sum(length * count for length, count in self.counts) // self.num_requests)
 
     def window_share(self, kept: int, page_size: int) -> Fraction:
         """Tokens of a window pool per token of a full pool, when of each request at most `kept` tokens are in a window.
@@ -39,22 +47,33 @@ class Mix:
         Both are counted in whole pages. A cached prefix keeps its window as a running request does, so that it can be
         resumed; the share holds for both.
         """
-        whole = [pages_for(length, page_size) for length in self.lengths]
         most = pages_for(kept, page_size)
-        return Fraction(sum(min(pages, most) for pages in whole), sum(whole))
+        whole = [(pages_for(length, page_size), count) for length, count in self.counts]
+        windows = sum(min(pages, most) * count for pages, count in whole)
+        return Fraction(windows, sum(pages * count for pages, count in whole))
 
     def requests_per_token(self, page_size: int) -> Fraction:
-        """Requests per token of a full pool."""
-        return Fraction(len(self.lengths), sum(pages_for(length, page_size) * page_size for length in self.lengths))
+        """Requests per token of a full pool, whose pages hold `page_size` tokens over all ranks."""
+        tokens = sum(pages_for(length, page_size) * page_size * count for length, count in self.counts)
+        return Fraction(self.num_requests, tokens)
 
     def clipped(self, context: int) -> Mix:
         """The same requests, none longer than `context` tokens."""
-        return Mix(tuple(min(length, context) for length in self.lengths), self.source)
+        if self.counts[-1][0] <= context:
+            return self
+        short = tuple(pair for pair in self.counts if pair[0] < context)
+        rest = self.num_requests - sum(count for _, count in short)
+        return Mix((*short, (context, rest)), self.source)
+
+
+def mix_of(lengths: Iterable[int], source: str) -> Mix:
+    """The mix of requests of these lengths, in tokens. Raises InvalidInput where there are none, or one has none."""
+    return Mix(tuple(sorted(Counter(lengths).items())), source)
 
 
 def uniform(length: int, source: str) -> Mix:
     """Requests of one length."""
-    return Mix((length,), source)
+    return Mix(((length, 1),), source)
 
 
 def read_trace(path: Path, limit: int = 100_000) -> Mix:
@@ -64,8 +83,8 @@ def read_trace(path: Path, limit: int = 100_000) -> Mix:
     InvalidInput where the file cannot be read or names no lengths.
     """
     try:
-        lengths = [length for _, length in zip(range(limit), _lengths(path), strict=False)]
-    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
+        lengths = list(islice(_lengths(path), limit))
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         raise InvalidInput(
             f"the trace {path} cannot be read: {error}.", fix="give a JSON-lines or CSV file."
         ) from error
@@ -74,7 +93,7 @@ def read_trace(path: Path, limit: int = 100_000) -> Mix:
             f"the trace {path} names no request lengths.",
             fix=f"give lines with {_INPUT_NAMES[0]} and {_OUTPUT_NAMES[0]}.",
         )
-    return Mix(tuple(lengths), f"{len(lengths):,} requests of {path.name}")
+    return mix_of(lengths, f"{len(lengths):,} requests of {path.name}")
 
 
 def _lengths(path: Path) -> Iterator[int]:
@@ -82,12 +101,14 @@ def _lengths(path: Path) -> Iterator[int]:
         rows: Iterator[Any] = (
             csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, filter(str.strip, file))
         )
-        for row in rows:
+        for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
-                raise ValueError(f"a line holds a {type(row).__name__}, not an object")
-            length = _field(row, _INPUT_NAMES) + _field(row, _OUTPUT_NAMES)
-            if length > 0:
-                yield length
+                raise ValueError(f"line {number} holds a {type(row).__name__}, not an object")
+            prompt, output = _field(row, _INPUT_NAMES), _field(row, _OUTPUT_NAMES)
+            if min(prompt, output) < 0 or prompt + output > _LONGEST:
+                raise ValueError(f"line {number} has a request of {prompt} and {output} tokens")
+            if prompt + output:
+                yield prompt + output
 
 
 def _field(row: dict[str, Any], names: Sequence[str]) -> int:

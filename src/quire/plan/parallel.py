@@ -54,6 +54,8 @@ class Parallelism:
         Stages differ by one layer at most; the last and then the first, which hold output head and embedding too, get
         the smaller share. Raises InvalidInput where a stage would be empty.
         """
+        if self.pp > num_layers:
+            raise InvalidInput(f"{num_layers} layers cannot be {self.pp:,} stages.", fix="use a smaller pp.")
         counts = list(self.pp_layers) or self._even(num_layers)
         if sum(counts) != num_layers or min(counts) < 1:
             raise InvalidInput(

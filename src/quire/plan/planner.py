@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache, partial
 
 from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.plan.configurator import (
-    GroupsAt,
     MemoryPoolConfig,
     MemoryPoolConfigurator,
     PoolOptions,
@@ -25,7 +25,7 @@ from quire.plan.parallel import Parallelism
 from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
-from quire.spec.kv_format import kv_format, plain_format
+from quire.spec.kv_format import KVFormat, kv_format, plain_format
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 from quire.spec.weights import WeightEstimate
@@ -33,6 +33,7 @@ from quire.spec.weights import WeightEstimate
 _DEFAULT_PAGE = 16
 _DEFAULT_LENGTH = 8192  # tokens of an expected request, when nobody says
 _STATE_GRID = 64  # tokens between places where a recurrence can leave its state: the chunk of its scan
+_NO_LIMIT = 2**62  # tokens of a stage that keeps states alone
 _LARGEST_GRAPH = 256  # requests of the largest captured graph
 
 
@@ -70,10 +71,12 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a server is built from, for the rank that decides: the one with the least room.
+    """What a server is built from, shown for the rank that decides: the one with the least room.
 
-    `kv_bytes` is what its pools may take, `pools` what they take. `ledger` has a line for every byte of the budget on
-    the device, and lines for the host. `stage` is the pipeline stage that decides. `notes` say what was assumed.
+    `kv_bytes` is what the pools of that rank may take, `config` what they are; `stages` are the pools of every pipeline
+    stage that keeps something, at the same tokens, and `stage` is the one that decides. Tokens are those of one
+    attention group. `ledger` has a line for every byte of the budget on the device, and lines for the host. `notes` say
+    what was assumed.
     """
 
     spec: ModelSpec
@@ -83,9 +86,10 @@ class Plan:
     mix: Mix
     config: MemoryPoolConfig
     kv_bytes: int
-    ledger: tuple[Line, ...]
     stage: int
+    stages: tuple[MemoryPoolConfig, ...]
     configurator: MemoryPoolConfigurator = field(repr=False)
+    ledger: tuple[Line, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,7 +102,7 @@ class Plan:
             num_pages=self.config.max_total_num_tokens // self._step,
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
-            max_requests=self.max_running_requests,
+            max_requests=max(1, self.max_running_requests // self.settings.parallel.dp),
             speculation=self.settings.speculation,
         )
 
@@ -108,10 +112,29 @@ class Plan:
         return self.page_size * self.settings.parallel.dcp
 
     @property
+    def state_slots(self) -> int | None:
+        """States that every stage with states has; None without any."""
+        return min((one.state_slots for one in self.stages if one.state_slots is not None), default=None)
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens of the smallest window pool of all stages; None without any."""
+        found = [one.swa_max_total_num_tokens for one in self.stages]
+        return min((tokens for tokens in found if tokens is not None), default=None)
+
+    @property
+    def full_tokens(self) -> int | None:
+        """Tokens of the full pools; None for a model of windows and states only."""
+        has_full = any(one.full_max_total_num_tokens is not None for one in self.stages)
+        return self.config.max_total_num_tokens if has_full else None
+
+    @property
     def max_running_requests(self) -> int:
-        """Requests that may run at once: as asked, or 256, and never more than the states allow."""
+        """Requests that may run at once, over all attention groups: as asked, or 256, and as the states allow."""
         asked = self.settings.concurrency or self.settings.max_requests
-        return min(asked, self.config.max_running_requests or asked)
+        if self.state_slots is None:
+            return asked
+        return min(asked, self.state_slots // self.configurator.options.states_per_request * self.settings.parallel.dp)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -120,30 +143,34 @@ class Plan:
 
     @property
     def largest_request(self) -> int:
-        """The longest request ever admitted, prompt and output together: its last token is drawn and never written."""
-        return min(self.context, self.config.max_total_num_tokens + 1)
+        """The longest request ever admitted, prompt and output together, in tokens."""
+        return self.memory.largest_request
 
     @property
-    def minimum_reusable_prefix(self) -> int:
-        """Tokens that two prompts must share before anything is reused.
+    def minimum_reusable_prefix(self) -> int | None:
+        """Tokens that two prompts must share before anything is reused; None where prefixes are not kept.
 
         A page, and with states a place where a state can be left, too.
         """
-        if any(pool.group.reach.kind == "state" for pool in self.config.pools):
-            return math.lcm(_STATE_GRID, self._step)
-        return self._step
+        if not self.settings.shares:
+            return None
+        return self._step if self.state_slots is None else math.lcm(_STATE_GRID, self._step)
 
     def requests_at(self, length: int) -> int:
-        """Requests of `length` tokens, prompt and output together, that the pools hold at once."""
-        found = [self.config.max_running_requests] if self.config.max_running_requests is not None else []
-        for pool in self.config.pools:
-            reach = pool.group.reach
-            if reach.kind == "full":
-                found.append(pool.frames // max(1, pages_for(length - 1, self._step)))
-            elif reach.kind in ("window", "chunk"):
-                kept = reach.tokens + self._step + self.configurator.options.reserve(self.page_size)
-                found.append(pool.frames // max(1, pages_for(min(length - 1, kept), self._step)))
-        return min(found, default=0) if length <= self.largest_request else 0
+        """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
+        memory = self.memory
+        if length > memory.largest_request:
+            return 0
+        pages = max(1, memory.pages_of(length))
+        found = []
+        for pool in (pool for one in self.stages for pool in one.pools):
+            if pool.group.reach.kind == "full":
+                found.append(pool.frames // pages)
+            elif pool.group.reach.kind in ("window", "chunk"):
+                kept = self.configurator.options.window_tokens(pool.group.reach, self.page_size)
+                found.append(pool.frames // min(pages, pages_for(kept, self._step)))
+        groups = self.settings.parallel.dp
+        return min([one * groups for one in found] + [self.max_running_requests])
 
     @property
     def required(self) -> int:
@@ -156,7 +183,7 @@ class Plan:
         return self.requests_at(self.context) >= self.required
 
     def bytes_for(self, tokens: int) -> int:
-        """The KV memory from which a plan holds that many tokens."""
+        """The KV memory of this rank from which a plan holds that many tokens."""
         pages = pages_for(tokens, self._step)
         return self.configurator.bytes_for(pages * self._step, self.page_size)
 
@@ -164,26 +191,71 @@ class Plan:
 def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None = None) -> Plan:
     """Plan a server.
 
-    Every pipeline stage is solved for; the tokens are those of the stage with the least room, and its rank is the one
-    shown. Raises PlanError where the pools cannot hold one page, or a request its window or state; InvalidInput where
-    settings do not go together or do not fit the model.
+    Every pipeline stage is solved for; the tokens are those of the stage with the least room, all stages get pools for
+    that many, and the rank of that stage is the one shown. More requests than fit are not planned for: then the plan is
+    that of the most that do. Raises PlanError where the pools cannot hold one page, or a request its window or state;
+    InvalidInput where settings do not go together or do not fit the model.
     """
-    settings.parallel.check(spec)
+    plan = _attempt(spec, settings, weights, settings.concurrency)
+    if isinstance(plan, Plan) and (plan.fits or settings.concurrency is None):
+        return plan
+    if settings.concurrency is None:
+        raise plan if isinstance(plan, PlanError) else AssertionError
+    low, high = 0, settings.concurrency
+    best = _attempt(spec, settings, weights, None)
+    if isinstance(best, PlanError):
+        raise best
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _attempt(spec, settings, weights, middle)
+        if isinstance(found, Plan) and found.requests_at(found.context) >= middle:
+            low, best = middle, found
+        else:
+            high = middle
+    return best
+
+
+def _attempt(
+    spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None
+) -> Plan | PlanError:
+    """The plan with room for that many requests (None: for as many as the load has), or why there is none."""
+    try:
+        return _plan(spec, settings, weights, concurrency)
+    except PlanError as error:
+        return error
+
+
+def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None) -> Plan:
+    parallel = settings.parallel
+    parallel.check(spec)
     context = _context(spec, settings)
     spec, num_drafts = _with_drafts(spec, settings.speculation)
     page_size = settings.page_size or _page_size(spec)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
-    stages = settings.parallel.stages(len(spec.layers))
-    solved: list[_Solved] = []
-    for index, stage in enumerate(stages):
-        drafts = num_drafts if index == len(stages) - 1 else 0
-        groups_at = _groups_at(spec, settings, stage, drafts)
-        if groups_at(page_size):  # a stage whose layers keep nothing limits nothing
-            lines = _device_lines(settings, stage, weights, drafts > 0)
-            solved.append(_solve(settings, groups_at, page_size, mix, index, lines))
-    if not solved:
+    whole = _groups(spec, settings, page_size, (0, len(spec.layers)), num_drafts)
+    if not whole:
         raise InvalidInput(f"no layer of {spec.architecture} keeps anything.", fix="no cache is needed.")
+    options = PoolOptions(
+        mix=mix,
+        chunk=settings.chunk,
+        shares=settings.shares,
+        token_ranks=parallel.dcp,
+        windows_only=not any(group.reach.kind == "full" for group in whole)
+        and any(group.reach.kind in ("window", "chunk") for group in whole),
+        speculation=settings.speculation,
+        max_running_requests=None if concurrency is None else -(-concurrency // parallel.dp),
+        swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
+        mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
+        max_mamba_cache_size=settings.max_mamba_cache_size,
+    )
+    solved = _solve_stages(spec, settings, weights, options, page_size, num_drafts)
     best = min(solved, key=lambda one: one.config.max_total_num_tokens)
+    tokens = best.config.max_total_num_tokens
+    if settings.max_total_tokens is not None:
+        tokens = min(tokens, settings.max_total_tokens)
+    if tokens < best.config.max_total_num_tokens or len(solved) > 1:
+        solved = [one.at(tokens, page_size) for one in solved]
+        best = next(one for one in solved if one.stage == best.stage)
     plan = Plan(
         spec=spec,
         settings=settings,
@@ -192,11 +264,11 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
         mix=mix,
         config=best.config,
         kv_bytes=best.kv_bytes,
-        ledger=(),
         stage=best.stage,
+        stages=tuple(one.config for one in solved),
         configurator=best.configurator,
     )
-    return replace(plan, ledger=_ledger(plan, best.lines), notes=_notes(plan, len(stages)))
+    return replace(plan, ledger=_ledger(plan, best.lines), notes=_notes(plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,36 +281,57 @@ class _Solved:
     kv_bytes: int
     lines: tuple[Line, ...]
 
+    def at(self, tokens: int, page_size: int) -> _Solved:
+        """The same stage with pools for that many tokens."""
+        return replace(self, config=self.configurator.calculate_pool_sizes_from_max_tokens(tokens, page_size))
 
-def _solve(
-    settings: PlanSettings, groups_at: GroupsAt, page_size: int, mix: Mix, stage: int, lines: tuple[Line, ...]
-) -> _Solved:
-    kv_bytes = _kv_bytes(settings, lines)
-    options = PoolOptions(
-        mix=mix,
-        chunk=settings.chunk,
-        shares=settings.shares,
-        token_ranks=settings.parallel.dcp,
-        speculation=settings.speculation,
-        max_running_requests=settings.concurrency,
-        swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
-        mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
-        max_mamba_cache_size=settings.max_mamba_cache_size,
-    )
-    configurator = create_memory_pool_configurator(groups_at, options, page_size=page_size)
-    try:
-        config = configurator.calculate_pool_sizes(kv_bytes, page_size)
-    except PlanError:
-        if settings.concurrency is None:
-            raise
-        # What does fit is planned, so that the plan can say how much that is.
-        options = replace(options, max_running_requests=None)
+
+def _solve_stages(
+    spec: ModelSpec,
+    settings: PlanSettings,
+    weights: WeightEstimate | None,
+    options: PoolOptions,
+    page_size: int,
+    num_drafts: int,
+) -> list[_Solved]:
+    """Every stage that keeps something. Stages of states alone come last: they limit requests, and tokens least."""
+    found: list[_Solved] = []
+    stages = settings.parallel.stages(len(spec.layers))
+    for index, stage in enumerate(stages):
+        drafts = num_drafts if index == len(stages) - 1 else 0
+        groups_at = partial(_groups_on, spec, settings, (stage.start, stage.stop), drafts)
+        groups = groups_at(page_size)
+        if not groups:
+            continue
+        lines = _device_lines(settings, stage, weights, drafts > 0)
+        kv_bytes = _kv_bytes(settings, lines)
         configurator = create_memory_pool_configurator(groups_at, options, page_size=page_size)
         config = configurator.calculate_pool_sizes(kv_bytes, page_size)
-    cap = settings.max_total_tokens
-    if cap is not None and cap < config.max_total_num_tokens:
-        config = configurator.calculate_pool_sizes_from_max_tokens(cap, page_size)
-    return _Solved(stage=stage, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines)
+        if len(stages) > 1 and not config.coeff:
+            config = replace(config, max_total_num_tokens=_NO_LIMIT)
+        found.append(_Solved(stage=index, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines))
+    return found
+
+
+def _groups_on(
+    spec: ModelSpec, settings: PlanSettings, stage: tuple[int, int], drafts: int, page_size: int
+) -> tuple[GroupSpec, ...]:
+    return _groups(spec, settings, page_size, stage, drafts)
+
+
+def _groups(
+    spec: ModelSpec, settings: PlanSettings, page_size: int, stage: tuple[int, int], drafts: int
+) -> tuple[GroupSpec, ...]:
+    kept = kv_format(settings.kv_dtype, spec.dtype)
+    return _cached_groups(spec, page_size, kept, settings.parallel.attention_tp, stage, drafts, settings.window_pool)
+
+
+@lru_cache(maxsize=512)
+def _cached_groups(
+    spec: ModelSpec, page_size: int, kept: KVFormat, tp: int, stage: tuple[int, int], drafts: int, window_pool: bool
+) -> tuple[GroupSpec, ...]:
+    """Groups of a stage; advice and sweeps ask for the same ones again and again."""
+    return spec.groups(page_size, kept, tp=tp, stage=slice(*stage), num_drafts=drafts, window_pool=window_pool)
 
 
 def _context(spec: ModelSpec, settings: PlanSettings) -> int:
@@ -273,16 +366,6 @@ def _default_mix(settings: PlanSettings, context: int) -> Mix:
     return uniform(length, f"requests of {length:,} tokens")
 
 
-def _groups_at(spec: ModelSpec, settings: PlanSettings, stage: slice, drafts: int) -> GroupsAt:
-    kept = kv_format(settings.kv_dtype, spec.dtype)
-    tp = settings.parallel.attention_tp
-
-    def groups_at(page_size: int) -> tuple[GroupSpec, ...]:
-        return spec.groups(page_size, kept, tp=tp, stage=stage, num_drafts=drafts, window_pool=settings.window_pool)
-
-    return groups_at
-
-
 def _device_lines(
     settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool
 ) -> tuple[Line, ...]:
@@ -295,7 +378,8 @@ def _device_lines(
     if settings.weight_bytes is not None:
         line = Line(name="weights", bytes=settings.weight_bytes, why="as given, per rank")
     elif weights is not None:
-        size = weights.bytes_on_rank(parallel.tp, range(stage.start, stage.stop), draft=draft)
+        layers = range(stage.start, stage.stop)
+        size = weights.bytes_on_rank(parallel.tp, layers, draft=draft, attention_tp=parallel.attention_tp)
         why = f"{weights.num_parameters / 1e9:,.2f} billion parameters, this rank's share"
         line = Line(name="weights", bytes=size, why=why, estimated=True)
     else:
@@ -324,17 +408,24 @@ def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
         raise PlanError(
             f"{device.name} has {format_bytes(device.memory)}, and {parts}{pools} take "
             f"{format_bytes(taken + wanted)} of it" + ("." if wanted else ", which leaves nothing for pools."),
-            fix="split the model over more ranks (--tp, --pp), use smaller weights or a larger device"
-            + (", or ask for less KV memory." if wanted else "."),
+            fix=_more_room(settings, bool(wanted)),
         )
     if settings.kv_memory is not None:
         return settings.kv_memory
     return device.memory - taken if device is not None else 0
 
 
+def _more_room(settings: PlanSettings, wanted: bool) -> str:
+    """What gives pools more of the device."""
+    if settings.mem_fraction_static is not None:
+        return "raise --mem-fraction-static, split the model over more ranks (--tp, --pp), or use a larger device."
+    rest = ", or ask for less KV memory." if wanted else "."
+    return "split the model over more ranks (--tp, --pp), use smaller weights or a larger device" + rest
+
+
 def _ledger(plan: Plan, lines: tuple[Line, ...]) -> tuple[Line, ...]:
     """A line for every byte of the budget, and the tables on the host."""
-    pools = plan.config.pools
+    pools, settings = plan.config.pools, plan.settings
     found = list(lines)
     for pool in pools:
         size, frames = pool.bytes_per_frame, pool.frames
@@ -342,22 +433,31 @@ def _ledger(plan: Plan, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         found.append(Line(name=f"pool {pool.name}", bytes=frames * size, why=why))
     padding = sum(pool.bytes_per_frame for pool in pools)
     found.append(Line(name="padding", bytes=padding, why="frame 0 of every pool, where padded tokens write"))
-    device = plan.settings.device
-    budget = device.memory if device is not None else plan.kv_bytes
-    unused = budget - sum(line.bytes for line in found)
-    found.append(Line(name="unused", bytes=unused, why="less than one more page takes, or beyond a cap"))
+    left = plan.kv_bytes - plan.config.bytes
+    found.append(Line(name="unused", bytes=left, why=_unused_why(plan)))
+    if settings.device is not None and settings.kv_memory is not None:
+        rest = settings.device.memory - sum(line.bytes for line in found)
+        found.append(Line(name="not asked for", bytes=rest, why="what --kv-memory leaves of the device"))
     memory = plan.memory
     rows = f"{memory.max_requests:,} requests of up to {memory.pages_per_row:,} page ids of 4 bytes"
     found.append(Line(name="request tables", bytes=memory.row_bytes, why=rows, where="host"))
     return tuple(found)
 
 
-def _notes(plan: Plan, stages: int) -> tuple[str, ...]:
+def _unused_why(plan: Plan) -> str:
+    cap, tokens = plan.settings.max_total_tokens, plan.config.max_total_num_tokens
+    if cap is not None and tokens <= cap:
+        return f"beyond the cap of {cap:,} tokens"
+    return "less than one more page takes"
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
     """What was assumed or resolved, in sentences."""
-    settings, notes = plan.settings, []
-    kinds = {pool.group.reach.kind for pool in plan.config.pools}
+    settings, parallel, options = plan.settings, plan.settings.parallel, plan.configurator.options
+    notes = []
+    kinds = {pool.group.reach.kind for one in plan.stages for pool in one.pools}
     ratios = (settings.swa_full_tokens_ratio, settings.mamba_full_memory_ratio, settings.max_mamba_cache_size)
-    if kinds - {"full"} and len(plan.config.pools) > 1 and not any(ratio is not None for ratio in ratios):
+    if len(kinds) > 1 and not any(ratio is not None for ratio in ratios):
         asked = settings.mix is not None or settings.context is not None
         notes.append(
             f"pools are split for {plan.mix.source}"
@@ -366,12 +466,20 @@ def _notes(plan: Plan, stages: int) -> tuple[str, ...]:
     if settings.mem_fraction_static is not None and settings.device is not None:
         share = int(settings.device.memory * settings.mem_fraction_static)
         notes.append(f"--mem-fraction-static {settings.mem_fraction_static:g} is {format_bytes(share)} of this device.")
-    if stages > 1:
-        notes.append(f"stage {plan.stage + 1} of {stages} has the least room and decides.")
+    if parallel.pp > 1:
+        notes.append(f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides.")
+    if parallel.dp > 1:
+        notes.append(f"tokens are those of one of {parallel.dp} attention groups; requests are those of all.")
     cap = settings.max_total_tokens
     if cap is not None and plan.config.max_total_num_tokens <= cap:
         notes.append(f"capped at {cap:,} tokens; every pool follows the cap.")
-    most = plan.config.max_running_requests
-    if settings.concurrency is not None and most is not None and most < settings.concurrency:
-        notes.append(f"{most:,} requests may run at once: there are no states for {settings.concurrency:,}.")
+    if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
+        notes.append(f"{plan.max_running_requests:,} requests may run at once: there are states for no more.")
+    step = plan.page_size * parallel.dcp
+    for pool in plan.config.pools:
+        room = pool.frames * step - pool.group.reach.tokens - step
+        if settings.swa_full_tokens_ratio is not None and pool.group.reach.kind != "full" and 0 < room < options.chunk:
+            notes.append(f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {options.chunk:,}.")
+    if step > plan.context:
+        notes.append(f"a page of {step:,} tokens is longer than the context: nothing can be reused.")
     return tuple(notes)

@@ -30,11 +30,11 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "bytes_per_token": _number(float(plan.bytes_per_token)),
         "bias_bytes": config.bias,
         "max_total_num_tokens": config.max_total_num_tokens,
-        "full_max_total_num_tokens": config.full_max_total_num_tokens,
-        "swa_max_total_num_tokens": config.swa_max_total_num_tokens,
+        "full_max_total_num_tokens": plan.full_tokens,
+        "swa_max_total_num_tokens": plan.window_tokens,
         "compressed_max_total_num_tokens": {str(k): v for k, v in config.compressed_max_total_num_tokens} or None,
         "max_running_requests": plan.max_running_requests,
-        "state_slots": config.state_slots,
+        "state_slots": plan.state_slots,
         "pools": [pool_as_dict(pool, plan.page_size) for pool in config.pools],
         "ledger": [line_as_dict(line) for line in plan.ledger],
         "context": plan.context,
@@ -135,13 +135,10 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         fields = pool.group.layout.fields
         found += [(f"{pool.name}.{field.name}", field_formula(field, plan.page_size)) for field in fields]
     coeff = _number(float(plan.bytes_per_token))
-    found.append(
-        (
-            "tokens",
-            f"largest whole page with tokens * {coeff:,} + {config.bias:,} <= {plan.kv_bytes:,}: "
-            f"{config.max_total_num_tokens:,}",
-        )
-    )
+    cap = plan.settings.max_total_tokens
+    bound = f"<= {plan.kv_bytes:,}" + (f", and at most {cap:,} tokens" if cap is not None else "")
+    tokens = config.max_total_num_tokens
+    found.append(("tokens", f"largest whole page with tokens * {coeff:,} + {config.bias:,} {bound}: {tokens:,}"))
     found.append(
         ("largest request", f"min(context {plan.context:,}, tokens + 1: the last token is drawn, never written)")
     )
@@ -150,7 +147,9 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _prefix_why(plan: Plan) -> str:
-    if plan.config.state_slots is None:
+    if plan.minimum_reusable_prefix is None:
+        return "nothing is reused: prefix caching is off"
+    if plan.state_slots is None:
         return f"one page: {plan.minimum_reusable_prefix:,} tokens"
     return (
         f"{plan.minimum_reusable_prefix:,} tokens: a state can be left every 64 tokens and at the end of a page, so "
@@ -165,12 +164,12 @@ def comparison(plans: Mapping[str, Plan]) -> list[tuple[str, list[Any]]]:
         ("bytes per token", lambda p: _number(float(p.bytes_per_token))),
         ("fixed bytes", lambda p: p.config.bias),
         ("tokens", lambda p: p.config.max_total_num_tokens),
-        ("window tokens", lambda p: p.config.swa_max_total_num_tokens),
-        ("state slots", lambda p: p.config.state_slots),
+        ("window tokens", lambda p: p.window_tokens),
+        ("state slots", lambda p: p.state_slots),
         ("page size", lambda p: p.page_size),
         ("context", lambda p: p.context),
         ("requests at context", lambda p: p.requests_at(p.context)),
-        ("requests at 8,192", lambda p: p.requests_at(min(8192, p.context))),
+        ("requests of 8,192", lambda p: p.requests_at(8192) if p.context >= 8192 else None),
         ("largest request", lambda p: p.largest_request),
         ("smallest reused prefix", lambda p: p.minimum_reusable_prefix),
     ]

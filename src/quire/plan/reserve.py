@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quire.errors import InvalidInput
 from quire.spec.pages import pages_for
 
+_MOST_DRAFT_LAYERS = 1_000
 _ROW_MARGIN = 4  # tokens of a row that any step may touch beyond the context
 
 
@@ -29,8 +30,10 @@ class Speculation:
                 raise InvalidInput(
                     f"speculation with {name} {getattr(self, name)}: it must be at least 1.", fix=f"raise {name}."
                 )
-        if self.num_layers < 0:
-            raise InvalidInput(f"speculation with {self.num_layers} draft layers.", fix="give 0 or more.")
+        if not 0 <= self.num_layers <= _MOST_DRAFT_LAYERS:
+            raise InvalidInput(
+                f"speculation with {self.num_layers:,} draft layers.", fix=f"give 0 to {_MOST_DRAFT_LAYERS:,}."
+            )
 
 
 def get_alloc_len_per_decode(speculation: Speculation | None, page_size: int) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quire.errors import UnsupportedModel
 from quire.spec.layout import DType
 
-_TEXT_PARTS = ("text_config", "llm_config", "language_config", "text_model_config")
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "text_model_config", "thinker_config")
+_MOST = 2**40  # no size of a model is beyond this
+_ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, RecursionError, ArithmeticError)
+"""What arithmetic on a value of the wrong kind ends in."""
 
 
 class ConfigReader:
@@ -25,11 +29,13 @@ class ConfigReader:
                 fix="pass the contents of the model's config.json.",
             )
         self.outer = config
-        nested = (config.get(name) for name in _TEXT_PARTS)
-        self.text: Mapping[str, Any] = next((part for part in nested if isinstance(part, Mapping) and part), config)
+        self.text: Mapping[str, Any] = config
+        while (inner := _language_part(self.text)) is not None:
+            self.text = inner
         self.kind = str(self.text.get("model_type") or config.get("model_type") or "")
-        names = config.get("architectures") or self.text.get("architectures") or ()
-        self.architecture = str(names[0] if names else self.kind or "unnamed architecture")
+        names = config.get("architectures") or self.text.get("architectures") or []
+        named = isinstance(names, list) and bool(names)
+        self.architecture = str(names[0]) if named else self.kind or "unnamed architecture"
         self._read: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
@@ -51,16 +57,31 @@ class ConfigReader:
         return sorted(name for name, value in self.text.items() if value and name not in self._read)
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """A positive whole number under the first of these names that has one. Raises UnsupportedModel without it."""
+        """The positive whole number under the first of these names that is set; `default` where none is, or it is 0.
+
+        Raises UnsupportedModel where there is neither, and for a value that is no such number.
+        """
         self._read.update(names)
         for part in (self.text, self.outer):
             for name in names:
                 value = part.get(name)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
+                if value is None or (default is not None and value in (0, False)):
+                    continue
+                if isinstance(value, float) and value.is_integer():
+                    value = int(value)
+                if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
+                    raise self.wrong(name, value, "a positive whole number")
+                return value
         if default is not None:
             return default
         raise self.missing(*names)
+
+    def number(self, *names: str, default: float) -> float:
+        """The positive number under the first of these names that is set, else `default`. Raises UnsupportedModel."""
+        value = self.get(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
+            raise self.wrong(names[0], value, "a positive number")
+        return float(value)
 
     def sequence(self, name: str, length: int | None = None) -> list[Any]:
         """A list of `length` entries (None: any). Raises UnsupportedModel where it is absent or of another length."""
@@ -87,6 +108,14 @@ class ConfigReader:
             )
         return DType(name)
 
+    def wrong(self, name: str, value: Any, wanted: str) -> UnsupportedModel:
+        """The refusal of a configuration whose field `name` has a value of another kind."""
+        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
+        return UnsupportedModel(
+            f"the configuration of {self.architecture} has {shown} as '{name}', which should be {wanted}.",
+            fix="restore config.json from the original.",
+        )
+
     def missing(self, *names: str) -> UnsupportedModel:
         """The refusal of a configuration that lacks every one of these fields."""
         return UnsupportedModel(
@@ -103,3 +132,25 @@ class ConfigReader:
             "configuration.",
             fix="load the model, which finds its layout by running it, or use a supported model.",
         )
+
+
+def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a wrapper that holds the language model; None where the configuration is one itself."""
+    parts = (config.get(name) for name in _TEXT_PARTS)
+    return next((part for part in parts if isinstance(part, Mapping) and part), None)
+
+
+@contextmanager
+def understood(config: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what a value of an unexpected kind leads to inside into UnsupportedModel. Refusals pass as they are."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except _ODD_VALUE as error:
+        name = config.get("model_type") if isinstance(config, Mapping) else None
+        raise UnsupportedModel(
+            f"the configuration of {name or 'this model'} has a value that is not understood: "
+            f"{type(error).__name__}: {error}.",
+            fix="restore config.json from the original.",
+        ) from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.spec.config_reader import ConfigReader
+from quire.spec.config_reader import ConfigReader, understood
 from quire.spec.families import read_drafts, read_layers
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KVFormat, plain_format
@@ -61,19 +61,20 @@ class ModelSpec:
         `state_dtype` replaces the element type of recurrent states. Raises UnsupportedModel, naming the field, where
         the configuration lacks a size or says something this reading does not know; it never guesses.
         """
-        reader = ConfigReader(config)
-        context = reader.size(*_CONTEXT_NAMES, default=0)
-        layers = read_layers(reader, context or _UNBOUNDED, state_dtype)
-        if not context and any(_reads_everything(call) for layer in layers for call in layer):
-            raise reader.missing(*_CONTEXT_NAMES)
-        return cls(
-            architecture=reader.architecture,
-            layers=layers,
-            context_length=context or _UNBOUNDED,
-            vocab_size=reader.size("vocab_size", "padded_vocab_size"),
-            dtype=reader.dtype("dtype", "torch_dtype"),
-            drafts=read_drafts(reader, layers),
-        )
+        with understood(config):
+            reader = ConfigReader(config)
+            context = reader.size(*_CONTEXT_NAMES, default=0)
+            layers = read_layers(reader, context or _UNBOUNDED, state_dtype)
+            if not context and any(_reads_everything(call) for layer in layers for call in layer):
+                raise reader.missing(*_CONTEXT_NAMES)
+            return cls(
+                architecture=reader.architecture,
+                layers=layers,
+                context_length=context or _UNBOUNDED,
+                vocab_size=reader.size("vocab_size", "padded_vocab_size"),
+                dtype=reader.dtype("dtype", "torch_dtype"),
+                drafts=read_drafts(reader, layers),
+            )
 
     def with_rollback(self) -> ModelSpec:
         """The same model where drafted tokens may have to be taken back: compressors keep longer rings."""

@@ -7,25 +7,35 @@ from collections.abc import Callable
 
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families import attention, compressed, latent, state
-from quire.spec.families.kinds import FULL, NOTHING, PARALLEL, STATE, layer_kinds
+from quire.spec.families.kinds import FULL, MOST_LAYERS, NOTHING, PARALLEL, STATE, layer_kinds
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall
 from quire.spec.layout import DType
 
 Layer = tuple[Call, ...]
 
-_UNKNOWN_MEMORY = re.compile(
-    r"mamba|(^|_)ssm(_|$)|linear_(attn|num|key|value|conv)|kv_lora|^compress|recurren|rwkv|retention|lru_|delta|"
-    r"index_(head|topk$)|attention_chunk|per_layer_config|sparse_attention|window|kv_shared|layer_types|block_type|conv_(kernel|L_)|(swa|global)_.*head|"
-    r"head_dim|kv_heads|cross_attention_layers|attn_type|state_size"
+_ABOUT_MEMORY = re.compile(
+    r"attn|attention|heads?(_|$)|head_(dim|size)|(^|_)kv|mixer|(^|_)states?(_|$)|conv|recur|ssm|mamba|linear|sparse|window"
+    r"|chunk|lora_rank|block|index|compress|share|sharing|groups?(_|$)|(^|_)cla(_|$)|retention|rwkv|delta|lru_|layer_types"
+    r"|per_layer|pattern|cross|local"
 )
-"""Names of fields that say what a layer keeps. One that is set and that no reader asked for is a reason to refuse."""
+"""Names of fields that may say what a layer keeps. One that is set and that no reader asked for is a reason to refuse:
+what is not foreseen here would be priced as plain attention."""
 
 _OF_NO_MATTER = re.compile(
-    r"rope|^mlp_|^mtp_|^moe_|mamba_(proj|conv|rms|norm|hidden|chunk|dt|inner|ssm)|use_mamba_kernels|ssm_.*multiplier|"
-    r"max_window_layers|sliding_window(_pattern|_size)|use_sliding_window|^qk_(nope_)?head_dim|swa_num_attention_heads|"
-    r"layernorm_linear|residual_in_fp32|_(alpha|beta)_factor|use_prefill_window|^attn_window"
+    # how numbers are computed, not what is kept of them
+    r"rope|norm|dropout|pdrop|_prob$|_bias$|_(eps|epsilon|theta|fp32|multipliers?|scale|factor|alpha|beta|scalar)$|softcap"
+    r"|activation|implementation|temperature|scale_attn|parallel_attn|output_gate|use_attention_gate|bidirectional"
+    r"|attn_res_block|linear_(a_log|allow|dt)|gated"
+    # mixtures of experts, drafts, adapters, generation
+    r"|expert|^moe_|^mlp_|^mtp_|moe_|^n_group$|topk_group|grouped_topk|^shared_(inter|moe)|decoder_sparse_step|adapter"
+    r"|beam|compressor|classifier|ff_dim|ffn_dim|block_(multiple|size)|auto_adjust"
+    # query heads, which keep nothing, and other names of what is read elsewhere
+    r"|num_attention_heads|num_query_groups|attention_hidden_size|qk_(nope_)?head_dim|^o_(groups|lora_rank)|q_lora_rank"
+    r"|hybrid_layer_ids|mem_blocks|conv_dim$|index_(n_heads|share|skip|block|local|topk_)|max_window_layers"
+    r"|sliding_window_(pattern|size)|use_sliding_window|full_attention_interval|full_attn_idxs|attn_every"
+    r"|mamba_(proj|hidden|chunk|dt)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
 )
-"""Fields that match and change nothing about what is kept, or only where another field says that they count."""
+"""Fields whose names match and that change nothing about what is kept, or only where another field says so."""
 
 
 def read_layers(reader: ConfigReader, context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
@@ -50,6 +60,8 @@ def read_drafts(reader: ConfigReader, layers: tuple[Layer, ...]) -> tuple[Layer,
     )
     if not count:
         return ()
+    if count > MOST_LAYERS:
+        raise reader.wrong("num_nextn_predict_layers", count, f"at most {MOST_LAYERS:,}")
     if compressed.applies(reader):
         return compressed.read_drafts(reader, count)
     return (draft_like(layers),) * count if draft_like(layers) else ()
@@ -103,5 +115,5 @@ def _refuse_other_shapes(reader: ConfigReader) -> None:
 
 def _refuse_unread(reader: ConfigReader) -> None:
     for name in reader.unread():
-        if _UNKNOWN_MEMORY.search(name) and not _OF_NO_MATTER.search(name):
+        if _ABOUT_MEMORY.search(name) and not _OF_NO_MATTER.search(name):
             raise reader.refusal(f"sets '{name}', which may change what a layer keeps and is not known here", name)

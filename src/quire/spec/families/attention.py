@@ -20,6 +20,9 @@ def reader(config: ConfigReader, kinds: Sequence[str], context: int) -> Callable
     """
     attending = {FULL if kind == PARALLEL else kind for kind in kinds} - {STATE, NOTHING}
     if not attending:
+        config.get(
+            "num_key_value_heads", "head_dim", "v_head_dim", "sliding_window"
+        )  # of attention, which there is none of
         return lambda layer, kind: ()
     count = len(kinds)
     heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -101,7 +104,8 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
         return [heads // size if isinstance(size, int) and size > 0 else 0 for size in sizes]
     if config.get("multi_query_attention") and config.size("multi_query_group_num", default=0):
         return [config.size("multi_query_group_num")] * count
-    if config.get("multi_query"):
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        config.get("num_kv_heads", "num_key_value_heads")  # without effect beside one head for all
         return [1] * count
     found = config.get("num_key_value_heads", "num_kv_heads", "n_head_kv")
     if found is None:

@@ -48,7 +48,7 @@ def _ratios(config: ConfigReader) -> Sequence[int]:
 def _layer(config: ConfigReader, ratio: int) -> Layer:
     head_dim = config.size("head_dim")
     rope_dim = config.size("qk_rope_head_dim", default=0) or int(
-        head_dim * (config.get("partial_rotary_factor", default=0.125))
+        head_dim * config.number("partial_rotary_factor", default=0.125)
     )
     for name in (
         "layer_types",
@@ -58,6 +58,7 @@ def _layer(config: ConfigReader, ratio: int) -> Layer:
         "v_head_dim",
         "window_size",
         "index_topk",
+        "num_key_value_heads",
     ):
         config.get(name)  # they say nothing that the ratios do not
     overlap = ratio == _OVERLAPPING

@@ -17,6 +17,8 @@ PARALLEL = "parallel"
 NOTHING = "nothing"
 """No mixer that keeps anything: an MLP or mixture of experts that counts as a layer of its own."""
 
+MOST_LAYERS = 10_000  # no model has more, and lists of more take long to make
+
 _KINDS: Mapping[str, str] = {
     "full_attention": FULL,
     "attention": FULL,
@@ -86,7 +88,10 @@ def layer_kinds(reader: ConfigReader) -> list[str]:
 
 def num_layers(reader: ConfigReader) -> int:
     """Decoder layers."""
-    return reader.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    count = reader.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if count > MOST_LAYERS:
+        raise reader.wrong("num_hidden_layers", count, f"at most {MOST_LAYERS:,}")
+    return count
 
 
 def _named(reader: ConfigReader) -> list[str] | None:
@@ -99,7 +104,8 @@ def _named(reader: ConfigReader) -> list[str] | None:
     length = reader.size("num_hidden_layers", "n_layer", "num_layers", default=len(names))
     if reader.has("layers_block_type"):
         length = len(names)  # its length counts; some configurations keep an older num_hidden_layers beside it
-    reader.get("sliding_window", "attention_chunk_size")  # without effect where no layer slides, or not in chunks
+    for other in ("sliding_window", "attention_chunk_size", "hybrid_layer_pattern", "attn_type_list"):
+        reader.get(other)  # without effect where no layer slides, or beside names
     if length != len(names):
         raise UnsupportedModel(
             f"the configuration of {reader.architecture} names {len(names)} layer_types for {length} layers.",

@@ -68,7 +68,7 @@ def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
         heads = config.size("num_heads")
     if not heads:
         return None
-    expanded = int(config.get("mamba_expand", "expand", default=2) * config.size("hidden_size"))
+    expanded = int(config.number("mamba_expand", "expand", default=2) * config.size("hidden_size"))
     inner = config.size("mamba_d_ssm", default=expanded)
     head_dim = config.size("mamba_head_dim", "mamba_d_head", "mamba_headdim", default=0)
     if not head_dim:
@@ -90,7 +90,7 @@ def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
     if not config.has("mamba_d_state", "state_size"):
         return None
     hidden = config.size("hidden_size", "d_model")
-    inner = int(config.get("mamba_expand", "expand", default=2) * hidden)
+    inner = int(config.number("mamba_expand", "expand", default=2) * hidden)
     if config.kind in ("mamba", "falcon_mamba"):
         inner = config.size("intermediate_size", default=inner)
     return StateCall(

@@ -8,6 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+_MIXERS = frozenset(
+    {"attention", "attention_down", "indexer", "compressor", "mamba", "delta", "kda", "lightning", "conv"}
+)
+"""Modules that mix tokens, which attention data parallelism divides over fewer ranks than the others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -22,9 +27,10 @@ class Part:
     ways: int
     bits: float
 
-    def bytes_on_rank(self, tp: int) -> int:
-        """Bytes on one of `tp` ranks, the fullest."""
-        return math.ceil(self.num_parameters * self.bits / 8 / min(tp, self.ways))
+    def bytes_on_rank(self, tp: int, attention_tp: int) -> int:
+        """Bytes on one of `tp` ranks, the fullest; `attention_tp` of them share what mixes tokens."""
+        ranks = attention_tp if self.module in _MIXERS else tp
+        return math.ceil(self.num_parameters * self.bits / 8 / min(ranks, self.ways))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +44,9 @@ class LayerWeights:
         """Parameters of the layer."""
         return sum(part.num_parameters for part in self.parts)
 
-    def bytes_on_rank(self, tp: int) -> int:
-        """Bytes on one of `tp` ranks."""
-        return sum(part.bytes_on_rank(tp) for part in self.parts)
+    def bytes_on_rank(self, tp: int, attention_tp: int | None = None) -> int:
+        """Bytes on one of `tp` ranks, of which `attention_tp` (None: all) share what mixes tokens."""
+        return sum(part.bytes_on_rank(tp, attention_tp or tp) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +70,12 @@ class WeightEstimate:
         """Parameters of the model, without draft layers: published sizes leave them out, too."""
         return self.embedding + self.head + self.other + sum(layer.num_parameters for layer in self.layers)
 
-    def bytes_on_rank(self, tp: int = 1, layers: range | None = None, *, draft: bool = False) -> int:
+    def bytes_on_rank(
+        self, tp: int = 1, layers: range | None = None, *, draft: bool = False, attention_tp: int | None = None
+    ) -> int:
         """Bytes on one rank of a group of `tp` that holds `layers` (None: all), a stage of a pipeline.
+
+        With attention data parallelism `attention_tp` of the ranks share what mixes tokens, and all of them the rest.
 
         The stage of the first layer holds the embedding and `other`, which tensor parallelism does not divide; that of
         the last layer holds the head, a copy of the embedding where both are one, and with `draft` the draft layers.
@@ -81,4 +91,4 @@ class WeightEstimate:
             divided += self.head or (0 if is_first else self.embedding)
             held += self.draft_layers if draft else ()
         plain = math.ceil(divided * self.bits / 8 / tp) + math.ceil(whole * self.bits / 8)
-        return plain + sum(layer.bytes_on_rank(tp) for layer in held)
+        return plain + sum(layer.bytes_on_rank(tp, attention_tp) for layer in held)

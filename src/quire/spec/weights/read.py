@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quire.spec.config_reader import ConfigReader
+from quire.spec.config_reader import ConfigReader, understood
 from quire.spec.layout import DType
 from quire.spec.weights.bits import read_bits
 from quire.spec.weights.estimate import WeightEstimate
@@ -40,25 +40,28 @@ def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightE
     `dtype` None: what the configuration says, and bfloat16 where it says nothing. Raises UnsupportedModel for a model
     whose size its configuration does not tell, or tells in fields that are not understood here.
     """
-    odd = [name for name in _UNPRICED if config.has(name)]
-    odd += [name for name in _ONE_SIZE if isinstance(config.get(name), Sequence)]
-    if odd:
-        raise unpriced(config, _UNPRICED.get(odd[0], _UNPRICED["per_layer_config"]), odd[0])
-    dtype = dtype or config.dtype("torch_dtype", "dtype", default=DType.BFLOAT16)
-    plain = dtype.itemsize * 8
-    bits, kinds = read_bits(config, plain), modules_of_layers(config)
-    layers = [layer_weights(config, index, modules, bits, [f"layers.{index}"]) for index, modules in enumerate(kinds)]
-    embedding = config.size("vocab_size") * config.size("word_embed_proj_dim", default=hidden_size(config))
-    positions = config.size("n_positions", "max_position_embeddings") if config.kind in _LEARNED_POSITIONS else 0
-    is_tied = bool(config.get("tie_word_embeddings", default=config.kind in _TIED))
-    return WeightEstimate(
-        embedding=embedding + positions * hidden_size(config),
-        head=0 if is_tied else embedding,
-        layers=tuple(layers),
-        draft_layers=tuple(draft_layers(config, kinds, bits)),
-        other=_tower(config),
-        bits=plain,
-    )
+    with understood(config.outer):
+        odd = [name for name in _UNPRICED if config.has(name)]
+        odd += [name for name in _ONE_SIZE if isinstance(config.get(name), Sequence)]
+        if odd:
+            raise unpriced(config, _UNPRICED.get(odd[0], _UNPRICED["per_layer_config"]), odd[0])
+        dtype = dtype or config.dtype("torch_dtype", "dtype", default=DType.BFLOAT16)
+        plain = dtype.itemsize * 8
+        bits, kinds = read_bits(config, plain), modules_of_layers(config)
+        layers = [
+            layer_weights(config, index, modules, bits, [f"layers.{index}"]) for index, modules in enumerate(kinds)
+        ]
+        embedding = config.size("vocab_size") * config.size("word_embed_proj_dim", default=hidden_size(config))
+        positions = config.size("n_positions", "max_position_embeddings") if config.kind in _LEARNED_POSITIONS else 0
+        is_tied = bool(config.get("tie_word_embeddings", default=config.kind in _TIED))
+        return WeightEstimate(
+            embedding=embedding + positions * hidden_size(config),
+            head=0 if is_tied else embedding,
+            layers=tuple(layers),
+            draft_layers=tuple(draft_layers(config, kinds, bits)),
+            other=_tower(config),
+            bits=plain,
+        )
 
 
 def _tower(config: ConfigReader) -> int:
