@@ -79,7 +79,7 @@ def test_why_gives_each_lines_formula(run: Run) -> None:
     assert "10 layers * 16 entries * 16 * 128 * 2 bytes (bfloat16) = 655,360" in done.stdout
     assert "52 layers * 16 entries * 16 * 128 * 2 bytes (bfloat16) = 3,407,872" in done.stdout
     found = data(run, "gemma-3-27b", "--kv-memory", "40GiB", "--why")
-    assert {line["name"] for line in found["ledger"]} <= set(found["why"])
+    assert {line["name"] for line in found["ledger"]} <= {line["name"] for line in found["why"]}
 
 
 def test_what_does_not_fit_says_what_would(run: Run) -> None:
@@ -113,6 +113,19 @@ def test_what_does_not_fit_says_what_would(run: Run) -> None:
         (("llama-3.1-8b", "--kv-memory", "8GiB", "--page-size", "0"), 2, "QUIRE-INPUT-01", "page-size"),
         (("llama-3.1-8b", "--kv-memory", "8GiB", "--sweep", "luck"), 2, "QUIRE-INPUT-01", "cannot be swept"),
         (("llama-3.1-8b", "--speculative-topk", "4"), 2, "QUIRE-INPUT-01", "needs its depth"),
+        (("gemma-3-27b", "--kv-memory", "8GiB", "--max-num-batched-tokens", "-30000"), 2, "QUIRE-INPUT-01", "-30000"),
+        (("gemma-3-27b", "--kv-memory", "8GiB", "--swa-full-tokens-ratio", "nan"), 2, "QUIRE-INPUT-01", "ratio"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--plot", "x.png"), 2, "QUIRE-INPUT-01", "belong to a sweep"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--pp", "100000000"), 2, "QUIRE-INPUT-01", "stages"),
+        (
+            ("llama-3.1-8b", "--gpu", "h100", "--mem-fraction-static", "0.01"),
+            2,
+            "QUIRE-PLAN-01",
+            "raise --mem-fraction",
+        ),
+        (("llama-3.1-8b", "--measure", "--tp", "2"), 2, "QUIRE-INPUT-01", "--measure"),
+        (("nobody/no-such-model",), 2, "QUIRE-MODEL-02", "cannot be fetched"),
+        (("--compare", "llama-3.1-8b", "llama-3.1-8b,window-pool=maybe"), 2, "QUIRE-INPUT-01", "no value"),
         (("--compare", "llama-3.1-8b", "llama-3.1-8b,luck=1"), 2, "QUIRE-INPUT-01", "is no setting"),
     ],
 )
@@ -189,6 +202,37 @@ def test_two_settings_side_by_side(run: Run) -> None:
     assert "131,072" in shown and "32,768" in shown
     found = data(run, "--compare", *two, "--kv-memory", "40GiB")
     assert [found[name]["bytes_per_token"] for name in two] == [131_072, 32_768]
+
+
+def test_switches_are_compared_too(run: Run) -> None:
+    two = ("gemma-3-27b", "gemma-3-27b,window-pool=false,max-num-batched-tokens=4096")
+    found = data(run, "--compare", *two, "--kv-memory", "40GiB")
+    assert [len(found[name]["pools"]) for name in two] == [2, 1]
+
+
+def test_without_prefix_caching_nothing_is_promised_to_be_reused(run: Run) -> None:
+    arguments = ("llama-3.1-8b", "--kv-memory", "8GiB", "--no-prefix-caching")
+    assert data(run, *arguments)["minimum_reusable_prefix"] is None
+    assert "prefix caching is off" in run("plan", *arguments).stdout
+
+
+def test_a_checkpoints_own_files_say_how_it_is_quantised(run: Run, tmp_path: Path) -> None:
+    """A quantisation in a file of its own counts for the weights, and a declared FP8 cache is named."""
+    sizes = []
+    for quantised in (False, True):
+        if quantised:
+            found = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}
+            (tmp_path / "hf_quant_config.json").write_text(json.dumps(found))
+        (tmp_path / "config.json").write_text(json.dumps(dict(CATALOGUE["qwen3-8b"].config)))
+        ledger = data(run, tmp_path, "--gpu", "h100")["ledger"]
+        sizes.append(next(line["bytes"] for line in ledger if line["name"] == "weights"))
+    assert sizes[1] < 0.5 * sizes[0]
+    declared = {
+        **TINY,
+        "quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}, "quant_method": "fp8"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    assert any("--kv-dtype fp8" in note for note in data(run, tmp_path, "--kv-memory", "1GiB")["notes"])
 
 
 def test_the_catalogue_is_listed(run: Run) -> None:

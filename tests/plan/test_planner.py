@@ -11,26 +11,33 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from quire.cache import KVCache
 from quire.errors import InvalidInput, PlanError, QuireError, UnsupportedModel
 from quire.plan import budget, planner
 from quire.plan.advice import least_memory, options_to_fit
-from quire.plan.budget import parse_bytes
+from quire.plan.budget import MemoryPlan, parse_bytes
 from quire.plan.devices import DEVICES, Line, find_device
 from quire.plan.mix import Mix, mix_of, read_trace, uniform
 from quire.plan.parallel import Parallelism
 from quire.plan.planner import Plan, PlanSettings, make_plan
 from quire.plan.report import explain, plan_as_dict
 from quire.plan.reserve import Speculation
+from quire.scheduler.policy import scheduling_policy
+from quire.scheduler.request import Request
+from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, DType
 from quire.spec.model import ModelSpec
 from quire.spec.weights import read_weights
+from quire.testing import small_plan
 
 GIB = 2**30
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -208,6 +215,51 @@ def test_the_stage_with_the_least_room_decides() -> None:
     assert uneven.config.max_total_num_tokens < even.config.max_total_num_tokens
 
 
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "gemma-3-27b", "qwen3-next-80b-a3b", "deepseek-v4-flash", "jamba-1.5-mini"]
+)
+@pytest.mark.parametrize("slots", [None, 60])
+def test_a_pipeline_of_any_depth_holds_what_all_its_stages_hold(name: str, slots: int | None) -> None:
+    """Some stages have windows or states alone; none of them may stand for the server."""
+    spec = catalogue_spec(name)
+    few: Plan | None = None
+    for pp in (1, 2, 4, 8, 16, len(spec.layers)):
+        options = PlanSettings(
+            kv_memory=64 * GIB,
+            context=4096,
+            parallel=Parallelism(pp=pp),
+            max_requests=10**6,
+            max_mamba_cache_size=slots,
+        )
+        plan = make_plan(spec, options)
+        tokens = plan.config.max_total_num_tokens
+        assert plan.requests_at(4096) <= tokens // 4096 + 1
+        assert all(stage.max_total_num_tokens == tokens and stage.bytes <= 64 * GIB for stage in plan.stages)
+        assert device_total(plan) == 64 * GIB
+        if few is not None:
+            assert tokens >= 0.99 * few.config.max_total_num_tokens, f"{pp} stages hold less than fewer do"
+            assert plan.full_tokens == tokens or few.full_tokens is None
+        few = plan
+
+
+def test_attention_groups_hold_attention_more_often() -> None:
+    config = CATALOGUE["deepseek-v3"].config
+    weights = read_weights(ConfigReader(config))
+    sizes = []
+    for dp in (1, 8):
+        options = PlanSettings(device=find_device("h200"), parallel=Parallelism(tp=8, dp=dp))
+        sizes.append(make_plan(ModelSpec.from_config(config), options, weights).ledger[0].bytes)
+    assert sizes[1] - sizes[0] > 8 * GIB
+
+
+def test_requests_are_those_of_all_attention_groups() -> None:
+    one = plan_of("llama-3.1-8b", context=32_768, parallel=Parallelism(tp=8))
+    groups = plan_of("llama-3.1-8b", context=32_768, concurrency=64, parallel=Parallelism(tp=8, dp=8))
+    assert one.requests_at(32_768) == 79
+    assert groups.requests_at(32_768) == 64 and groups.fits
+    assert groups.memory.max_requests == 8
+
+
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_stages_cover_every_layer_once(layers: int, pp: int) -> None:
     assume(layers >= pp)
@@ -258,6 +310,13 @@ def test_nobody_else_computes_the_reserve(monkeypatch: pytest.MonkeyPatch) -> No
     assert after.memory.pages_per_row == rows + 100
     assert (tokens, after.memory.tokens_per_step) == (1, 64)
     assert after.config.swa_max_total_num_tokens > before.config.swa_max_total_num_tokens
+    cache = KVCache(MemoryPlan(page_size=16, groups=small_plan(8, 16).groups, num_pages=8, context=128, max_requests=2))
+    scheduler = Scheduler(cache, scheduling_policy("fcfs"), max_running=2, max_tokens=128)
+    request = Request(
+        "a", np.arange(70, dtype=np.int32), SamplingParams(max_tokens=1), max_tokens=1, stop_ids=frozenset(), index=0
+    )
+    scheduler.add(request)
+    assert not scheduler.schedule().works, "a prompt of 5 pages was admitted, and its next step takes 4 more"
     sources = Path(planner.__file__).parents[1].rglob("*.py")
     spelled = [str(path.name) for path in sources if "speculation.topk" in path.read_text()]
     assert spelled == ["reserve.py"]
@@ -303,19 +362,28 @@ def test_longer_requests_never_fit_more_often(name: str, one: int, other: int) -
 @given(models, st.integers(1, 2_000), st.integers(1, 2_000), st.sampled_from([1024, 8192, 32768]))
 @settings(max_examples=60)
 def test_more_requests_never_fit_where_fewer_do_not(name: str, one: int, other: int, context: int) -> None:
-    few, many = sorted((one, other))
-    assert (
-        plan_of(name, concurrency=few, context=context).fits
-        or not plan_of(name, concurrency=many, context=context).fits
-    )
+    few, many = (plan_of(name, concurrency=count, context=context) for count in sorted((one, other)))
+    assert few.requests_at(context) <= many.requests_at(context), "who asks for more gets less"
+    assert few.fits or not many.fits
+    assert many.requests_at(context) <= many.max_running_requests <= max(one, other)
 
 
-@given(models, st.integers(1, 300), st.sampled_from([1024, 8192, 32768]))
-@settings(max_examples=25)
-def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: int) -> None:
+@given(models, st.integers(1, 300), st.sampled_from([1024, 8192, 32768]), st.sampled_from(["bytes", "cap", "device"]))
+@settings(max_examples=40)
+def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: int, where: str) -> None:
     spec = catalogue_spec(name)
-    plan = make_plan(spec, PlanSettings(kv_memory=8 * GIB, concurrency=concurrency, context=context))
-    options = options_to_fit(plan, lambda changed: make_plan(spec, changed)) if not plan.fits else ()
+    weights = read_weights(ConfigReader(CATALOGUE[name].config))
+    budgets = {
+        "bytes": {"kv_memory": 8 * GIB},
+        "cap": {"kv_memory": 400 * GIB, "max_total_tokens": 20_000},
+        "device": {"device": find_device("h200"), "parallel": Parallelism(tp=8)},
+    }
+    wanted = PlanSettings(concurrency=concurrency, context=context, **budgets[where])
+    try:
+        plan = make_plan(spec, wanted, weights)
+    except PlanError:
+        return  # weights alone are more than the device
+    options = options_to_fit(plan, lambda changed: make_plan(spec, changed, weights)) if not plan.fits else ()
     for option in options:
         number = option.value.replace(",", "")
         changed = {
@@ -323,9 +391,14 @@ def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: 
             "concurrency": lambda n=number: replace(plan.settings, concurrency=int(n)),
             "KV dtype": lambda n=number: replace(plan.settings, kv_dtype=n),
             "KV memory": lambda n=number: replace(plan.settings, kv_memory=parse_bytes(n)),
+            "max-total-tokens": lambda n=number: replace(plan.settings, max_total_tokens=int(n)),
+            "tp": lambda n=number: replace(plan.settings, parallel=replace(plan.settings.parallel, tp=int(n))),
         }[option.change]()
-        assert make_plan(spec, changed).fits, option
-    assert plan.fits or any(option.change == "KV memory" for option in options)
+        assert make_plan(spec, changed, weights).fits, option
+        if option.change == "concurrency":
+            one_more = replace(plan.settings, concurrency=int(number) + 1)
+            assert not make_plan(spec, one_more, weights).fits, f"{option}, and one more fits"
+    assert plan.fits or where != "bytes" or any(option.change == "KV memory" for option in options)
 
 
 def test_the_least_memory_is_enough_and_a_mib_less_is_not() -> None:
@@ -360,7 +433,22 @@ def test_a_trace_decides_the_split(tmp_path: Path) -> None:
     assert plan_of("gemma-3-27b", mix=mix).config.swa_max_total_num_tokens > 0
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]\n", "{\n", '{"other": 1}\n', '{"input_length": "many"}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1, 2]\n",
+        "{\n",
+        '{"other": 1}\n',
+        '{"input_length": "many"}\n',
+        '{"input_length": [1]}\n',
+        '{"input_length": Infinity}\n',
+        '{"input_length": NaN}\n',
+        '{"input_length": -500, "output_length": 1000}\n',
+        '{"input_length": 1e30}\n',
+        "[" * 100_000,
+    ],
+)
 def test_a_trace_without_lengths_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)

@@ -15,6 +15,7 @@ from rich.text import Text
 from quire.cli import plan_options as options
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
+from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.cli.plan_inputs import PlannedModel
@@ -80,6 +81,8 @@ def plan(
         elif compare is not None:
             _compare(compare, words, as_json)
         else:
+            if sweep is None and (plot is not None or values is not None):
+                raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
             subject, settings = _read(model, words)
             if measure:
                 settings = _measured(model or "", settings)
@@ -91,7 +94,6 @@ def plan(
 
 def _read(model: str | None, words: dict[str, Any]) -> tuple[PlannedModel, PlanSettings]:
     from quire.cli.plan_inputs import plan_settings, planned_model
-    from quire.errors import InvalidInput
 
     if model is None:
         raise InvalidInput("a plan is of a model.", fix="name one: `quire plan llama-3.1-8b`, or see --list.")
@@ -109,7 +111,7 @@ def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool, as_json: b
     data = plan_as_dict(found, to_fit=to_fit, model=subject.name) | {"source": subject.found}
     lines = explain(found) if why else []
     if as_json:
-        print(json.dumps(data | ({"why": dict(lines)} if why else {})))
+        print(json.dumps(data | ({"why": [{"name": what, "why": reason} for what, reason in lines]} if why else {})))
     else:
         Console().print(plan_panel(data, title=_title(subject, settings), why=lines))
     if not found.fits:
@@ -169,8 +171,12 @@ def _compare(two: tuple[str, str], words: dict[str, Any], as_json: bool) -> None
 def _measured(model: str, settings: PlanSettings) -> PlanSettings:
     """The settings with a ledger from this machine. Raises QuireError where the model cannot be loaded here."""
     from quire.engine.measure import measure_device
+    from quire.spec.catalogue import catalogue_model
 
-    device, lines = measure_device(model, chunk=settings.chunk)
+    if settings.parallel.tp * settings.parallel.pp > 1:
+        raise InvalidInput("--measure loads the whole model on one device.", fix="measure without --tp and --pp.")
+    known = catalogue_model(model)
+    device, lines = measure_device(known.hub if known is not None else model, chunk=settings.chunk)
     return replace(settings, device=device, measured=lines)
 
 

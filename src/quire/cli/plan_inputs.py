@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -71,8 +72,17 @@ def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | Non
     except UnsupportedModel as error:
         weights = None
         notes.append(f"the weights are not estimated: {error.message}")
+    notes += _declared(reader)
     notes += _served(spec)
     return PlannedModel(name=name, found=found, spec=spec, weights=weights, notes=tuple(notes))
+
+
+def _declared(reader: ConfigReader) -> list[str]:
+    """What a checkpoint says of its cache that a plan does not follow by itself."""
+    quantisation = reader.get("quantization_config", default={})
+    scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
+    bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else None
+    return [f"the checkpoint declares a cache of {bits} bits; --kv-dtype fp8 plans it."] if bits == 8 else []
 
 
 def _served(spec: ModelSpec) -> list[str]:
@@ -106,9 +116,11 @@ def plan_settings(words: Mapping[str, Any]) -> PlanSettings:
         "max_mamba_cache_size": _at_least_one("max_mamba_cache_size", get("max_mamba_cache_size")),
         "max_total_tokens": _at_least_one("max_total_tokens", get("max_total_tokens")),
     }
-    for name in ("kv_dtype", "chunk", "shares", "window_pool"):
+    for name in ("kv_dtype", "shares", "window_pool"):
         if get(name) is not None:
             chosen[name] = words[name]
+    if get("chunk") is not None:
+        chosen["chunk"] = _at_least_one("max_num_batched_tokens", get("chunk"))
     if chosen["mem_fraction_static"] is not None and chosen["device"] is None:
         raise InvalidInput("--mem-fraction-static is a share of a device.", fix="name one with --gpu.")
     return PlanSettings(**chosen)
@@ -189,43 +201,44 @@ def _speculation(words: Mapping[str, Any]) -> Speculation | None:
 
 
 def _ratio(value: float | None) -> Fraction | None:
-    return None if value is None else Fraction(str(value))
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        raise InvalidInput(f"a ratio of {value}.", fix="give a number above zero.")
+    return Fraction(str(value))
 
 
-_NUMBERS = {
-    "page_size": int,
-    "concurrency": int,
-    "chunk": int,
-    "mem_fraction_static": float,
-    "swa_full_tokens_ratio": float,
-    "mamba_full_memory_ratio": float,
-    "max_mamba_cache_size": int,
-    "max_total_tokens": int,
-    "tp": int,
-    "pp": int,
-    "dp": int,
-    "dcp": int,
-    "speculative_num_steps": int,
-    "speculative_topk": int,
-    "speculative_num_draft_tokens": int,
-    "speculative_draft_layers": int,
+_OPTION_NAMES = {"max_num_batched_tokens": "chunk", "prefix_caching": "shares"}
+"""Settings whose option has another name."""
+
+_READ_AS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("mem_fraction_static", "swa_full_tokens_ratio", "mamba_full_memory_ratio"), float),
+    **dict.fromkeys(("page_size", "concurrency", "chunk", "max_mamba_cache_size", "max_total_tokens"), int),
+    **dict.fromkeys(("tp", "pp", "dp", "dcp"), int),
+    **dict.fromkeys(("speculative_num_steps", "speculative_topk"), int),
+    **dict.fromkeys(("speculative_num_draft_tokens", "speculative_draft_layers"), int),
+    **dict.fromkeys(("shares", "window_pool"), {"true": True, "false": False, "yes": True, "no": False}.__getitem__),
 }
 
 
 def with_settings(text: str, words: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A model's name and its settings: `words`, changed by what follows the name, as in `name,kv-dtype=fp8,tp=2`."""
+    """A model's name and its settings: `words`, changed by what follows the name, as in `name,kv-dtype=fp8,tp=2`.
+
+    A switch is written without its "no": `window-pool=false`. Raises InvalidInput.
+    """
     name, *changes = text.split(",")
     found = dict(words)
     for change in changes:
-        key, _, value = change.partition("=")
-        key = key.strip().replace("-", "_")
+        option, _, value = change.partition("=")
+        option = option.strip().replace("-", "_")
+        key = _OPTION_NAMES.get(option, option)
         if key not in found or not value:
             raise InvalidInput(
                 f"'{change}' in '{text}' is no setting.",
-                fix="write a long option without its dashes: tp=2, kv-dtype=fp8.",
+                fix="write a long option without its dashes: tp=2, kv-dtype=fp8, window-pool=false.",
             )
         try:
-            found[key] = _NUMBERS.get(key, str)(value)
-        except ValueError:
-            raise InvalidInput(f"'{value}' is not a number ({key}).", fix="write a number.") from None
+            found[key] = _READ_AS.get(key, str)(value)
+        except (ValueError, KeyError):
+            raise InvalidInput(f"'{value}' is no value of {option}.", fix="write a number, or true or false.") from None
     return name, found

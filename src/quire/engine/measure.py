@@ -16,10 +16,11 @@ from quire.engine.host_memory import host_memory
 from quire.kernels.attention import PagedBatch
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel, load_model
-from quire.plan.devices import Device, Line
+from quire.plan.devices import Device, Line, working_memory
 from quire.spec.pages import pages_for
 
 _PAGE_SIZE = 16
+_GRAPH_BATCH = 256  # requests of the largest graph that would be captured
 _SAMPLE_S = 0.001  # between looks at the process's memory
 
 
@@ -45,7 +46,11 @@ def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Devi
             name="activations", bytes=_step_bytes(model, tokens), why=f"measured in a step of {tokens:,} prompt tokens"
         ),
     ]
-    return Device(name=label, memory=memory), tuple(lines)
+    found_device = Device(name=label, memory=memory)
+    if found.type == "cuda":  # no graphs are captured here, and fragmentation is not in one step
+        rest = working_memory(chunk=tokens, graph_batch=_GRAPH_BATCH, ranks=1, device=found_device)
+        lines += [line for line in rest if line.name in ("graphs", "reserve")]
+    return found_device, tuple(lines)
 
 
 def _step_bytes(model: LoadedModel, tokens: int) -> int:
@@ -53,6 +58,9 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
     pages = pages_for(tokens, _PAGE_SIZE)
     (group,) = model.groups(_PAGE_SIZE)
     pool = Pool(group.layout, pages, device=model.device)
+    for field in group.layout.fields:
+        for layer in field.layers:
+            pool.layer(field.name, layer).fill_(0)  # memory counts as held when it is first written
     slots = np.arange(tokens, dtype=np.int32) + _PAGE_SIZE  # frame 0 is the padding
     batch = PagedBatch(
         query_starts=np.array([0, tokens], dtype=np.int32),

@@ -15,6 +15,7 @@ from quire.spec.pages import floor_to_page
 Replan = Callable[[PlanSettings], Plan]
 
 _SMALLER = ("fp8_e4m3", "nvfp4")
+_MOST_RANKS = 64
 _MIB = 2**20
 _MOST = 2**50  # bytes beyond which nothing is looked for
 
@@ -35,13 +36,15 @@ class Option:
 def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
     """Changes each of which alone makes the plan fit what is required, in the order of how much they give up.
 
-    Every one was planned again with the change, so none is a guess. Empty where none of them is enough.
+    Every one was planned with the change, so none is a guess; what a server of this size cannot have (more memory than
+    the device that was named) is not among them. Empty where none of them is enough.
     """
     found = [
         _lower_context(plan, replan),
         _lower_concurrency(plan),
         *_smaller_types(plan, replan),
-        _more_memory(plan, replan),
+        _higher_cap(plan, replan),
+        _more_ranks(plan, replan) if plan.settings.device is not None else _more_memory(plan, replan),
     ]
     return tuple(option for option in found if option is not None)
 
@@ -69,10 +72,39 @@ def _at_context(plan: Plan, context: int) -> PlanSettings:
 
 
 def _lower_concurrency(plan: Plan) -> Option | None:
+    """The plan at hand is already that of the most requests that fit."""
     requests = plan.requests_at(plan.context)
     if plan.settings.concurrency is None or not requests:
         return None
     return Option(change="concurrency", value=f"{requests:,}", requests=requests, length=plan.context)
+
+
+def _higher_cap(plan: Plan, replan: Replan) -> Option | None:
+    """The least cap on tokens, in whole pages, where it is the cap that is in the way."""
+    cap = plan.settings.max_total_tokens
+    free = _try(replan, replace(plan.settings, max_total_tokens=None)) if cap is not None else None
+    if cap is None or free is None or not free.fits:
+        return None
+    low, high = cap, free.config.max_total_num_tokens
+    while high - low > plan.page_size:
+        middle = (low + high) // 2
+        other = _try(replan, replace(plan.settings, max_total_tokens=middle))
+        low, high = (low, middle) if other is not None and other.fits else (middle, high)
+    return Option(change="max-total-tokens", value=f"{high:,}", requests=plan.required, length=plan.context)
+
+
+def _more_ranks(plan: Plan, replan: Replan) -> Option | None:
+    """The least tensor parallelism, doubled and doubled again, that makes room on the same device."""
+    parallel = plan.settings.parallel
+    tp = 2 * parallel.tp
+    while tp <= _MOST_RANKS:
+        changed = replace(plan.settings, parallel=replace(parallel, tp=tp))
+        other = _try(replan, changed)
+        if other is not None and other.fits:
+            requests = other.requests_at(plan.context)
+            return Option(change="tp", value=f"{tp}", requests=requests, length=plan.context)
+        tp *= 2
+    return None
 
 
 def _smaller_types(plan: Plan, replan: Replan) -> list[Option]:
@@ -88,7 +120,7 @@ def _smaller_types(plan: Plan, replan: Replan) -> list[Option]:
 
 
 def _more_memory(plan: Plan, replan: Replan) -> Option | None:
-    size = least_memory(plan.settings, replan)
+    size = least_memory(plan.settings, replan) if plan.settings.max_total_tokens is None else None
     if size is None:
         return None
     return Option(change="KV memory", value=round_up_bytes(size), requests=plan.required, length=plan.context)
@@ -96,7 +128,7 @@ def _more_memory(plan: Plan, replan: Replan) -> Option | None:
 
 def least_memory(settings: PlanSettings, replan: Replan) -> int | None:
     """The KV memory of a rank, to the MiB, in which what is required fits; None where no memory is enough."""
-    bare = replace(settings, device=None, measured=None, max_total_tokens=None)
+    bare = replace(settings, device=None, measured=None)
 
     def enough(size: int) -> bool:
         plan = _try(replan, replace(bare, kv_memory=size))

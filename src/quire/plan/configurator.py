@@ -423,6 +423,8 @@ def _line(
         coeff = sum((rule.per_token * rule.group.layout.bytes_per_frame for rule in growing), Fraction(0))
         bias = sum((rule.fixed + PADDING) * rule.group.layout.bytes_per_frame for rule in rules)
         bias += sum(rule.minimum * rule.group.layout.bytes_per_frame for rule in resting)
+        if not growing:
+            return coeff, bias
         if available_bytes is not None:
             at = max(Fraction(0), (available_bytes - bias) / coeff)
         else:

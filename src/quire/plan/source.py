@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire.errors import ModelLoadError
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
+
+_TIMEOUT_S = 5
 
 
 def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
@@ -24,7 +29,7 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return _read_file(path), str(path)
+        return _with_quantisation(path), str(path)
     if _is_path(name):
         raise ModelLoadError(f"there is no file or folder '{name}'.", fix="pass a config.json, or its folder.")
     if name.count("/") != 1:
@@ -35,6 +40,14 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
             + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue.",
         )
     return _read_file(_download(name)), f"hub: {name}"
+
+
+def _with_quantisation(path: Path) -> Mapping[str, Any]:
+    """The configuration, with the quantisation that a file beside it names where it names none itself."""
+    config, beside = _read_file(path), path.parent / "hf_quant_config.json"
+    if "quantization_config" in config or not beside.is_file():
+        return config
+    return {**config, "quantization_config": _read_file(beside).get("quantization")}
 
 
 def _is_path(name: str) -> bool:
@@ -57,10 +70,14 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 def _download(name: str) -> Path:
     """The configuration's file in the hub's cache, fetched if it is not there."""
-    from huggingface_hub import hf_hub_download  # it takes longer to import than a plan takes to make
+    import huggingface_hub as hub  # it takes longer to import than a plan takes to make
 
     try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+        cached = hub.try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        _reach(hub.constants.ENDPOINT)
+        return Path(hub.hf_hub_download(name, "config.json", etag_timeout=_TIMEOUT_S))
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         close = close_names(name.rpartition("/")[2])
@@ -69,3 +86,11 @@ def _download(name: str) -> Path:
             fix="check the name and the network, log in for a gated model, or pass a local config.json"
             + (f"; the catalogue has {', '.join(close)}." if close else "."),
         ) from error
+
+
+def _reach(endpoint: str) -> None:
+    """Raise OSError where the hub cannot be reached: its own client would try again for half a minute."""
+    parts = urlsplit(endpoint)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if not os.environ.keys() & {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}:
+        socket.create_connection((parts.hostname or "", port), timeout=_TIMEOUT_S).close()

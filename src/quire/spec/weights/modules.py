@@ -273,7 +273,7 @@ def _mlp(config: ConfigReader, index: int) -> list[_Count]:
             "ffn_dim", "ffn_hidden_size", default=4 * hidden if is_plain else None,
         )  # fmt: skip
     if config.has("block_auto_adjust_ff_dim"):
-        factor, step = config.get("block_ffn_dim_multiplier", default=1.0), config.size("block_multiple_of")
+        factor, step = config.number("block_ffn_dim_multiplier", default=1.0), config.size("block_multiple_of")
         width = step * math.ceil(int(factor * int(2 * width / 3)) / step)
     return [_Count("mlp", (2 if is_plain else 3) * hidden * width, width)]
 

@@ -51,6 +51,8 @@ def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightE
         layers = [
             layer_weights(config, index, modules, bits, [f"layers.{index}"]) for index, modules in enumerate(kinds)
         ]
+        if any(part.num_parameters < 0 for layer in layers for part in layer.parts):
+            raise unpriced(config, "has sizes that do not go together", "hidden_size")
         embedding = config.size("vocab_size") * config.size("word_embed_proj_dim", default=hidden_size(config))
         positions = config.size("n_positions", "max_position_embeddings") if config.kind in _LEARNED_POSITIONS else 0
         is_tied = bool(config.get("tie_word_embeddings", default=config.kind in _TIED))
