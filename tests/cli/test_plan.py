@@ -121,7 +121,7 @@ def test_what_does_not_fit_says_what_would(run: Run) -> None:
             ("llama-3.1-8b", "--gpu", "h100", "--mem-fraction-static", "0.01"),
             2,
             "QUIRE-PLAN-01",
-            "raise --mem-fraction",
+            "raise --mem",
         ),
         (("llama-3.1-8b", "--measure", "--tp", "2"), 2, "QUIRE-INPUT-01", "--measure"),
         (("nobody/no-such-model",), 2, "QUIRE-MODEL-02", "cannot be fetched"),
@@ -211,7 +211,7 @@ def test_switches_are_compared_too(run: Run) -> None:
 
 
 def test_without_prefix_caching_nothing_is_promised_to_be_reused(run: Run) -> None:
-    arguments = ("llama-3.1-8b", "--kv-memory", "8GiB", "--no-prefix-caching")
+    arguments = ("llama-3.1-8b", "--kv-memory", "8GiB", "--context", "4k", "--no-prefix-caching")
     assert data(run, *arguments)["minimum_reusable_prefix"] is None
     assert "prefix caching is off" in run("plan", *arguments).stdout
 

@@ -1,4 +1,4 @@
-"""Configurations with values that make no sense: each is refused or planned, and never a crash, a hang or a negative."""
+"""Configurations with values that make no sense: refused or planned, and never a crash, a hang or a negative."""
 
 from __future__ import annotations
 
