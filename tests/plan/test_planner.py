@@ -458,6 +458,14 @@ def test_a_trace_without_lengths_is_refused(tmp_path: Path, text: str) -> None:
         read_trace(tmp_path / "absent.jsonl")
 
 
+def test_many_lengths_are_taken_together_without_losing_a_token() -> None:
+    lengths = range(1, 50_001)
+    many, few = mix_of(lengths, "x"), Mix(tuple((length, 1) for length in lengths), "x")
+    assert len(many.counts) <= 1024 and many.num_requests == 50_000
+    assert many.mean == pytest.approx(few.mean, rel=1e-4)
+    assert float(many.window_share(1024, 16)) == pytest.approx(float(few.window_share(1024, 16)), rel=1e-3)
+
+
 @pytest.mark.skipif(not (SHARED / "traces").exists(), reason="the recorded traces are not beside the repository")
 def test_recorded_traces_are_read() -> None:
     assert read_trace(SHARED / "traces" / "mooncake" / "conversation_trace.jsonl").num_requests == 12_031

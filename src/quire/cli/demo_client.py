@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    import http.client
 
 TIMEOUT_S = 120.0
 
@@ -90,15 +92,20 @@ class Client:
             total_s=time.perf_counter() - started_s,
         )
 
+    def _connect(self) -> http.client.HTTPConnection:
+        import http.client  # every command would pay for it at start
+
+        return http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
+
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
+        connection = self._connect()
         try:
             return json.loads(self._open(connection, method, path, body).read())
         finally:
             connection.close()
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
+        connection = self._connect()
         try:
             for line in self._open(connection, "POST", path, body):
                 payload = line.strip().removeprefix(b"data: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,6 +52,8 @@ def find_device(name: str) -> Device:
     found = [known for known in DEVICES if known.rpartition("-")[0] == wanted]
     if len(found) == 1:
         return Device(name=found[0], memory=_MEMORY_MIB[found[0]] * _MIB)
+    import difflib  # only a mistake needs it
+
     close = found or difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.4)
     raise InvalidInput(
         f"'{name}' is not a device that is known here.",

@@ -15,6 +15,7 @@ from typing import Any
 from quire.errors import InvalidInput
 from quire.spec.pages import pages_for
 
+_MOST_LENGTHS = 1024
 _LONGEST = 2**40  # tokens
 _INPUT_NAMES = ("input_length", "input_len", "prompt_tokens", "num_prompt_tokens", "ContextTokens")
 _OUTPUT_NAMES = ("output_length", "output_len", "completion_tokens", "num_output_tokens", "GeneratedTokens")
@@ -67,8 +68,21 @@ class Mix:
 
 
 def mix_of(lengths: Iterable[int], source: str) -> Mix:
-    """The mix of requests of these lengths, in tokens. Raises InvalidInput where there are none, or one has none."""
-    return Mix(tuple(sorted(Counter(lengths).items())), source)
+    """The mix of requests of these lengths, in tokens. Raises InvalidInput where there are none, or one has none.
+
+    Of more than 1,024 different lengths, neighbours are taken together at their mean: a plan is made many times over,
+    to find what would fit.
+    """
+    counts = sorted(Counter(lengths).items())
+    if len(counts) > _MOST_LENGTHS:
+        size = -(-len(counts) // _MOST_LENGTHS)
+        counts = [_together(counts[at : at + size]) for at in range(0, len(counts), size)]
+    return Mix(tuple(counts), source)
+
+
+def _together(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    number = sum(count for _, count in counts)
+    return -(-sum(length * count for length, count in counts) // number), number
 
 
 def uniform(length: int, source: str) -> Mix:

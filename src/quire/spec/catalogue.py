@@ -10,7 +10,6 @@ weights take. Entries share parts and are read-only: copy one deeply to alter it
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,6 +33,8 @@ def catalogue_model(name: str) -> CatalogueModel | None:
 
 def close_names(name: str) -> list[str]:
     """Up to three short names similar to `name`, the closest first; empty where none is."""
+    import difflib  # only a mistake needs it
+
     return difflib.get_close_matches(name.strip().lower(), CATALOGUE, n=3)
 
 

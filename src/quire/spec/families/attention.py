@@ -101,7 +101,9 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
     blocks = config.get("block_configs")
     if blocks is not None:
         sizes = [(block.get("attention") or {}).get("n_heads_in_group") for block in blocks]
-        return [heads // size if isinstance(size, int) and size > 0 else 0 for size in sizes]
+        if any(size and heads % size for size in sizes):
+            raise config.refusal(f"has groups that do not divide {heads} heads", "block_configs")
+        return [heads // size if size else 0 for size in sizes]
     if config.get("multi_query_attention") and config.size("multi_query_group_num", default=0):
         return [config.size("multi_query_group_num")] * count
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
