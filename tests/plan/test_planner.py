@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ from quire.spec.layout import PER_PAGE, DType
 from quire.spec.model import ModelSpec
 from quire.spec.weights import read_weights
 from quire.testing import small_plan
+from tests.plan.check import random_case, spec_of
 
 GIB = 2**30
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -366,6 +368,56 @@ def test_more_requests_never_fit_where_fewer_do_not(name: str, one: int, other: 
     assert few.requests_at(context) <= many.requests_at(context), "who asks for more gets less"
     assert few.fits or not many.fits
     assert many.requests_at(context) <= many.max_running_requests <= max(one, other)
+
+
+def check_limits(seed: int) -> bool:
+    """A random model in a random budget: requests fall with their length, rise with bytes and never with the asking."""
+    rng = random.Random(seed)
+    case = random_case(rng)
+    budget = int(2 ** rng.uniform(20, 36))
+    context = int(2 ** rng.uniform(4, 17))
+    base = PlanSettings(
+        kv_memory=budget,
+        kv_dtype=case.kept,
+        context=context,
+        page_size=case.page,
+        parallel=Parallelism(tp=case.tp, dcp=case.dcp, pp=rng.choice([1, 1, 2])),
+        mix=uniform(rng.randint(1, context), "random requests"),
+        shares=rng.random() < 0.8,
+    )
+    spec = spec_of(case)
+    if base.parallel.pp > len(spec.layers):
+        return False
+
+    def planned(**changes: Any) -> Plan | None:
+        try:
+            return make_plan(spec, replace(base, **changes))
+        except PlanError:
+            return None
+
+    plan = planned()
+    if plan is None:
+        return False
+    counts = [plan.requests_at(length) for length in sorted(rng.randint(1, context) for _ in range(4))]
+    assert counts == sorted(counts, reverse=True) and min(counts) >= 0, f"seed {seed}: {counts}"
+    more = planned(kv_memory=budget + rng.randint(0, budget))
+    assert more is not None and more.requests_at(context) >= plan.requests_at(context), f"seed {seed}"
+    assert more.largest_request >= plan.largest_request, f"seed {seed}"
+    few, many = sorted(int(2 ** rng.uniform(0, 9)) for _ in range(2))
+    asked = [planned(concurrency=count) for count in (few, many)]
+    found = [one.requests_at(context) if one is not None else 0 for one in asked]
+    assert found[0] <= found[1] and found[0] <= few, f"seed {seed}: {few} and {many} asked for, {found} held"
+    assert all(line.bytes >= 0 for line in plan.ledger) and device_total(plan) == budget
+    return True
+
+
+def test_limits_of_random_models() -> None:
+    assert sum(check_limits(seed) for seed in range(400)) > 250
+
+
+@pytest.mark.slow
+def test_limits_of_a_hundred_thousand_random_models() -> None:
+    assert sum(check_limits(seed) for seed in range(100_000)) > 60_000
 
 
 @given(models, st.integers(1, 300), st.sampled_from([1024, 8192, 32768]), st.sampled_from(["bytes", "cap", "device"]))
