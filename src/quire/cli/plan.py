@@ -132,6 +132,7 @@ def _sweep(
     from quire.cli.plan_table import rows_table
 
     columns, rows = sweep_rows(subject, settings, what, values)
+    fits = any(row[columns.index("fits")] for row in rows)
     if plot is not None:
         draw(plot, subject.name, what, rows)
     if as_json:
@@ -140,13 +141,15 @@ def _sweep(
                 {"model": subject.name, "sweep": what, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
             )
         )
-        return
+        raise typer.Exit(0 if fits else EXIT_DOES_NOT_FIT)
     console = Console()
     console.print(
         Panel(rows_table(columns, rows), title=f"[bold]{subject.name}[/bold]", title_align="left", expand=False)
     )
     if plot is not None:
         console.print(f"Drawn into {plot}.")
+    if not fits:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 def _compare(two: tuple[str, str], words: dict[str, Any], as_json: bool) -> None:
@@ -188,4 +191,4 @@ def _print_catalogue(as_json: bool) -> None:
         return
     console = Console()
     for name, known in CATALOGUE.items():
-        console.print(Text.assemble((f"{name:28}", "bold"), (known.hub, "dim")))
+        console.print(Text.assemble((f"{name:30} ", "bold"), (known.hub, "dim")))

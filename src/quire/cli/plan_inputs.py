@@ -43,6 +43,8 @@ class PlannedModel:
         """The plan; without any budget, for the least KV memory in which what is asked for fits."""
         if settings.kv_memory is not None or settings.device is not None:
             return self._noted(self.plan(settings))
+        if settings.context is None and settings.mix is None:
+            settings = replace(settings, context=self.spec.context_length)  # what has to fit is also what is expected
         size = least_memory(settings, self.plan)
         if size is None:
             self.plan(replace(settings, kv_memory=2**50))  # raises with the reason, where there is one
@@ -52,7 +54,12 @@ class PlannedModel:
         return self._noted(replace(plan, notes=(note, *plan.notes)))
 
     def _noted(self, plan: Plan) -> Plan:
-        return replace(plan, notes=(*self.notes, *plan.notes))
+        settings = plan.settings
+        later = settings.speculation is not None or settings.kv_dtype != "auto" or settings.parallel != Parallelism()
+        ahead = (
+            ("the engine of this version runs on one device, unquantised and without speculation.",) if later else ()
+        )
+        return replace(plan, notes=(*self.notes, *ahead, *plan.notes))
 
 
 def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | None = None) -> PlannedModel:

@@ -77,8 +77,13 @@ def summary_table(found: Mapping[str, Any]) -> Table:
         table.add_row("Window tokens", f"{found['swa_max_total_num_tokens']:,}")
     if found["state_slots"] is not None:
         table.add_row("State slots", f"{found['state_slots']:,}")
-    wanted = f"; {found['required_requests']:,} asked for" if found["required_requests"] > 1 else ""
+    asked, room = found["required_requests"], found["room_at_context"]
+    wanted = f"; {asked:,} asked for" if asked > 1 else ""
+    wanted += f"; room for {room:,}" if room > found["requests_at_context"] else ""
     table.add_row("Requests at once", f"{found['requests_at_context']:,} of {found['context']:,} tokens{wanted}")
+    if found["expected"]["given"] and found["expected"]["mean_tokens"] != found["context"]:
+        mean = found["expected"]["mean_tokens"]
+        table.add_row("As expected", f"{found['requests_at_mean']:,} of {mean:,} tokens, the mean")
     table.add_row("Largest request", f"{found['largest_request']:,} tokens, prompt and output together")
     reused = found["minimum_reusable_prefix"]
     table.add_row(

@@ -166,9 +166,17 @@ def _panel(summary: dict[str, Any]) -> Panel:
     table.add_row("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)")
     plan = summary["plan"]
     return Panel(
-        Group(ledger_table(plan), Text(""), summary_table(plan), table),
+        Group(ledger_table(plan), Text(""), summary_table(plan), table, *_warnings(plan)),
         title="[bold]Quire is ready[/bold]",
         title_align="left",
         border_style="green",
         expand=False,
     )
+
+
+def _warnings(plan: dict[str, Any]) -> list[Text]:
+    """What an operator should know before the first request."""
+    if plan["fits"]:
+        return []
+    text = f"No request of the whole context fits; the largest is {plan['largest_request']:,} tokens."
+    return [Text(text, style="bold yellow")]

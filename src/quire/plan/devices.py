@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from quire.errors import InvalidInput
 
 _MIB = 2**20
+_PER_TOKEN = 3 * _MIB // 2  # bytes of activations of a token, in a model of this width
+_WIDE = 8192
 
 _MEMORY_MIB: Mapping[str, int] = {
     "a10-24gb": 23_028,
@@ -73,20 +75,20 @@ class Line:
     where: str = "device"
 
 
-def working_memory(*, chunk: int, graph_batch: int, ranks: int, device: Device) -> tuple[Line, ...]:
+def working_memory(*, chunk: int, hidden_size: int, graph_batch: int, ranks: int, device: Device) -> tuple[Line, ...]:
     """What a running server takes beside weights and pools, estimated.
 
-    512 MiB for driver and libraries, 1.5 MiB per prompt token of a step, 2 MiB per request of the largest captured
-    graph and 128 MiB per rank for communication are what a widely used engine sets aside; a fiftieth of the device is
-    kept for fragmentation.
+    512 MiB for driver and libraries, 2 MiB per request of the largest captured graph and 128 MiB per rank for
+    communication are what a widely used engine sets aside; for a prompt token of a step it sets aside 1.5 MiB, which is
+    taken here for a model 8,192 wide and in proportion for others. A fiftieth of the device is kept for fragmentation.
     """
-    batch = max(chunk, 2048)
+    per_token = _PER_TOKEN * (hidden_size or _WIDE) // _WIDE
     lines = [
         Line(name="driver", bytes=512 * _MIB, why="driver and libraries: 512 MiB", estimated=True),
         Line(
             name="activations",
-            bytes=batch * 3 * _MIB // 2,
-            why=f"1.5 MiB for each of {batch:,} tokens of a step",
+            bytes=chunk * per_token,
+            why=f"{per_token:,} bytes for each of {chunk:,} tokens of a step",
             estimated=True,
         ),
         Line(

@@ -17,8 +17,15 @@ from quire.spec.pages import pages_for
 
 _MOST_LENGTHS = 1024
 _LONGEST = 2**40  # tokens
-_INPUT_NAMES = ("input_length", "input_len", "prompt_tokens", "num_prompt_tokens", "ContextTokens")
-_OUTPUT_NAMES = ("output_length", "output_len", "completion_tokens", "num_output_tokens", "GeneratedTokens")
+_INPUT_NAMES = ("input_length", "input_len", "input_tokens", "prompt_tokens", "num_prompt_tokens", "ContextTokens")
+_OUTPUT_NAMES = (
+    "output_length",
+    "output_len",
+    "output_tokens",
+    "completion_tokens",
+    "num_output_tokens",
+    "GeneratedTokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def uniform(length: int, source: str) -> Mix:
     return Mix(((length, 1),), source)
 
 
-def read_trace(path: Path, limit: int = 100_000) -> Mix:
+def read_trace(path: Path, limit: int = 1_000_000) -> Mix:
     """The mix of a recorded trace, one request per line: JSON objects or CSV with a header.
 
     Lengths are read from fields such as `input_length` and `output_length`; at most `limit` lines are read. Raises
@@ -107,7 +114,7 @@ def read_trace(path: Path, limit: int = 100_000) -> Mix:
             f"the trace {path} names no request lengths.",
             fix=f"give lines with {_INPUT_NAMES[0]} and {_OUTPUT_NAMES[0]}.",
         )
-    return mix_of(lengths, f"{len(lengths):,} requests of {path.name}")
+    return mix_of(lengths, f"{'the first ' if len(lengths) == limit else ''}{len(lengths):,} requests of {path.name}")
 
 
 def _lengths(path: Path) -> Iterator[int]:

@@ -26,6 +26,7 @@ from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import KVFormat, kv_format, plain_format
+from quire.spec.layers import AttentionCall
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 from quire.spec.weights import WeightEstimate
@@ -33,6 +34,7 @@ from quire.spec.weights import WeightEstimate
 _DEFAULT_PAGE = 16
 _DEFAULT_LENGTH = 8192  # tokens of an expected request, when nobody says
 _STATE_GRID = 64  # tokens between places where a recurrence can leave its state: the chunk of its scan
+_ROUNDS = 8  # of graphs for those that fit: each has fewer, and a few are enough
 _NO_LIMIT = 2**62  # tokens of a stage that keeps states alone
 _LARGEST_GRAPH = 256  # requests of the largest captured graph
 
@@ -66,6 +68,7 @@ class PlanSettings:
     max_mamba_cache_size: int | None = None
     max_total_tokens: int | None = None
     max_requests: int = 256
+    graph_batch: int | None = None
     window_pool: bool = True
 
 
@@ -105,6 +108,12 @@ class Plan:
             max_requests=max(1, self.max_running_requests // self.settings.parallel.dp),
             speculation=self.settings.speculation,
         )
+
+    @property
+    def graph_batch(self) -> int:
+        """Requests of the largest captured graph that the ledger has room for."""
+        settings = self.settings
+        return settings.graph_batch or min(_LARGEST_GRAPH, settings.concurrency or settings.max_requests)
 
     @property
     def _step(self) -> int:
@@ -158,6 +167,10 @@ class Plan:
 
     def requests_at(self, length: int) -> int:
         """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
+        return min(self.room_for(length), self.max_running_requests)
+
+    def room_for(self, length: int) -> int:
+        """Requests of `length` tokens that the pools have room for, whether or not as many may run."""
         memory = self.memory
         if length > memory.largest_request:
             return 0
@@ -169,8 +182,9 @@ class Plan:
             elif pool.group.reach.kind in ("window", "chunk"):
                 kept = self.configurator.options.window_tokens(pool.group.reach, self.page_size)
                 found.append(pool.frames // min(pages, pages_for(kept, self._step)))
-        groups = self.settings.parallel.dp
-        return min([one * groups for one in found] + [self.max_running_requests])
+        if self.state_slots is not None:
+            found.append(self.state_slots // self.configurator.options.states_per_request)
+        return min(found) * self.settings.parallel.dp
 
     @property
     def required(self) -> int:
@@ -197,7 +211,9 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
     InvalidInput where settings do not go together or do not fit the model.
     """
     plan = _attempt(spec, settings, weights, settings.concurrency)
-    if isinstance(plan, Plan) and (plan.fits or settings.concurrency is None):
+    if isinstance(plan, Plan) and settings.concurrency is None:
+        return _with_graphs_for_those_that_fit(spec, settings, weights, plan)
+    if isinstance(plan, Plan) and plan.fits:
         return plan
     if settings.concurrency is None:
         raise plan if isinstance(plan, PlanError) else AssertionError
@@ -213,6 +229,18 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
         else:
             high = middle
     return best
+
+
+def _with_graphs_for_those_that_fit(
+    spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, plan: Plan
+) -> Plan:
+    """The plan again, with graphs captured for as many requests as it holds: fewer graphs make room for more pages."""
+    for _ in range(_ROUNDS):
+        batch = max(1, plan.requests_at(plan.context))
+        if batch >= plan.graph_batch:
+            break
+        plan = _plan(spec, replace(settings, graph_batch=batch), weights, None)
+    return replace(plan, settings=settings)
 
 
 def _attempt(
@@ -303,7 +331,7 @@ def _solve_stages(
         groups = groups_at(page_size)
         if not groups:
             continue
-        lines = _device_lines(settings, stage, weights, drafts > 0)
+        lines = _device_lines(settings, stage, weights, drafts > 0, spec.hidden_size)
         kv_bytes = _kv_bytes(settings, lines)
         configurator = create_memory_pool_configurator(groups_at, options, page_size=page_size)
         config = configurator.calculate_pool_sizes(kv_bytes, page_size)
@@ -340,6 +368,8 @@ def _context(spec: ModelSpec, settings: PlanSettings) -> int:
             f"a context of {settings.context:,} tokens is beyond the model's {spec.context_length:,}.",
             fix=f"set it to at most {spec.context_length:,}.",
         )
+    if settings.context is None and settings.mix is not None:
+        return min(spec.context_length, settings.mix.counts[-1][0])
     return settings.context or spec.context_length
 
 
@@ -367,7 +397,7 @@ def _default_mix(settings: PlanSettings, context: int) -> Mix:
 
 
 def _device_lines(
-    settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool
+    settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool, hidden_size: int
 ) -> tuple[Line, ...]:
     """What of the device is not for pools. Empty where nobody named a device."""
     device, parallel = settings.device, settings.parallel
@@ -387,10 +417,16 @@ def _device_lines(
     if settings.mem_fraction_static is not None:
         rest = device.memory - int(device.memory * settings.mem_fraction_static)
         why = f"what --mem-fraction-static {settings.mem_fraction_static:g} leaves of {format_bytes(device.memory)}"
-        return (line, Line(name="activations, graphs and reserve", bytes=rest, why=why))
-    batch = min(_LARGEST_GRAPH, settings.concurrency or settings.max_requests)
-    ranks = parallel.tp * parallel.pp
-    return (line, *working_memory(chunk=settings.chunk, graph_batch=batch, ranks=ranks, device=device))
+        return (line, Line(name="rest", bytes=rest, why=f"activations, graphs and reserve: {why}"))
+    batch = settings.graph_batch or min(_LARGEST_GRAPH, settings.concurrency or settings.max_requests)
+    working = working_memory(
+        chunk=settings.chunk,
+        hidden_size=hidden_size,
+        graph_batch=batch,
+        ranks=parallel.tp * parallel.pp,
+        device=device,
+    )
+    return (line, *working)
 
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
@@ -470,6 +506,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides.")
     if parallel.dp > 1:
         notes.append(f"tokens are those of one of {parallel.dp} attention groups; requests are those of all.")
+    notes += _idle_options(plan, kinds)
+    notes += _uneven_heads(plan)
     cap = settings.max_total_tokens
     if cap is not None and plan.config.max_total_num_tokens <= cap:
         notes.append(f"capped at {cap:,} tokens; every pool follows the cap.")
@@ -483,3 +521,33 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if step > plan.context:
         notes.append(f"a page of {step:,} tokens is longer than the context: nothing can be reused.")
     return tuple(notes)
+
+
+def _idle_options(plan: Plan, kinds: set[str]) -> list[str]:
+    """Settings that were given and change nothing for this model."""
+    settings = plan.settings
+    slides, states = kinds & {"window", "chunk"} and len(kinds) > 1, "state" in kinds
+    found = []
+    if settings.swa_full_tokens_ratio is not None and not slides:
+        found.append("--swa-full-tokens-ratio has no effect: there are no window pools beside full ones.")
+    if (settings.mamba_full_memory_ratio is not None or settings.max_mamba_cache_size is not None) and not states:
+        found.append("--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states.")
+    if settings.speculation is not None and settings.speculation.num_layers and settings.device is not None:
+        found.append("weights of a draft that the model does not bring itself are not in the ledger.")
+    return found
+
+
+def _uneven_heads(plan: Plan) -> list[str]:
+    """What to know of heads that do not divide over the ranks."""
+    ranks, heads = plan.settings.parallel.attention_tp, plan.spec.query_heads
+    if ranks == 1:
+        return []
+    found = (
+        [f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that."] if heads % ranks else []
+    )
+    kv_heads = {call.kv_heads for call in plan.spec.calls if isinstance(call, AttentionCall)}
+    if kv_heads and max(kv_heads) < ranks and plan.settings.parallel.dcp == 1:
+        found.append(
+            f"{max(kv_heads)} KV heads on {ranks} ranks: each head is held by {ranks // max(kv_heads)} of them."
+        )
+    return found

@@ -14,6 +14,7 @@ from quire.errors import ModelLoadError
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
 _TIMEOUT_S = 5
+_BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 
 
 def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
@@ -25,9 +26,11 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
     known = catalogue_model(name)
     if known is not None:
         return known.config, f"catalogue: {known.hub}"
-    path = Path(name).expanduser()
+    path = _BUNDLED if name == "quire-bundled" else Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise ModelLoadError(f"the folder '{name}' has no config.json.", fix="pass a folder that has one.")
     if path.is_file():
         return _with_quantisation(path), str(path)
     if _is_path(name):

@@ -53,6 +53,8 @@ class ModelSpec:
     vocab_size: int
     dtype: DType
     drafts: tuple[Layer, ...] = ()
+    query_heads: int = 0  # 0: not known, or no attention
+    hidden_size: int = 0  # 0: not known
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, state_dtype: DType | None = None) -> ModelSpec:
@@ -74,6 +76,8 @@ class ModelSpec:
                 vocab_size=reader.size("vocab_size", "padded_vocab_size"),
                 dtype=reader.dtype("dtype", "torch_dtype"),
                 drafts=read_drafts(reader, layers),
+                query_heads=reader.size("num_attention_heads", "n_head", "n_heads", "num_heads", default=0),
+                hidden_size=reader.size("hidden_size", "n_embd", "d_model", default=0),
             )
 
     def with_rollback(self) -> ModelSpec:

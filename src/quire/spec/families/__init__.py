@@ -8,6 +8,7 @@ from collections.abc import Callable
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families import attention, compressed, latent, state
 from quire.spec.families.kinds import FULL, MOST_LAYERS, NOTHING, PARALLEL, STATE, layer_kinds
+from quire.spec.families.known import is_encoder
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall
 from quire.spec.layout import DType
 
@@ -109,6 +110,8 @@ _OTHER_CALLS = frozenset({"diffllama", "hrm_text", "longcat_flash", "mllama"})
 def _refuse_other_shapes(reader: ConfigReader) -> None:
     if reader.get("is_encoder_decoder"):
         raise reader.refusal("is an encoder-decoder", "is_encoder_decoder")
+    if is_encoder(reader.kind):
+        raise reader.refusal("is an encoder, or has one", "model_type")
     if reader.kind in _OTHER_CALLS:
         raise reader.refusal("does not call attention exactly once per layer", "model_type")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families.kinds import CHUNK, FULL, NOTHING, PARALLEL, STATE, WINDOW
+from quire.spec.families.known import KNOWN
 from quire.spec.layers import AttentionCall
 
 Layer = tuple[AttentionCall, ...]
@@ -110,8 +111,12 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
         config.get("num_kv_heads", "num_key_value_heads")  # without effect beside one head for all
         return [1] * count
     found = config.get("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    if found is None and config.kind not in KNOWN:
+        raise config.missing("num_key_value_heads")  # that it is one per query head is a convention of known types
     if found is None:
         return [heads] * count
+    if isinstance(found, int) and not isinstance(found, bool) and found > heads:
+        raise config.wrong("num_key_value_heads", found, f"at most the {heads} attention heads")
     if isinstance(found, int) and not isinstance(found, bool) and found > 0:
         return [found] * count
     if isinstance(found, list) and len(found) == count and all(isinstance(n, int) and n > 0 for n in found):
