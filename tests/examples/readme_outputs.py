@@ -22,12 +22,27 @@ QUIRE = (sys.executable, "-m", "quire")
 PORT = 8000
 
 
+PICTURE = "docs/images/plan-sweep.svg"
+PLANS = {
+    "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
+    "plan-advice": "plan qwen3-32b --gpu h100-80gb --context 32k --concurrency 16",
+    "plan-sweep": f"plan gemma-3-27b --kv-memory 40GiB --sweep context --plot {PICTURE}",
+    "plan-compare": "plan --compare deepseek-v3.2 deepseek-v3.2,kv-dtype=fp8 --kv-memory 60GiB --tp 8",
+}
+"""Outputs that do not depend on the machine: a test compares these."""
+
+
 def output_of(*arguments: str) -> str:
     """What `quire ARGUMENTS` prints, on both streams."""
     done = subprocess.run(
         (*QUIRE, *arguments), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def sweep() -> str:
+    """The sweep, with its picture where README shows it and under the name that README gives it."""
+    return output_of(*PLANS["plan-sweep"].split()).replace(PICTURE, "sweep.svg")
 
 
 def doctor() -> str:
@@ -56,18 +71,11 @@ def _wait_until_healthy() -> None:
     raise TimeoutError("the server did not start")
 
 
-PLANS = {
-    "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
-    "plan-advice": "plan qwen3-32b --gpu h100-80gb --context 32k --concurrency 16",
-    "plan-sweep": "plan gemma-3-27b --kv-memory 40GiB --sweep context --plot docs/images/plan-sweep.svg",
-    "plan-compare": "plan --compare deepseek-v3.2 deepseek-v3.2,kv-dtype=fp8 --kv-memory 60GiB --tp 8",
-}
-"""Outputs that do not depend on the machine: a test compares these."""
-
 OUTPUTS: dict[str, Callable[[], str]] = {
     "demo": lambda: output_of("demo"),
     "doctor": doctor,
     **{name: partial(output_of, *command.split()) for name, command in PLANS.items()},
+    "plan-sweep": sweep,
     "serve": serve,
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),

@@ -19,6 +19,7 @@ from quire.plan.planner import Plan, PlanSettings, make_plan
 from quire.plan.reserve import Speculation
 from quire.plan.source import read_model_config
 from quire.spec.config_reader import ConfigReader
+from quire.spec.families.known import KNOWN
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
@@ -79,6 +80,8 @@ def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | Non
     except UnsupportedModel as error:
         weights = None
         notes.append(f"the weights are not estimated: {error.message}")
+    if reader.kind not in KNOWN:
+        notes.append(f"model type '{reader.kind}' is not known; its fields alone were believed.")
     notes += _declared(reader)
     notes += _served(spec)
     return PlannedModel(name=name, found=found, spec=spec, weights=weights, notes=tuple(notes))

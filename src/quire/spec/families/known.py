@@ -27,8 +27,8 @@ KNOWN = frozenset(_TYPES.split())
 """Decoder-only types. Of another type only what its fields say is believed, and no field may be left out."""
 
 _ENCODERS = """
-    albert bart bert big_bird blenderbot camembert data2vec deberta electra ernie_m marian mbart mpnet mvp pegasus plbart
-    prophetnet rembert roberta roformer t5 xmod
+    albert bart bert big_bird blenderbot camembert data2vec deberta electra ernie_m marian mbart mpnet mvp pegasus
+    plbart prophetnet rembert roberta roformer t5 xmod
 """
 
 
