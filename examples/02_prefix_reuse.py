@@ -10,7 +10,8 @@ from quire.cache.audit import audit
 from quire.errors import RequestTooLarge
 from quire.observe.events import EventLog
 from quire.plan.budget import format_bytes
-from quire.plan.planner import PlanSettings, make_plan
+from quire.plan.plan import PlanSettings
+from quire.plan.planner import make_plan
 from quire.spec.model import ModelSpec
 
 # A model's config.json says what a page costs. These are the sizes of an 8B Llama; no weights are read.

@@ -2,7 +2,8 @@
 
 from quire.plan.advice import options_to_fit
 from quire.plan.budget import format_bytes
-from quire.plan.planner import PlanSettings, make_plan
+from quire.plan.plan import PlanSettings
+from quire.plan.planner import make_plan
 from quire.plan.source import read_model_config
 from quire.spec.model import ModelSpec
 

@@ -14,7 +14,8 @@ from quire.errors import PlanError
 from quire.plan.configurator import PoolOptions, create_memory_pool_configurator
 from quire.plan.mix import uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.planner import PlanSettings, make_plan
+from quire.plan.plan import PlanSettings
+from quire.plan.planner import make_plan
 from quire.plan.reserve import Speculation
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, LatentCall, StateCall

@@ -33,7 +33,8 @@ from transformers.utils import logging as transformers_logging
 from quire.errors import InvalidInput, UnsupportedModel
 from quire.memory.pool import Pool, torch_dtype
 from quire.plan.parallel import Parallelism
-from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.plan import Plan, PlanSettings
+from quire.plan.planner import make_plan
 from quire.spec.kv_format import KV_FORMATS, KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType

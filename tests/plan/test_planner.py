@@ -25,7 +25,8 @@ from quire.plan.budget import MemoryPlan, parse_bytes
 from quire.plan.devices import DEVICES, Line, find_device
 from quire.plan.mix import Mix, mix_of, read_trace, uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.plan import Plan, PlanSettings
+from quire.plan.planner import make_plan
 from quire.plan.report import explain, plan_as_dict
 from quire.plan.reserve import Speculation
 from quire.scheduler.policy import scheduling_policy

@@ -25,7 +25,8 @@ import pytest
 
 from quire.plan.configurator import PoolSize
 from quire.plan.parallel import Parallelism
-from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.plan import Plan, PlanSettings
+from quire.plan.planner import make_plan
 from quire.plan.reserve import Speculation
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.kv_format import plain_format

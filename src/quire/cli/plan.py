@@ -19,7 +19,7 @@ from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.cli.plan_inputs import PlannedModel
-    from quire.plan.planner import PlanSettings
+    from quire.plan.plan import PlanSettings
 
 EXIT_DOES_NOT_FIT = 2
 

@@ -15,7 +15,8 @@ from quire.plan.budget import format_bytes, parse_bytes, parse_tokens
 from quire.plan.devices import Device, find_device
 from quire.plan.mix import Mix, read_trace, uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.plan import Plan, PlanSettings
+from quire.plan.planner import make_plan
 from quire.plan.reserve import Speculation
 from quire.plan.source import read_model_config
 from quire.spec.config_reader import ConfigReader

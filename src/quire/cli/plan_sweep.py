@@ -10,7 +10,7 @@ from typing import Any
 from quire.cli.plan_inputs import PlannedModel
 from quire.errors import InvalidInput, QuireError
 from quire.plan.budget import parse_tokens
-from quire.plan.planner import PlanSettings
+from quire.plan.plan import PlanSettings
 
 _DEFAULTS = {
     "context": "4k,8k,16k,32k,64k,128k",

@@ -17,7 +17,8 @@ from quire.engine.sampler import Sampler
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
-from quire.plan.planner import Plan, PlanSettings, make_plan
+from quire.plan.plan import Plan, PlanSettings
+from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
 from quire.scheduler.batch import Batch
 from quire.scheduler.policy import scheduling_policy

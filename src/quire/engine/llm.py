@@ -16,7 +16,7 @@ from quire.engine.messages import prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
 from quire.errors import InvalidInput, QuireError
 from quire.models.tokenizer import Tokenizer, load_tokenizer
-from quire.plan.planner import Plan
+from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
 

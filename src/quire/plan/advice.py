@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from quire.errors import QuireError
 from quire.plan.budget import round_up_bytes
 from quire.plan.mix import Mix
-from quire.plan.planner import Plan, PlanSettings
+from quire.plan.plan import Plan, PlanSettings
 from quire.spec.kv_format import KV_FORMATS, kv_format
 from quire.spec.pages import floor_to_page
 

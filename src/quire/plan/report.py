@@ -10,7 +10,7 @@ from quire.plan.advice import Option
 from quire.plan.budget import format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
-from quire.plan.planner import Plan
+from quire.plan.plan import Plan
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
 

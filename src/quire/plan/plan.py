@@ -1,0 +1,184 @@
+"""Plan: the whole answer for one server, and PlanSettings: what was asked for.
+
+The plan that is printed, the pools that are built and the requests that are admitted are this one object.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from quire.plan.budget import MemoryPlan
+from quire.plan.configurator import MemoryPoolConfig, MemoryPoolConfigurator
+from quire.plan.devices import Device, Line
+from quire.plan.mix import Mix
+from quire.plan.parallel import Parallelism
+from quire.plan.reserve import Speculation
+from quire.spec.model import ModelSpec
+from quire.spec.pages import pages_for
+
+_STATE_GRID = 64  # tokens between places where a recurrence can leave its state: the chunk of its scan
+_LARGEST_GRAPH = 256  # requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """What is asked for. Bytes and tokens are of one rank unless said; None: the planner chooses and says so.
+
+    Either `kv_memory`, exactly the bytes that the pools may take, or `device`, of which the pools get what weights and
+    working memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `measured`
+    are ledger lines that replace the estimates. `context` is the longest request, `concurrency` how many must run at
+    once, `mix` what is expected. `window_pool` off keeps windows whole.
+    """
+
+    kv_memory: int | None = None
+    device: Device | None = None
+    mem_fraction_static: float | None = None
+    weight_bytes: int | None = None
+    measured: tuple[Line, ...] | None = None
+    kv_dtype: str = "auto"
+    page_size: int | None = None
+    context: int | None = None
+    concurrency: int | None = None
+    mix: Mix | None = None
+    chunk: int = 2048
+    shares: bool = True
+    parallel: Parallelism = field(default_factory=Parallelism)
+    speculation: Speculation | None = None
+    swa_full_tokens_ratio: Fraction | None = None
+    mamba_full_memory_ratio: Fraction | None = None
+    max_mamba_cache_size: int | None = None
+    max_total_tokens: int | None = None
+    max_requests: int = 256
+    graph_batch: int | None = None
+    window_pool: bool = True
+
+    @property
+    def largest_graph(self) -> int:
+        """Requests of the largest captured graph that the ledger has room for."""
+        return self.graph_batch or min(_LARGEST_GRAPH, self.concurrency or self.max_requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a server is built from, shown for the rank that decides: the one with the least room.
+
+    `kv_bytes` is what the pools of that rank may take, `config` what they are; `stages` are the pools of every pipeline
+    stage that keeps something, at the same tokens, and `stage` is the one that decides. Tokens are those of one
+    attention group. `ledger` has a line for every byte of the budget on the device, and lines for the host. `notes` say
+    what was assumed.
+    """
+
+    spec: ModelSpec
+    settings: PlanSettings
+    page_size: int
+    context: int
+    mix: Mix
+    config: MemoryPoolConfig
+    kv_bytes: int
+    stage: int
+    stages: tuple[MemoryPoolConfig, ...]
+    configurator: MemoryPoolConfigurator = field(repr=False)
+    ledger: tuple[Line, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What the cache and the pools of this rank are built from."""
+        return MemoryPlan(
+            page_size=self.page_size,
+            groups=tuple(pool.group for pool in self.config.pools),
+            frames=tuple(pool.frames for pool in self.config.pools),
+            num_pages=self.config.max_total_num_tokens // self._step,
+            token_ranks=self.settings.parallel.dcp,
+            context=self.context,
+            max_requests=max(1, self.max_running_requests // self.settings.parallel.dp),
+            speculation=self.settings.speculation,
+        )
+
+    @property
+    def _step(self) -> int:
+        """Tokens of one page, over the ranks that share it."""
+        return self.page_size * self.settings.parallel.dcp
+
+    @property
+    def state_slots(self) -> int | None:
+        """States that every stage with states has; None without any."""
+        return min((one.state_slots for one in self.stages if one.state_slots is not None), default=None)
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens of the smallest window pool of all stages; None without any."""
+        found = [one.swa_max_total_num_tokens for one in self.stages]
+        return min((tokens for tokens in found if tokens is not None), default=None)
+
+    @property
+    def full_tokens(self) -> int | None:
+        """Tokens of the full pools; None for a model of windows and states only."""
+        has_full = any(one.full_max_total_num_tokens is not None for one in self.stages)
+        return self.config.max_total_num_tokens if has_full else None
+
+    @property
+    def max_running_requests(self) -> int:
+        """Requests that may run at once, over all attention groups: as asked, or 256, and as the states allow."""
+        asked = self.settings.concurrency or self.settings.max_requests
+        if self.state_slots is None:
+            return asked
+        return min(asked, self.state_slots // self.configurator.options.states_per_request * self.settings.parallel.dp)
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        """Bytes that one more token takes on this rank, over all pools that grow with it."""
+        return self.config.coeff
+
+    @property
+    def largest_request(self) -> int:
+        """The longest request ever admitted, prompt and output together, in tokens."""
+        return self.memory.largest_request
+
+    @property
+    def minimum_reusable_prefix(self) -> int | None:
+        """Tokens that two prompts must share before anything is reused; None where prefixes are not kept.
+
+        A page, and with states a place where a state can be left, too.
+        """
+        if not self.settings.shares:
+            return None
+        return self._step if self.state_slots is None else math.lcm(_STATE_GRID, self._step)
+
+    def requests_at(self, length: int) -> int:
+        """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
+        return min(self.room_for(length), self.max_running_requests)
+
+    def room_for(self, length: int) -> int:
+        """Requests of `length` tokens that the pools have room for, whether or not as many may run."""
+        memory = self.memory
+        if length > memory.largest_request:
+            return 0
+        pages = max(1, memory.pages_of(length))
+        found = []
+        for pool in (pool for one in self.stages for pool in one.pools):
+            if pool.group.reach.kind == "full":
+                found.append(pool.frames // pages)
+            elif pool.group.reach.kind in ("window", "chunk"):
+                kept = self.configurator.options.window_tokens(pool.group.reach, self.page_size)
+                found.append(pool.frames // min(pages, pages_for(kept, self._step)))
+        if self.state_slots is not None:
+            found.append(self.state_slots // self.configurator.options.states_per_request)
+        return min(found) * self.settings.parallel.dp
+
+    @property
+    def required(self) -> int:
+        """Requests of the full context that must fit at once."""
+        return self.settings.concurrency or 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether that many do."""
+        return self.requests_at(self.context) >= self.required
+
+    def bytes_for(self, tokens: int) -> int:
+        """The KV memory of this rank from which a plan holds that many tokens."""
+        pages = pages_for(tokens, self._step)
+        return self.configurator.bytes_for(pages * self._step, self.page_size)
