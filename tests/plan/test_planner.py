@@ -371,6 +371,45 @@ def test_more_requests_never_fit_where_fewer_do_not(name: str, one: int, other: 
     assert many.requests_at(context) <= many.max_running_requests <= max(one, other)
 
 
+def check_budget(seed: int) -> bool:
+    """A random model, split in random ways: no rank takes more than it may, and no line of a ledger is negative."""
+    rng = random.Random(seed)
+    case = random_case(rng)
+    spec = spec_of(case)
+    budget = int(2 ** rng.uniform(20, 32))
+    base = PlanSettings(
+        kv_memory=budget,
+        kv_dtype=case.kept,
+        context=int(2 ** rng.uniform(4, 17)),
+        page_size=case.page,
+        chunk=rng.choice([0, 64, 2048]),
+        parallel=Parallelism(tp=case.tp, dcp=case.dcp, pp=rng.randint(1, min(4, len(spec.layers)))),
+        concurrency=rng.choice([None, None, 3, 50]),
+        swa_full_tokens_ratio=rng.choice([None, case.ratio]),
+        mamba_full_memory_ratio=rng.choice([None, Fraction(1, 10), Fraction(3)]),
+        speculation=rng.choice([None, Speculation(num_steps=3, num_draft_tokens=4)]),
+        max_total_tokens=rng.choice([None, None, rng.randint(64, 2**20)]),
+    )
+    try:
+        plan = make_plan(spec, base)
+    except PlanError:
+        return False
+    for stage in plan.stages:
+        assert stage.bytes <= budget, f"seed {seed}: {stage.bytes - budget:,} bytes too many: {stage}"
+    assert min(line.bytes for line in plan.ledger) >= 0, f"seed {seed}: {plan.ledger}"
+    assert plan.largest_request >= 0 <= plan.requests_at(plan.context), f"seed {seed}"
+    return True
+
+
+def test_budgets_of_random_models() -> None:
+    assert sum(check_budget(seed) for seed in range(600)) > 500
+
+
+@pytest.mark.slow
+def test_budgets_of_a_hundred_thousand_random_models() -> None:
+    assert sum(check_budget(seed) for seed in range(100_000)) > 80_000
+
+
 def check_limits(seed: int) -> bool:
     """A random model in a random budget: requests fall with their length, rise with bytes and never with the asking."""
     rng = random.Random(seed)

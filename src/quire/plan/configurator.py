@@ -170,9 +170,13 @@ class MemoryPoolConfigurator:
             tokens = floor_to_page(int((available_bytes - bias) / coeff), step)
         else:  # states alone, as many as asked for: what their requests have
             tokens = max(step, floor_to_page(rules[0].fixed * self.options.mix.mean, step))
-        if tokens < step:
+        if tokens < step or sum(rule.bytes(tokens) for rule in rules) > available_bytes:
             raise self._too_small(rules, step, available_bytes)
         return self._config(rules, tokens, page_size)
+
+    def limits_tokens(self, page_size: int) -> bool:
+        """Whether some pool grows with the tokens; not where there are states alone, as many as asked for."""
+        return any(rule.per_token for rule in self._rules(page_size, tokens=page_size))
 
     def bytes_for(self, max_total_num_tokens: int, page_size: int) -> int:
         """The smallest budget from which `calculate_pool_sizes` gives that many tokens, a multiple of the page."""
@@ -180,20 +184,27 @@ class MemoryPoolConfigurator:
         coeff, bias = _line(rules, tokens=max_total_num_tokens)
         return math.ceil(max_total_num_tokens * coeff + bias)
 
-    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
-        """All pools at that many tokens, floored to whole pages: a cap shrinks every pool, not the full one alone."""
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int, *, available_bytes: int | None = None
+    ) -> MemoryPoolConfig:
+        """All pools at that many tokens, floored to whole pages: a cap shrinks every pool, not the full one alone.
+
+        `available_bytes` is the budget for which `calculate_pool_sizes` gave as many tokens or more: a ratio of bytes,
+        whose states were floored before the tokens were found, is then not taken beyond it.
+        """
         step = page_size * self.options.token_ranks
         tokens = floor_to_page(max_total_num_tokens, step)
         if tokens < step:
             raise PlanError(
                 f"{max_total_num_tokens:,} tokens are less than one page of {step:,}.", fix=f"allow at least {step:,}."
             )
-        return self._config(self._rules(page_size, tokens=tokens), tokens, page_size)
+        rules = self._rules(page_size, available_bytes=available_bytes, tokens=tokens)
+        return self._config(rules, tokens, page_size)
 
     def _rules(
         self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
     ) -> list[PoolRule]:
-        """A rule for each pool. Exactly one of the two is given: the budget, or the tokens to size for."""
+        """A rule for each pool, from the budget, or the tokens to size for, or both."""
         return [self._full_rule(group, page_size) for group in self._groups_at(page_size)]
 
     def _full_rule(self, group: GroupSpec, page_size: int) -> PoolRule:
@@ -290,8 +301,9 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     """States beside the other pools: a slot holds one whole state, of a running request or of a checkpoint.
 
     With `max_mamba_cache_size` there are that many slots; with `mamba_full_memory_ratio` their bytes are that multiple
-    of the other pools'. Else the mix decides: each of its requests brings `states_per_request` slots. Speculation also
-    keeps a state after every drafted token of every running request; slots and these copies are solved for together.
+    of the other pools', where there are any. Else the mix decides: each of its requests brings `states_per_request`
+    slots. Speculation also keeps a state after every drafted token of every running request; slots and these copies are
+    solved for together.
     """
 
     def _rules(
@@ -303,12 +315,13 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         options = self.options
         if options.max_mamba_cache_size is not None:
             slots, why = options.max_mamba_cache_size, "as many states as asked for"
-        elif options.mamba_full_memory_ratio is not None:
-            ratio = options.mamba_full_memory_ratio
+        elif options.mamba_full_memory_ratio is not None and others:
+            ratio, shares = options.mamba_full_memory_ratio, []
             if available_bytes is not None:
-                slots = self._slots_in(int(available_bytes * ratio / (1 + ratio)), size)
-            else:
-                slots = self._slots_in(int(ratio * sum(rule.bytes(tokens or 0) for rule in others)), size)
+                shares.append(available_bytes * ratio / (1 + ratio))
+            if tokens is not None:
+                shares.append(ratio * sum(rule.bytes(tokens) for rule in others))
+            slots = self._slots_in(int(min(shares)), size)
             why = f"{float(ratio):g} bytes of state per byte of the other pools"
         else:
             return [*others, *self._derived(state, page_size)]

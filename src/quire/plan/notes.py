@@ -52,6 +52,8 @@ def _idle_options(plan: Plan, kinds: set[str]) -> list[str]:
         found.append("--swa-full-tokens-ratio has no effect: there are no window pools beside full ones.")
     if (settings.mamba_full_memory_ratio is not None or settings.max_mamba_cache_size is not None) and not states:
         found.append("--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states.")
+    if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
+        found.append("--mamba-full-memory-ratio has no effect: there are no pools beside the states.")
     if settings.speculation is not None and settings.speculation.num_layers and settings.device is not None:
         found.append("weights of a draft that the model does not bring itself are not in the ledger.")
     return found

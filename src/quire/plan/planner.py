@@ -142,7 +142,8 @@ class _Solved:
 
     def at(self, tokens: int, page_size: int) -> _Solved:
         """The same stage with pools for that many tokens."""
-        return replace(self, config=self.configurator.calculate_pool_sizes_from_max_tokens(tokens, page_size))
+        solve = self.configurator.calculate_pool_sizes_from_max_tokens
+        return replace(self, config=solve(tokens, page_size, available_bytes=self.kv_bytes))
 
 
 def _solve_stages(
@@ -166,7 +167,7 @@ def _solve_stages(
         kv_bytes = _kv_bytes(settings, lines)
         configurator = create_memory_pool_configurator(groups_at, options, page_size=page_size)
         config = configurator.calculate_pool_sizes(kv_bytes, page_size)
-        if len(stages) > 1 and not config.coeff:
+        if len(stages) > 1 and not configurator.limits_tokens(page_size):
             config = replace(config, max_total_num_tokens=_NO_LIMIT)
         found.append(_Solved(stage=index, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines))
     return found
