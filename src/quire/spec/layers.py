@@ -7,6 +7,7 @@ come from parts; nothing else in Quire multiplies heads by dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from quire.errors import InvalidInput
@@ -227,26 +228,11 @@ class CompressedCall:
         """One latent row. FP8: 448 + 8 scale bytes (one per 64, rounded up to 8) + a bfloat16 rotary key = 584."""
         if _is_fp8_row(kv_format):
             scales = -(-self.nope_dim // (8 * _COMPRESSED_BLOCK)) * 8
+            part = partial(Part, group=group, reach=reach, per=per)
             return (
-                Part(
-                    group=group,
-                    reach=reach,
-                    name=f"{prefix}latent",
-                    shape=(self.nope_dim,),
-                    dtype=DType.FLOAT8_E4M3,
-                    per=per,
-                ),
-                Part(
-                    group=group, reach=reach, name=f"{prefix}latent_scale", shape=(scales,), dtype=DType.UINT8, per=per
-                ),
-                Part(
-                    group=group,
-                    reach=reach,
-                    name=f"{prefix}rope",
-                    shape=(self.rope_dim,),
-                    dtype=DType.BFLOAT16,
-                    per=per,
-                ),
+                part(name=f"{prefix}latent", shape=(self.nope_dim,), dtype=DType.FLOAT8_E4M3),
+                part(name=f"{prefix}latent_scale", shape=(scales,), dtype=DType.UINT8),
+                part(name=f"{prefix}rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),
             )
         return (
             *formatted(f"{prefix}latent", (self.nope_dim,), kv_format, group=group, reach=reach, per=per),
