@@ -76,7 +76,7 @@ class Schedule:
         ids = np.concatenate([self.tokens[name][start:stop] for name, (start, stop) in step.items()])
         positions = np.concatenate([np.arange(start, stop) for start, stop in step.values()])
         rows = torch.arange(len(ids)) if rows is None else rows
-        return model.forward(torch.from_numpy(ids), torch.from_numpy(positions), batch, pool, rows)
+        return model.forward(torch.from_numpy(ids), torch.from_numpy(positions), [batch], [pool], rows)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -14,6 +14,7 @@ import torch
 from quire.engine.core import resolve_device
 from quire.engine.host_memory import host_memory
 from quire.kernels.attention import PagedBatch
+from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel, load_model
 from quire.plan.devices import Device, Line, working_memory
@@ -62,22 +63,25 @@ def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Devi
 def _step_bytes(model: LoadedModel, tokens: int) -> int:
     """The most that one prompt of `tokens` takes while it is computed, beside weights and pools."""
     pages = pages_for(tokens, _PAGE_SIZE)
-    (group,) = model.groups(_PAGE_SIZE)
-    pool = Pool(group.layout, pages, device=model.device)
-    for field in group.layout.fields:
-        for layer in field.layers:
-            pool.layer(field.name, layer).fill_(0)  # memory counts as held when it is first written
+    groups = model.groups(_PAGE_SIZE)
+    pools = [Pool(group.layout, pages, device=model.device) for group in groups]
+    for pool in pools:
+        for field in pool.layout.fields:
+            for layer in field.layers:
+                pool.layer(field.name, layer).fill_(0)  # memory counts as held when it is first written
     slots = np.arange(tokens, dtype=np.int32) + _PAGE_SIZE  # frame 0 is the padding
-    batch = PagedBatch(
+    paged = PagedBatch(
         query_starts=np.array([0, tokens], dtype=np.int32),
         context_lens=np.array([tokens], dtype=np.int32),
         frames=np.arange(1, pages + 1, dtype=np.int32)[None, :],
         slots=slots,
         page_size=_PAGE_SIZE,
     )
+    states = StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1])))
+    batches = [states if group.reach.kind == "state" else paged for group in groups]
     positions = torch.arange(tokens, device=model.device)
     with _peak(model.device) as peak:
-        model.forward(torch.zeros_like(positions), positions, batch, pool, positions[-1:])
+        model.forward(torch.zeros_like(positions), positions, batches, pools, positions[-1:])
     return peak.bytes
 
 

@@ -66,7 +66,7 @@ class ModelRunner:
         works = batch.works
         starts = np.array([work.start for work in works], dtype=np.int64)
         counts = np.array([work.count for work in works], dtype=np.int64)
-        paged = self._paged(batch, starts, counts)
+        batches = [self._paged(batch, starts, counts, group) for group in range(len(self.pools))]
         offsets = np.cumsum(counts)
         positions = np.arange(int(offsets[-1])) + np.repeat(starts - (offsets - counts), counts)
         sampled = tuple(work for work in works if work.samples)
@@ -76,8 +76,8 @@ class ModelRunner:
             logits = self._model.forward(
                 self._input_ids(batch, offsets, previous),
                 torch.from_numpy(positions).to(self._device, non_blocking=True),
-                paged,
-                self.pools[0],
+                batches,
+                self.pools,
                 torch.from_numpy(rows).to(self._device, non_blocking=True),
             )
             drawn = self._sampler.draw(logits, [work.request for work in sampled]) if sampled else None
@@ -86,7 +86,7 @@ class ModelRunner:
             raise
         return Step(batch, fence, sampled, drawn, {work.request.request_id: row for row, work in enumerate(sampled)})
 
-    def _paged(self, batch: Batch, starts: np.ndarray, counts: np.ndarray) -> PagedBatch:
+    def _paged(self, batch: Batch, starts: np.ndarray, counts: np.ndarray, group: int) -> PagedBatch:
         kvs = [work.kv for work in batch.works]
         ends = starts + counts
         query_starts = np.zeros(len(kvs) + 1, dtype=np.int32)
@@ -94,8 +94,8 @@ class ModelRunner:
         return PagedBatch(
             query_starts=query_starts,
             context_lens=ends.astype(np.int32),
-            frames=self._cache.page_table(kvs, ends),
-            slots=self._cache.slots(kvs, starts, ends),
+            frames=self._cache.page_table(kvs, ends, group),
+            slots=self._cache.slots(kvs, starts, ends, group),
             page_size=self._cache.page_size,
         )
 

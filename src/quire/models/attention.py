@@ -7,7 +7,7 @@ the call within the forward pass: layers may share a module, and a module may be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from quire.errors import UnsupportedModel
 from quire.kernels.attention import PagedBatch, paged_attention
+from quire.kernels.state import StateBatch
 from quire.kernels.write import write_slots
 from quire.memory.pool import Pool
 from quire.spec.layers import AttentionCall
@@ -27,24 +28,47 @@ IMPLEMENTATION = "quire"
 
 
 class RunningForward:
-    """One forward pass on a pool."""
+    """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use."""
 
-    def __init__(self, pool: Pool, batch: PagedBatch) -> None:
-        self.pool = pool
-        self.batch = batch
+    def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch]) -> None:
+        self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
+
+    def next_ordinal(self) -> int:
+        """The ordinal of the call that begins now."""
+        ordinal, self.ordinal = self.ordinal, self.ordinal + 1
+        return ordinal
+
+    def paged(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
+        """The pool's layer of a field with entries per token, and the batch of its group."""
+        layer, batch = self._find(name, ordinal)
+        assert isinstance(batch, PagedBatch)
+        return layer, batch
+
+    def states(self, name: str, ordinal: int) -> tuple[Tensor, StateBatch]:
+        """The pool's layer of a field of states, and the batch of its group."""
+        layer, batch = self._find(name, ordinal)
+        assert isinstance(batch, StateBatch)
+        return layer, batch
+
+    def _find(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch | StateBatch]:
+        for pool, batch in self._groups:
+            if pool.has(name, ordinal):
+                return pool.layer(name, ordinal), batch
+        raise AssertionError(f"call {ordinal} of the forward pass keeps no '{name}'")
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float, extras: dict[str, Any]
     ) -> Tensor:
         """Store the new keys and values at their slots and attend: `[T, heads, value_dim]`."""
-        ordinal, self.ordinal = self.ordinal, self.ordinal + 1
-        key_pool, value_pool = self.pool.layer("k", ordinal), self.pool.layer("v", ordinal)
-        slots = self.batch.slots_on(query.device)
+        ordinal = self.next_ordinal()
+        key_pool, batch = self.paged("k", ordinal)
+        value_pool, _ = self.paged("v", ordinal)
+        slots = batch.slots_on(query.device)
         write_slots(key_pool, slots, key)
         write_slots(value_pool, slots, value)
         return paged_attention(
-            query, key, value, key_pool, value_pool, self.batch, scale=scale, window=call.window, **extras
+            query, key, value, key_pool, value_pool, batch, scale=scale, window=call.window, **extras
         )
 
 

@@ -8,6 +8,7 @@ step      sequence 0      sequence 1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from quire.errors import ModelCheckFailed
 from quire.kernels.attention import PagedBatch
+from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType
@@ -27,6 +29,9 @@ _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
 """Per step, the positions each of the two sequences computes."""
 _FRAMES = np.array([[5, 2, 4], [3, 1, 0]], dtype=np.int32)
 """Page tables: scattered, so that neither order nor adjacency helps."""
+_CUT = 8
+_STATE_FRAMES = ((5, 2), (3, 4))
+"""Per sequence, the frame of its state before position `_CUT` and the frame of its state from there on."""
 _TOLERANCE = {DType.FLOAT32: 2e-3, DType.FLOAT16: 5e-2, DType.BFLOAT16: 2e-1}
 """Largest accepted error of a row of logits, relative to the row's norm. A wrong scale, mask or key costs 0.3 to 2."""
 
@@ -40,7 +45,14 @@ class CheckedModel(Protocol):
 
     def groups(self, page_size: int) -> tuple[GroupSpec, ...]: ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor: ...
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batches: Sequence[PagedBatch | StateBatch],
+        pools: Sequence[Pool],
+        rows: Tensor,
+    ) -> Tensor: ...
 
     def plain_logits(self, input_ids: Tensor) -> Tensor: ...
 
@@ -51,46 +63,71 @@ def check_forward(model: CheckedModel) -> None:
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
     plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
-    pool = _nan_pool(model)
+    groups = model.groups(_PAGE_SIZE)
+    pools = [_nan_pool(group, model.device) for group in groups]
     errors: list[float] = []
     for step in _STEPS:
-        logits = _run_step(model, pool, step, tokens)
+        logits = _run_step(model, groups, pools, step, tokens)
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
 
 
-def _nan_pool(model: CheckedModel) -> Pool:
-    (group,) = model.groups(_PAGE_SIZE)
-    pool = Pool(group.layout, int(_FRAMES.max()), device=model.device)
+def _nan_pool(group: GroupSpec, device: torch.device) -> Pool:
+    pool = Pool(group.layout, int(_FRAMES.max()), device=device)
     for field in group.layout.fields:
         for layer in field.layers:
             pool.layer(field.name, layer).fill_(float("nan"))
     return pool
 
 
-def _run_step(model: CheckedModel, pool: Pool, step: tuple[tuple[int, int], ...], tokens: list[np.ndarray]) -> Tensor:
+def _run_step(
+    model: CheckedModel,
+    groups: Sequence[GroupSpec],
+    pools: Sequence[Pool],
+    step: tuple[tuple[int, int], ...],
+    tokens: list[np.ndarray],
+) -> Tensor:
     """Logits of every row of one step."""
     positions = np.concatenate([np.arange(start, stop) for start, stop in step])
-    owners = np.repeat(np.arange(len(step)), [stop - start for start, stop in step])
     present = [i for i, (start, stop) in enumerate(step) if stop > start]
+    input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
+    paged = _paged(step, present, positions)
+    states = _states(step, present)
+    return model.forward(
+        torch.from_numpy(input_ids).to(model.device),
+        torch.from_numpy(positions).to(model.device),
+        [states if group.reach.kind == "state" else paged for group in groups],
+        pools,
+        torch.arange(len(positions), device=model.device),
+    )
+
+
+def _paged(step: tuple[tuple[int, int], ...], present: list[int], positions: np.ndarray) -> PagedBatch:
     counts = [step[i][1] - step[i][0] for i in present]
     contexts = np.array([step[i][1] for i in present], dtype=np.int32)
-    batch = PagedBatch(
+    owners = np.repeat(present, counts)
+    return PagedBatch(
         query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         context_lens=contexts,
         frames=_FRAMES[present, : pages_for(int(contexts.max()), _PAGE_SIZE)],
         slots=(_FRAMES[owners, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).astype(np.int32),
         page_size=_PAGE_SIZE,
     )
-    input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
-    return model.forward(
-        torch.from_numpy(input_ids).to(model.device),
-        torch.from_numpy(positions).to(model.device),
-        batch,
-        pool,
-        torch.arange(len(positions), device=model.device),
-    )
+
+
+def _states(step: tuple[tuple[int, int], ...], present: list[int]) -> StateBatch:
+    """Each sequence alternates between two frames, and a chunk that crosses `_CUT` is cut there."""
+    starts, sources, targets = [0], [], []
+    for i in present:
+        start, stop = step[i]
+        for low, high in ((start, min(stop, _CUT)), (max(start, _CUT), stop)):
+            if high > low:
+                before = starts[-1]
+                starts.append(before + high - low)
+                sources.append(_STATE_FRAMES[i][low >= _CUT] if low else 0)
+                targets.append(_STATE_FRAMES[i][high >= _CUT])
+    return StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in (starts, sources, targets)))
 
 
 def _judge(model: CheckedModel, errors: np.ndarray) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, QuireError, UnsupportedModel
 from quire.kernels.attention import PagedBatch
+from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION, RecordingForward, RunningForward, forward_pass
 from quire.models.check import check_forward
@@ -80,12 +82,20 @@ class LoadedModel:
         return self.spec.groups(page_size, window_pool=False)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, pool: Pool, rows: Tensor) -> Tensor:
-        """Logits float32 `[len(rows), vocab_size]` of the flat rows `rows` (int64), writing all rows to the pool.
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batches: Sequence[PagedBatch | StateBatch],
+        pools: Sequence[Pool],
+        rows: Tensor,
+    ) -> Tensor:
+        """Logits float32 `[len(rows), vocab_size]` of the flat rows `rows` (int64), writing all rows to the pools.
 
-        `input_ids` and `positions` are int64 `[T]`, described by `batch`; all tensors are on the model's device.
+        `input_ids` and `positions` are int64 `[T]`; `batches[i]` describes them for group i, whose frames are in
+        `pools[i]`. All tensors are on the model's device.
         """
-        running = RunningForward(pool, batch)
+        running = RunningForward(pools, batches)
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         with forward_pass(running):
             logits: Tensor = self._model(
