@@ -221,7 +221,9 @@ class TestArchitectures:
             max_position_embeddings=64,
             sliding_window=16,
         )
-        with pytest.raises(LayoutMismatch, match="promises 2 attention calls and the model makes 2; call 0 should be"):
+        with pytest.raises(
+            LayoutMismatch, match="promises 2 calls that keep something and the model makes 2; call 0 should be"
+        ):
             LoadedModel(AutoModelForCausalLM.from_config(config), name="windows")
 
     def test_a_model_that_cannot_run(self, tiny, monkeypatch):

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +24,16 @@ from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLo
 from quire.kernels.attention import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
-from quire.models.attention import IMPLEMENTATION, RecordingForward, RunningForward, forward_pass
+from quire.models.attention import IMPLEMENTATION
 from quire.models.check import check_forward
+from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.linear import widen_linears
 from quire.models.registry import refuse_unsupported
 from quire.models.rotary import fix_longrope
 from quire.models.source import ModelSource, quiet, reading, transformers_version
 from quire.spec.group import GroupSpec
-from quire.spec.layers import AttentionCall
+from quire.spec.kv_format import plain_format
+from quire.spec.layers import AttentionCall, Call, Part
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
 
@@ -65,9 +68,9 @@ class LoadedModel:
         widen_linears(model)
         model.set_attn_implementation(IMPLEMENTATION)
         self._calls = self.discover()
-        self.spec = ModelSpec(
+        self.spec = replace(
+            self._read_spec(),
             architecture=type(model).__name__,
-            layers=tuple((call,) for call in self._calls),
             context_length=int(context_length),
             vocab_size=int(text_config.vocab_size),
             dtype=dtype,
@@ -117,8 +120,8 @@ class LoadedModel:
         return logits
 
     @torch.inference_mode()
-    def discover(self) -> tuple[AttentionCall, ...]:
-        """The attention calls of one forward pass, found by running two tokens through the model without a pool."""
+    def discover(self) -> tuple[Call, ...]:
+        """The calls of one forward pass, found by running two tokens through the model without a pool."""
         recording = RecordingForward()
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with forward_pass(recording):
@@ -132,46 +135,49 @@ class LoadedModel:
                 "transformers does not let another implementation replace.",
                 fix="use a model type listed as verified.",
             )
-        if len(calls) % self._num_layers:
-            raise UnsupportedModel(
-                f"'{self.name}' called attention {len(calls)} times for {self._num_layers} layers, so some layers keep "
-                "their memory elsewhere.",
-                fix="use a model type listed as verified.",
-            )
         return calls
 
     def check(self) -> None:
         """Raise ModelCheckFailed unless a mixed step on scattered frames gives the model's own logits."""
         check_forward(self)
 
-    def _compare_with_config(self) -> None:
-        """What planning reads off the configuration must be what the model does, where it is run as it is planned."""
+    def _read_spec(self) -> ModelSpec:
+        """What planning reads off the configuration; of plain attention, whose shapes say everything, what was seen."""
+        plain = len(self._calls) % self._num_layers == 0 and all(isinstance(c, AttentionCall) for c in self._calls)
+        seen = ModelSpec(
+            architecture="",
+            layers=tuple((call,) for call in self._calls),
+            context_length=1,
+            vocab_size=1,
+            dtype=DType.FLOAT32,
+        )
         try:
             read = ModelSpec.from_config(self.config)
         except UnsupportedModel:
-            return
-        if not read.is_plain:
-            return
-        planned = read.calls
-        found = tuple(
-            AttentionCall(
-                kv_heads=call.kv_heads,
-                key_dim=call.key_dim,
-                value_dim=call.value_dim,
-                window=call.window if call.window < self.spec.context_length else 0,
-            )
-            for call in self._calls
-        )
+            if plain:
+                return seen
+            raise
+        return read if read.is_plain or not plain else seen
+
+    def _compare_with_config(self) -> None:
+        """What planning reads off the configuration must be what the model does: call by call, the same parts."""
+        planned, found = ([self._parts(call) for call in calls] for calls in (self.spec.calls, self._calls))
         if planned == found:
             return
         pairs = zip(planned, found, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(planned), len(found)))
-        expected, actual = (calls[at] if at < len(calls) else "no call" for calls in (planned, found))
+        expected, actual = (calls[at] if at < len(calls) else "no call" for calls in (self.spec.calls, self._calls))
         raise LayoutMismatch(
-            f"the configuration of '{self.name}' promises {len(planned)} attention calls and the model makes "
+            f"the configuration of '{self.name}' promises {len(planned)} calls that keep something and the model makes "
             f"{len(found)}; call {at} should be {expected} and is {actual}.",
             fix="correct config.json (window, heads or dims), or report the architecture.",
         )
+
+    def _parts(self, call: Call) -> tuple[Part, ...]:
+        """What a call keeps. A window that no request outgrows is none."""
+        if isinstance(call, AttentionCall) and call.window >= self.spec.context_length:
+            call = replace(call, window=0, chunked=False)
+        return call.parts(plain_format(self.spec.dtype), self.spec.dtype)
 
 
 def load_model(

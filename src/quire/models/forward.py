@@ -1,0 +1,82 @@
+"""The forward pass that is going on: what model code, called by transformers, reads and writes of the pools.
+
+States of the context variable: unset (a call is an error), recording (calls are described and answered with zeros, no
+pool exists yet), running (what is kept goes to the pools and is read from there). Pools are keyed by the ordinal of the
+call within the forward pass: layers may share a module, and a module may be called twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+from quire.kernels.attention import PagedBatch
+from quire.kernels.state import StateBatch
+from quire.memory.pool import Pool
+from quire.spec.layers import Call
+
+
+class RunningForward:
+    """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use."""
+
+    def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch]) -> None:
+        self._groups = tuple(zip(pools, batches, strict=True))
+        self.ordinal = 0
+
+    def next_ordinal(self) -> int:
+        """The ordinal of the call that begins now."""
+        ordinal, self.ordinal = self.ordinal, self.ordinal + 1
+        return ordinal
+
+    def paged(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
+        """The pool's layer of a field with entries per token, and the batch of its group."""
+        layer, batch = self._find(name, ordinal)
+        assert isinstance(batch, PagedBatch)
+        return layer, batch
+
+    def states(self, name: str, ordinal: int) -> tuple[Tensor, StateBatch]:
+        """The pool's layer of a field of states, and the batch of its group."""
+        layer, batch = self._find(name, ordinal)
+        assert isinstance(batch, StateBatch)
+        return layer, batch
+
+    def _find(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch | StateBatch]:
+        for pool, batch in self._groups:
+            if pool.has(name, ordinal):
+                return pool.layer(name, ordinal), batch
+        raise AssertionError(f"call {ordinal} of the forward pass keeps no '{name}'")
+
+
+class RecordingForward:
+    """A dry run that finds out which calls a forward pass makes."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def note(self, call: Call) -> None:
+        """The call that is made now. Its output may be anything of the right shape."""
+        self.calls.append(call)
+
+
+_forward: ContextVar[RunningForward | RecordingForward | None] = ContextVar("quire_forward", default=None)
+
+
+@contextmanager
+def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
+    """Calls that model code makes inside belong to `forward`."""
+    token = _forward.set(forward)
+    try:
+        yield
+    finally:
+        _forward.reset(token)
+
+
+def current_forward() -> RunningForward | RecordingForward:
+    """The forward pass that is going on. Raises RuntimeError outside one."""
+    forward = _forward.get()
+    if forward is None:
+        raise RuntimeError("a model on Quire's pools runs only inside LoadedModel.forward")
+    return forward
