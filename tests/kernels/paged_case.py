@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import PagedBatch, paged_attention
+from quire.kernels.stored import StoredRows
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class PagedCase:
     def attend(self, **options: object) -> Tensor:
         """The kernel's answer."""
         key, value = self.keys.flatten(0, 1)[self.new], self.values.flatten(0, 1)[self.new]
-        return paged_attention(self.query, key, value, self.keys, self.values, self.batch, **options)
+        return paged_attention(
+            self.query, key, value, StoredRows(self.keys), StoredRows(self.values), self.batch, **options
+        )
 
     def expected(
         self, *, scale: float, window: int | None = 0, softcap: float | None = None, sinks: Tensor | None = None

@@ -8,6 +8,7 @@ import torch
 
 from quire.errors import ModelCheckFailed
 from quire.kernels.attention import PagedBatch
+from quire.kernels.stored import StoredRows
 from quire.memory.pool import Pool
 from quire.models import attention
 from quire.models.hf import LoadedModel, load_model
@@ -126,7 +127,7 @@ def test_the_check_at_load_notices(broken, tmp_path, monkeypatch):
 
 def test_the_check_notices_unwritten_keys(tmp_path, monkeypatch):
     folder = str(save_tiny("llama_gqa", tmp_path))
-    monkeypatch.setattr(attention, "write_slots", lambda pool, slots, rows: None)
+    monkeypatch.setattr(StoredRows, "write", lambda stored, slots, rows: rows)
     with pytest.raises(ModelCheckFailed, match="never written"):
         load_model(folder)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.batch import PagedBatch as PagedBatch
 from quire.kernels.partial import flash_usable, native_on_cpu, partial_flash, partial_math
 from quire.kernels.segments import Segment, Source
+from quire.kernels.stored import StoredRows
 from quire.kernels.workspace import Workspace
 
 _WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
@@ -22,8 +23,8 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
+    stored_keys: StoredRows,
+    stored_values: StoredRows,
     batch: PagedBatch,
     *,
     scale: float,
@@ -34,10 +35,10 @@ def paged_attention(
     """Attention output `[T, heads, value_dim]` of every row, in the dtype of `query`.
 
     `query` `[T, heads, key_dim]`; `key` `[T, kv_heads, key_dim]` and `value` `[T, kv_heads, value_dim]` are the new
-    tokens, already written to their slots of `key_pool` `[frames, page_size, kv_heads, key_dim]` and `value_pool`.
+    tokens as `stored_keys` and `stored_values` returned them when they were written.
     A row at position p reads keys `p - window < k <= p`. `sinks` `[heads]` are logits of an extra key without value.
     """
-    step = _Step(query, key, value, key_pool, value_pool, scale, softcap)
+    step = _Step(query, key, value, (stored_keys, stored_values), scale, softcap)
     plan = batch.plan(window or 0, query.device)
     if len(plan.segments) == 1 and sinks is None and plan.segments[0].num_rows == query.shape[0]:
         out, _ = step.partial(plan.segments[0])
@@ -56,15 +57,14 @@ class _Step:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_pool: Tensor,
-        value_pool: Tensor,
+        stored: tuple[StoredRows, StoredRows],
         scale: float,
         softcap: float | None,
     ) -> None:
         self.kv_heads = key.shape[1]
         self.query = query.view(query.shape[0], self.kv_heads, -1, query.shape[2])  # [T, kv_heads, group, key_dim]
         self.new = (key, value)
-        self.pools = (key_pool.flatten(0, 1), value_pool.flatten(0, 1))  # [slots, kv_heads, dim]
+        self.stored = stored
         self.scale = scale
         self.softcap = softcap
         self.flash = flash_usable(query, key.shape[-1], value.shape[-1], softcap)
@@ -128,21 +128,14 @@ class _Step:
         return self._tokens
 
     def _read_anew(self, source: Source) -> tuple[Tensor, Tensor]:
+        keys, values = self.stored
+        dtype = self.query.dtype
         if source.new:
-            key, value = (new[source.start : source.stop] for new in self.new)
-        elif source.index is None:
-            key, value = (pool[source.start : source.stop] for pool in self.pools)
-        else:
-            key, value = (
-                torch.index_select(
-                    pool,
-                    0,
-                    source.index,
-                    out=_workspace.take(name, pool.dtype, pool.device, len(source.index), *pool.shape[1:]),
-                )
-                for name, pool in zip(("key", "value"), self.pools, strict=True)
-            )
-        return key.to(self.query.dtype), value.to(self.query.dtype)
+            key, value = (new[source.start : source.stop].to(dtype) for new in self.new)
+            return key, value
+        if source.index is None:
+            return keys.read(source.start, source.stop, dtype), values.read(source.start, source.stop, dtype)
+        return keys.gather(source.index, dtype, "key"), values.gather(source.index, dtype, "value")
 
 
 class _Merged:

@@ -10,7 +10,6 @@ from transformers import AttentionInterface
 
 from quire.errors import UnsupportedModel
 from quire.kernels.attention import paged_attention
-from quire.kernels.write import write_slots
 from quire.models.forward import RecordingForward, RunningForward, current_forward
 from quire.spec.layers import AttentionCall
 
@@ -61,17 +60,15 @@ def _attend(
 ) -> Tensor:
     """Store the new keys and values at their slots and attend: `[T, heads, value_dim]`."""
     ordinal = forward.next_ordinal()
-    key_pool, batch = forward.paged("k", ordinal)
-    value_pool, _ = forward.paged("v", ordinal)
+    keys, batch = forward.rows("k", ordinal)
+    values, _ = forward.rows("v", ordinal)
     slots = batch.slots_on(query.device)
-    write_slots(key_pool, slots, key)
-    write_slots(value_pool, slots, value)
     return paged_attention(
         query,
-        key,
-        value,
-        key_pool,
-        value_pool,
+        keys.write(slots, key),
+        values.write(slots, value),
+        keys,
+        values,
         batch,
         scale=scale,
         window=call.window,

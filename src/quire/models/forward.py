@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels.attention import PagedBatch
 from quire.kernels.state import StateBatch
+from quire.kernels.stored import StoredRows
 from quire.memory.pool import Pool
 from quire.spec.layers import Call
 
@@ -31,11 +32,11 @@ class RunningForward:
         ordinal, self.ordinal = self.ordinal, self.ordinal + 1
         return ordinal
 
-    def paged(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
-        """The pool's layer of a field with entries per token, and the batch of its group."""
+    def rows(self, name: str, ordinal: int) -> tuple[StoredRows, PagedBatch]:
+        """The rows of a field with entries per token, and the batch of its group."""
         layer, batch = self._find(name, ordinal)
         assert isinstance(batch, PagedBatch)
-        return layer, batch
+        return StoredRows(layer), batch
 
     def states(self, name: str, ordinal: int) -> tuple[Tensor, StateBatch]:
         """The pool's layer of a field of states, and the batch of its group."""
