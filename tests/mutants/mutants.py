@@ -372,14 +372,14 @@ def restored_state_is_a_view(patch: Patch) -> None:
 
 @mutant("allocators", "a page freed twice is handed out twice")
 def double_free_is_accepted(patch: Patch) -> None:
-    patch.setattr(BaseTokenToKVPoolAllocator, "_check_out", lambda allocator, pages: None)
+    patch.setattr(BaseTokenToKVPoolAllocator, "check_out", lambda allocator, pages: None)
 
 
 @mutant("allocators", "slots of one page given back together count as several pages")
 def free_does_not_merge_slots_of_a_page(patch: Patch) -> None:
     patch.setattr(
         PagedTokenToKVPoolAllocator,
-        "_pages_of",
+        "pages_of",
         lambda allocator, slots: (slots // allocator.page_size).astype(np.int32),
     )
 
