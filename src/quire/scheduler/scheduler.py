@@ -120,7 +120,7 @@ class Scheduler:
 
     def _work(self, request: Request, limit: int) -> Work:
         assert request.kv is not None
-        count = min(request.num_ready, limit)
+        count = self._cache.at_once(request.kv, min(request.num_ready, limit))
         start = request.num_launched
         return Work(request, request.kv, start, count, samples=start + count == request.num_known)
 
@@ -206,27 +206,17 @@ class Scheduler:
                 continue
             shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
             if shared > hit.num_pages and shared > other.kv.lease.num_pages:
+                self._cache.mark(other.kv, shared * size)
                 return other
         return None
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
         plan, size = self._cache.plan, self._cache.page_size
-        needed = plan.pages_of(request.num_tokens + plan.tokens_per_step) - hit.num_pages
-        promised = sum(
-            pages_for(other.num_known, size) - pages_for(self._cache.allocated(other.kv), size)
-            for other in self._running
-            if other.kv is not None
-        )
-        available = self._cache.num_available_pages - hit.num_pinned - promised
-        headroom = len(self._running) * pages_for(plan.tokens_per_step, size)
-        if needed + headroom <= available:
-            return True
-        request.wait_reason = (
-            f"needs {needed} pages and {headroom} in reserve; {max(0, available)} are available, "
-            f"{len(self._running)} running requests hold the rest"
-        )
-        return False
+        running = [(other.kv, pages_for(other.num_known, size)) for other in self._running if other.kv is not None]
+        needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
+        request.wait_reason = self._cache.why_not(hit, needed, running, pages_for(plan.tokens_per_step, size))
+        return not request.wait_reason
 
     def _finish(self, request: Request, *, keep: bool) -> None:
         if request.state is RequestState.RUNNING:
