@@ -10,6 +10,8 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests.cache.machine import run_cache
 from tests.memory.machine import run_allocator
+from tests.memory.mamba_machine import run_mamba
+from tests.memory.swa_machine import run_swa
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
@@ -21,6 +23,8 @@ NOTICED = (AssertionError, QuireError, pytest.fail.Exception)
 RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "cache": [lambda seed=seed: run_cache(seed, 150) for seed in range(20)],
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
+    "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
+    "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "scheduler": [lambda seed=seed: run_scheduler(seed) for seed in range(30)],
     "policies": [check_eviction_orders],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
