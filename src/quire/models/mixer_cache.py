@@ -6,6 +6,7 @@ convolution of kernel k is held as its last k - 1 inputs, the k-th being the new
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,27 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.spec.layers import StateCall
 from quire.spec.layout import DType
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """The states of a call as the layer of a cache; transformers up to 5.17 reads them there."""
+
+    conv_states: tuple[Tensor | None]
+    recurrent_states: tuple[Tensor | None]
+    record_past: bool = False
+
+
+class _EveryLayer:
+    """The same layer under every number."""
+
+    __slots__ = ("_layer",)
+
+    def __init__(self, layer: _Layer) -> None:
+        self._layer = layer
+
+    def __getitem__(self, layer_idx: int) -> _Layer:
+        return self._layer
 
 
 class MixerStates:
@@ -27,6 +49,11 @@ class MixerStates:
     def __init__(self, conv: Tensor | None, ssm: Tensor | None) -> None:
         self.conv = conv
         self.ssm = ssm
+
+    @property
+    def layers(self) -> _EveryLayer:
+        """The layers of the cache, which are all the same."""
+        return _EveryLayer(_Layer((self.conv,), (self.ssm,)))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of the convolution."""
@@ -103,8 +130,7 @@ class RecordedStates:
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Note the heads and the shape of each one's state."""
         self._refuse_several(state_idx)
-        _, self._heads, *matrix = recurrent_states.shape
-        self._matrix = tuple(matrix)
+        self._heads, self._matrix = recurrent_states.shape[1], tuple(recurrent_states.shape[2:])
         return recurrent_states
 
     def _refuse_several(self, state_idx: int) -> None:

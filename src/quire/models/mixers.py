@@ -7,11 +7,14 @@ run of pieces and, as its cache, their states. What is around it (projections of
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from quire.kernels.state import read_states, write_states
 from quire.models.forward import RecordingForward, RunningForward, active_forward
@@ -24,6 +27,9 @@ from quire.spec.layout import DType
 _STORES = frozenset({"update_conv_state", "update_recurrent_state"})
 """What the forward pass of a layer that keeps states calls on its cache."""
 _CACHE_NAMES = ("cache_params", "past_key_values")
+
+_STEP = "mamba2_selective_state_update"
+"""Name of the function that moves a Mamba-2 layer by one token in transformers."""
 
 Compute = Callable[[Tensor, MixerStates], Tensor]
 """From rows `[pieces, S, hidden]` to outputs of the same shape, moving states on by S tokens."""
@@ -40,6 +46,8 @@ def install_mixers(model: nn.Module) -> int:
         names = _names_in_forward(module)
         if _STORES & names and not isinstance(module.forward, _Mixer):
             layer: Any = module
+            if _STEP in names:
+                layer.forward = _with_limited_step(layer)
             layer.forward = _Mixer(module, SCAN in names, state_dtype)
             installed += 1
     return installed
@@ -54,6 +62,36 @@ def _names_in_forward(module: nn.Module) -> frozenset[str]:
     """Every attribute and global that the code of the class's forward pass mentions."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()
+
+
+def _with_limited_step(layer: Any) -> Callable[..., Any]:
+    """The forward pass of a Mamba-2 layer, limiting step sizes for one token as it does for several.
+
+    transformers leaves the limits out for one token: a state would depend on how its tokens came. Only where the layer
+    has limits does its code run with another function for that step; the code itself is the same.
+    """
+    own: Callable[..., Any] = layer.forward
+    low, high = layer.time_step_limit
+    if low <= 0 and math.isinf(high):
+        return own
+    function: Any = inspect.unwrap(type(layer).forward)
+    step = function.__globals__[_STEP]
+
+    def limited(
+        state: Tensor, rows: Tensor, dt: Tensor, *others: Any, dt_bias: Tensor, dt_softplus: bool, **kwargs: Any
+    ) -> Any:
+        assert dt_softplus
+        return step(state, rows, softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high), *others, **kwargs)
+
+    changed = FunctionType(
+        function.__code__,
+        {**function.__globals__, _STEP: limited},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(changed, layer)
 
 
 class _Mixer:
@@ -96,7 +134,7 @@ class _Mixer:
                 None if conv is None else read_states(conv, run.sources),
                 None if ssm is None else read_states(ssm, run.sources).float(),
             )
-            rows = hidden[0, run.rows].unflatten(0, (run.count, run.length))
+            rows = hidden[0, run.rows].view(run.count, run.length, -1)
             computed = self._compute(rows, states).flatten(0, 1)
             if out is None:
                 out = hidden.new_zeros(1, hidden.shape[1], computed.shape[-1])

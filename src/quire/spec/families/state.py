@@ -56,6 +56,10 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     if source is config.text:
         names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+        if config.kind == "bailing_hybrid":
+            config.get("short_conv_kernel_size")  # another name of the kernel, where transformers writes both
+            if not config.has(*names):
+                names = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
     heads, dim, kernel = (source.get(name) for name in names)
     if not heads:
         return None
