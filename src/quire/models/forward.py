@@ -38,11 +38,18 @@ class RunningForward:
         assert isinstance(batch, PagedBatch)
         return StoredRows(layer), batch
 
-    def states(self, name: str, ordinal: int) -> tuple[Tensor, StateBatch]:
-        """The pool's layer of a field of states, and the batch of its group."""
-        layer, batch = self._find(name, ordinal)
-        assert isinstance(batch, StateBatch)
-        return layer, batch
+    def states(self, ordinal: int) -> tuple[dict[str, Tensor], StateBatch]:
+        """The pool's layer of each field of states that a call keeps, by name, and the batch of their group."""
+        for pool, batch in self._groups:
+            if isinstance(batch, StateBatch):
+                found = {
+                    field.name: pool.layer(field.name, ordinal)
+                    for field in pool.layout.fields
+                    if pool.has(field.name, ordinal)
+                }
+                if found:
+                    return found, batch
+        raise AssertionError(f"call {ordinal} of the forward pass keeps no states")
 
     def _find(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch | StateBatch]:
         for pool, batch in self._groups:
@@ -73,6 +80,11 @@ def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
         yield
     finally:
         _forward.reset(token)
+
+
+def active_forward() -> RunningForward | RecordingForward | None:
+    """The forward pass that is going on, if any."""
+    return _forward.get()
 
 
 def current_forward() -> RunningForward | RecordingForward:

@@ -28,6 +28,7 @@ from quire.models.attention import IMPLEMENTATION
 from quire.models.check import check_forward
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.linear import widen_linears
+from quire.models.mixers import install_mixers
 from quire.models.registry import refuse_unsupported
 from quire.models.rotary import fix_longrope
 from quire.models.source import ModelSource, quiet, reading, transformers_version
@@ -57,7 +58,7 @@ class LoadedModel:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
         self._num_layers = int(text_config.num_hidden_layers)
-        context_length = getattr(text_config, "max_position_embeddings", None) or max_length
+        context_length = getattr(text_config, "max_position_embeddings", None) or max_length or self._endless()
         if context_length is None:
             raise UnsupportedModel(
                 f"the configuration of '{name}' has no 'max_position_embeddings', the longest context it was made for.",
@@ -66,6 +67,7 @@ class LoadedModel:
         fix_longrope(model, max_length or int(context_length))
         dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
+        install_mixers(model)
         model.set_attn_implementation(IMPLEMENTATION)
         self._calls = self.discover()
         self.spec = replace(
@@ -140,6 +142,13 @@ class LoadedModel:
     def check(self) -> None:
         """Raise ModelCheckFailed unless a mixed step on scattered frames gives the model's own logits."""
         check_forward(self)
+
+    def _endless(self) -> int | None:
+        """The context that planning gives a model whose layers have no end of their own: states, windows."""
+        try:
+            return ModelSpec.from_config(self.config).context_length
+        except UnsupportedModel:
+            return None
 
     def _read_spec(self) -> ModelSpec:
         """What planning reads off the configuration; of plain attention, whose shapes say everything, what was seen."""

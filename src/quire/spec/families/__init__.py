@@ -97,11 +97,15 @@ def _mixed_layers(reader: ConfigReader, kinds: list[str], context: int, state_dt
         elif kind == STATE:
             layers.append(kept)
         elif kind == PARALLEL:
-            layers.append(attend(index, FULL) + kept)
+            both = attend(index, FULL), kept
+            layers.append(both[1] + both[0] if reader.kind in _STATE_FIRST else both[0] + both[1])
         else:
             layers.append(attend(index, kind))
     return tuple(layers)
 
+
+_STATE_FIRST = frozenset({"falcon_h1"})
+"""Model types whose layers run their recurrence before the attention beside it; ordinals follow the forward pass."""
 
 _OTHER_CALLS = frozenset({"diffllama", "hrm_text", "longcat_flash", "mllama"})
 """Model types whose layers call attention in a number or with shapes that no field of the configuration says."""

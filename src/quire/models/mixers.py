@@ -1,0 +1,146 @@
+"""Recurrent layers of transformers on Quire's pools of states, in flat batches of pieces of many sequences.
+
+The layer's own code computes, or its scan is replaced where it cannot continue a sequence; each call gets rows of one
+run of pieces and, as its cache, their states. What is around it (projections of attention, experts) stays flat.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from quire.kernels.state import read_states, write_states
+from quire.models.forward import RecordingForward, RunningForward, active_forward
+from quire.models.mixer_cache import MixerStates, RecordedStates
+from quire.models.selective_mixer import SCAN, selective_mixer
+from quire.spec.config_reader import ConfigReader
+from quire.spec.families.state import recurrence_dtype
+from quire.spec.layout import DType
+
+_STORES = frozenset({"update_conv_state", "update_recurrent_state"})
+"""What the forward pass of a layer that keeps states calls on its cache."""
+_CACHE_NAMES = ("cache_params", "past_key_values")
+
+_STEP = "mamba2_selective_state_update"
+"""Name of the function that moves a Mamba-2 layer by one token in transformers."""
+
+Compute = Callable[[Tensor, MixerStates], Tensor]
+"""From rows `[pieces, S, hidden]` to outputs of the same shape, moving states on by S tokens."""
+
+
+def install_mixers(model: nn.Module) -> int:
+    """Make the recurrent layers of `model` compute on pools inside a forward pass; returns how many there are.
+
+    Outside one they compute as before. Bound methods are wrapped: no module is replaced and no weight copied.
+    """
+    state_dtype = recurrence_dtype(ConfigReader(_config_of(model)))
+    installed = 0
+    for module in model.modules():
+        names = _names_in_forward(module)
+        if _STORES & names and not isinstance(module.forward, _Mixer):
+            layer: Any = module
+            if _STEP in names:
+                layer.forward = _with_limited_step(layer)
+            layer.forward = _Mixer(module, SCAN in names, state_dtype)
+            installed += 1
+    return installed
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    found: dict[str, Any] = model.config.to_dict()
+    return found
+
+
+def _names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Every attribute and global that the code of the class's forward pass mentions."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return frozenset(code.co_names) if code is not None else frozenset()
+
+
+def _with_limited_step(layer: Any) -> Callable[..., Any]:
+    """The forward pass of a Mamba-2 layer, limiting step sizes for one token as it does for several.
+
+    transformers leaves the limits out for one token: a state would depend on how its tokens came. Only where the layer
+    has limits does its code run with another function for that step; the code itself is the same.
+    """
+    own: Callable[..., Any] = layer.forward
+    low, high = layer.time_step_limit
+    if low <= 0 and math.isinf(high):
+        return own
+    function: Any = inspect.unwrap(type(layer).forward)
+    step = function.__globals__[_STEP]
+
+    def limited(
+        state: Tensor, rows: Tensor, dt: Tensor, *others: Any, dt_bias: Tensor, dt_softplus: bool, **kwargs: Any
+    ) -> Any:
+        assert dt_softplus
+        return step(state, rows, softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high), *others, **kwargs)
+
+    changed = FunctionType(
+        function.__code__,
+        {**function.__globals__, _STEP: limited},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(changed, layer)
+
+
+class _Mixer:
+    """The forward pass of one recurrent module. It may serve several layers, as attention modules may."""
+
+    __slots__ = ("_cache_name", "_compute", "_own", "_state_dtype")
+
+    def __init__(self, module: nn.Module, scans: bool, state_dtype: DType) -> None:
+        self._own: Callable[..., Any] = module.forward
+        parameters = inspect.signature(module.forward).parameters
+        self._cache_name = next(name for name in _CACHE_NAMES if name in parameters)
+        self._compute: Compute = partial(selective_mixer, module) if scans else self._with_cache
+        self._state_dtype = state_dtype
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer around the module calls, `hidden_states` being `[1, T, hidden]` in a forward pass."""
+        forward = active_forward()
+        if forward is None:
+            return self._own(hidden_states, *args, **kwargs)
+        if isinstance(forward, RunningForward):
+            return self._run(hidden_states, forward)
+        return self._record(hidden_states, forward)
+
+    def _with_cache(self, rows: Tensor, states: MixerStates | RecordedStates) -> Tensor:
+        out: Tensor = self._own(rows, **{self._cache_name: states})
+        return out
+
+    def _record(self, hidden: Tensor, forward: RecordingForward) -> Tensor:
+        states = RecordedStates()
+        out = self._with_cache(hidden, states)
+        forward.note(states.call(self._state_dtype))
+        return out
+
+    def _run(self, hidden: Tensor, forward: RunningForward) -> Tensor:
+        layers, batch = forward.states(forward.next_ordinal())
+        conv, ssm = layers.get("conv"), layers.get("ssm")
+        out = None
+        for run in batch.runs(hidden.device):
+            states = MixerStates(
+                None if conv is None else read_states(conv, run.sources),
+                None if ssm is None else read_states(ssm, run.sources).float(),
+            )
+            rows = hidden[0, run.rows].view(run.count, run.length, -1)
+            computed = self._compute(rows, states).flatten(0, 1)
+            if out is None:
+                out = hidden.new_zeros(1, hidden.shape[1], computed.shape[-1])
+            out[0, run.rows] = computed
+            for layer, kept in ((conv, states.conv), (ssm, states.ssm)):
+                if layer is not None and kept is not None:
+                    write_states(layer, run.targets, kept)
+        assert out is not None, "a step has rows"
+        return out
