@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class RunningForward:
     def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch]) -> None:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
+        self.shared: dict[str, Any] = {}  # what layers left for later ones of this pass, by their kind
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""
@@ -63,6 +65,7 @@ class RecordingForward:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.shared: dict[str, Any] = {}
 
     def note(self, call: Call) -> None:
         """The call that is made now. Its output may be anything of the right shape."""
@@ -83,8 +86,13 @@ def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
 
 
 def active_forward() -> RunningForward | RecordingForward | None:
-    """The forward pass that is going on, if any."""
+    """The forward pass that is going on, if any. Outside one, a model computes as it would by itself."""
     return _forward.get()
+
+
+def in_forward() -> bool:
+    """Whether a forward pass is going on."""
+    return _forward.get() is not None
 
 
 def current_forward() -> RunningForward | RecordingForward:
