@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from quire.cache.kv_cache import CHECKPOINT_INTERVAL
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
 
@@ -22,6 +23,11 @@ class EngineConfig(BaseModel):
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
     own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
     would mostly wait, else as many as torch would take.
+
+    Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
+    other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
+    bytes of states per byte of other pools, `max_mamba_cache_size` states, all by default what the load asks for; and
+    `checkpoint_interval` is the tokens between states that a request leaves on its way, where frames are to spare.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -37,6 +43,11 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     max_running_requests: int = Field(default=256, ge=1, le=65_536)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
+    window_pool: bool = True
+    swa_full_tokens_ratio: float | None = Field(default=None, gt=0, le=1)
+    mamba_full_memory_ratio: float | None = Field(default=None, gt=0)
+    max_mamba_cache_size: int | None = Field(default=None, ge=1)
+    checkpoint_interval: int = Field(default=CHECKPOINT_INTERVAL, ge=1)
     policy: Literal["fcfs", "lpm"] = "fcfs"
     eviction: Literal["lru", "lfu", "slru", "fifo", "mru", "filo", "priority"] = "lru"
     enable_prefix_caching: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class EngineCore:
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
             model_identity=self.model.identity,
+            checkpoint_interval=config.checkpoint_interval,
         )
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
@@ -237,7 +239,10 @@ class EngineCore:
             chunk=config.max_num_batched_tokens,
             shares=config.enable_prefix_caching,
             max_requests=config.max_running_requests,
-            window_pool=False,  # the runner computes on one group, in which windows are kept whole
+            swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
+            mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
+            max_mamba_cache_size=config.max_mamba_cache_size,
+            window_pool=config.window_pool,
         )
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
@@ -251,6 +256,11 @@ class EngineCore:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
         return default_kv_bytes(host_memory().available)
+
+
+def _fraction(value: float | None) -> Fraction | None:
+    """A ratio as it was written, not as floating point keeps it."""
+    return None if value is None else Fraction(str(value))
 
 
 def default_kv_bytes(available: int) -> int:

@@ -144,8 +144,15 @@ class PoolOptions:
 
     @property
     def states_per_request(self) -> int:
-        """States that one request uses: the one it writes and, where prefixes are kept, two checkpoints."""
+        """States that one request uses: the one it writes and, where prefixes are kept, two checkpoints.
+
+        With fewer it runs all the same, and leaves no checkpoints for others to begin on.
+        """
         return 3 if self.shares else 1
+
+    def requests_in(self, slots: int) -> int:
+        """Requests that that many states are for."""
+        return max(min(1, slots), slots // self.states_per_request)
 
 
 class MemoryPoolConfigurator:
@@ -372,20 +379,18 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         ]
 
     def _running(self, slots: int) -> int:
-        most = slots // self.options.states_per_request
+        most = self.options.requests_in(slots)
         asked = self.options.max_running_requests
         return most if asked is None else min(most, asked)
 
     def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
         config = super()._check(config)
         state = next(pool for pool in config.pools if pool.group.reach.kind == "state")
-        need = self.options.states_per_request
-        if state.frames < need:
+        if state.frames < 1:
             raise PlanError(
-                f"{state.frames} state slots would remain, and one request uses {need} (one it writes"
-                + (", two checkpoints)." if need > 1 else ")."),
-                fix=f"give at least {format_bytes((need + PADDING) * state.bytes_per_frame)} to states: raise the KV "
-                "memory or the ratio of states, or turn prefix caching off.",
+                f"no state slot would remain, and one request writes one of {format_bytes(state.bytes_per_frame)}.",
+                fix=f"give at least {format_bytes((1 + PADDING) * state.bytes_per_frame)} to states: raise the KV "
+                "memory or the ratio of states.",
             )
         return replace(config, state_slots=state.frames, max_running_requests=self._running(state.frames))
 
