@@ -32,15 +32,16 @@ class SWAMachine:
     """`sequences` are slots of the full side; `windows` is page -> window page; the rest of either side is free."""
 
     OPERATIONS = ("alloc", "extend", "extend", "decode", "decode", "tail", "tail", "free", "free", "trim", "free_swa")
-    OPERATIONS += ("free_swa", "wrong_free", "wrong_free_swa", "take", "drop", "hand_over")
+    OPERATIONS += ("free_swa", "free_swa_of_last", "free_swa_of_last", "wrong_free", "wrong_free_swa")
+    OPERATIONS += ("take", "drop", "hand_over", "hand_over")
     OPERATIONS += ("group", "backup", "restore", "clear")
 
     EVENTS = ("full is short", "window is short", "no window to go on in", "taken", "shared table", "windows only")
 
     def __init__(self, choices: Choices) -> None:
         self.size = choices.one_of((1, 1, 2, 3, 4, 16))
-        self.num_windows = choices.between(2, 12)
         self.num_pages = choices.between(2, 12)
+        self.num_windows = choices.between(2, 12 if choices.chance(40) else max(2, self.num_pages // 2))
         self.windows_only = choices.chance(20)
         sort = choices.chance(40)
         if self.windows_only:
@@ -148,6 +149,14 @@ class SWAMachine:
         slots = [page * self.size + choices.below(self.size) for page in pages]
         self.allocator.free_swa(slots)
         self._lose_windows(pages)
+
+    def free_swa_of_last(self, choices: Choices) -> None:
+        """The page in which a sequence would go on loses its window."""
+        last = {slots[-1] // self.size for slots in self.sequences if len(slots) % self.size}
+        if pages := sorted(last & set(self.windows)):
+            page = choices.one_of(pages)
+            self.allocator.free_swa([page * self.size])
+            self._lose_windows([page])
 
     def wrong_free(self, choices: Choices) -> None:
         """A page that is not out, the padding page or one outside the pool, beside a right one."""
@@ -267,7 +276,7 @@ class SWAMachine:
         return SWATokenToKVPoolAllocator.over(full, frames, Tier.DEVICE, GROUP, swa)
 
     def _grow_all(self, choices: Choices, counts: list[int], grow: Callable[[Any, Any, Any], Any]) -> None:
-        if choices.chance(80):  # otherwise some sequence may be unable to go on
+        if choices.chance(60):  # otherwise some sequence may be unable to go on
             keep = [not (n and self._is_blocked(slots)) for slots, n in zip(self.sequences, counts, strict=True)]
         else:
             keep = [True] * len(counts)
