@@ -254,7 +254,9 @@ class CacheMachine:
 
     def mark(self, choices: Choices) -> None:
         s = choices.one_of(self.model.live)
-        self.cache.mark(s.kv, choices.between(0, self.context))
+        num_pages = choices.between(1, self.model.num_pages)
+        left = self.cache.will_leave(s.kv, num_pages)
+        assert left or num_pages <= s.pinned, "pages that have not settled are still to come"
 
     def commit(self, choices: Choices) -> None:
         behind = [s for s in self.model.live if s.committed < s.settled] or self.model.live

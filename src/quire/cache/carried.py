@@ -160,6 +160,12 @@ class CarriedGroup:
                 self._source[kv.row] = 0
         return Pieces(*np.array(pieces, dtype=np.int32).T), given
 
+    def owes(self, row: int, num_pages: int) -> bool:
+        """A frame that is to be left where it is now goes with the next step, and is the page's when that settles."""
+        if self._position[row] <= num_pages * self._page_size:
+            return True
+        return any(trail.num_pages == num_pages for trail in self._behind.get(row, ()))
+
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
         settled = [trail for trail in self._behind.get(row.row, ()) if trail.num_pages <= row.protected]
         if settled:

@@ -107,6 +107,9 @@ class GroupCache(Protocol):
     def grow(self, rows: Ids, new_pages: Ids) -> None:
         """Give what `wanted` counted; there is room."""
 
+    def owes(self, row: int, num_pages: int) -> bool:
+        """Whether what others need to begin behind that many pages, which are settled, has still to come."""
+
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
         """Pages from `start` up to `row.protected` are the tree's now; `ours` were the request's own for the first of
         them, which others had cached before. `marks` are the resume points it leaves, in pages."""
@@ -174,6 +177,9 @@ class WholeGroup:
 
     def grow(self, rows: Ids, new_pages: Ids) -> None:
         self.frames.take(new_pages)
+
+    def owes(self, row: int, num_pages: int) -> bool:
+        return False
 
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
         self._revive(ours, row.pages[start : start + len(ours)])

@@ -255,11 +255,12 @@ class KVCache:
         self._give_back(pages)
         return len(pages)
 
-    def mark(self, kv: RequestKV, num_tokens: int) -> None:
-        """Ask a running request to leave a resume point at the end of the last whole page of its first `num_tokens`:
-        another one waits for that prefix. Without effect where it has passed it."""
-        if num_tokens >= self.page_size:
-            kv.marks[num_tokens // self.page_size] = Rank.USED
+    def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
+        """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
+        `num_pages` pages. From now on it means to: another one waits for that prefix."""
+        row = self._row_of(kv)
+        kv.marks.setdefault(num_pages, Rank.USED)
+        return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self.groups)
 
     # -- steps in flight
 

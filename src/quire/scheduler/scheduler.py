@@ -164,19 +164,19 @@ class Scheduler:
 
         deferred = 0
         for request in list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens)):
-            left = self._max_tokens - batch.num_tokens
-            if not left or deferred >= self._max_running:
+            if deferred >= self._max_running:
                 return
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return
             hit = match(request)
-            leader = self._leader(request, hit)
+            leader = self._leader(request, hit)  # also where nothing is left of the step: it hears of who waits for it
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader.request_id} is computing"
                 deferred += 1
                 continue
-            if not self._fits(request, hit):
+            left = self._max_tokens - batch.num_tokens
+            if not left or not self._fits(request, hit):
                 return
             self._begin(batch, request, hit, left)
 
@@ -205,8 +205,7 @@ class Scheduler:
             if other.kv is None or other.namespace != request.namespace or not other.in_prefill:
                 continue
             shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
-            if shared > hit.num_pages and shared > other.kv.lease.num_pages:
-                self._cache.mark(other.kv, shared * size)
+            if shared > hit.num_pages and self._cache.will_leave(other.kv, shared):
                 return other
         return None
 
