@@ -31,6 +31,9 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 _STEP = "mamba2_selective_state_update"
 """Name of the function that moves a Mamba-2 layer by one token in transformers."""
 
+_SMALLEST_CHUNK = 16
+"""Rows. Mamba 2 scans in chunks of a fixed size, often 256, and its code for CPUs fills the last one up."""
+
 Compute = Callable[[Tensor, MixerStates], Tensor]
 """From rows `[pieces, S, hidden]` to outputs of the same shape, moving states on by S tokens."""
 
@@ -97,10 +100,12 @@ def _with_limited_step(layer: Any) -> Callable[..., Any]:
 class _Mixer:
     """The forward pass of one recurrent module. It may serve several layers, as attention modules may."""
 
-    __slots__ = ("_cache_name", "_compute", "_own", "_state_dtype")
+    __slots__ = ("_cache_name", "_chunk", "_compute", "_module", "_own", "_state_dtype")
 
     def __init__(self, module: nn.Module, scans: bool, state_dtype: DType) -> None:
+        self._module: Any = module
         self._own: Callable[..., Any] = module.forward
+        self._chunk = int(getattr(module, "chunk_size", 0))
         parameters = inspect.signature(module.forward).parameters
         self._cache_name = next(name for name in _CACHE_NAMES if name in parameters)
         self._compute: Compute = partial(selective_mixer, module) if scans else self._with_cache
@@ -116,7 +121,16 @@ class _Mixer:
         return self._record(hidden_states, forward)
 
     def _with_cache(self, rows: Tensor, states: MixerStates | RecordedStates) -> Tensor:
-        out: Tensor = self._own(rows, **{self._cache_name: states})
+        """The module's own forward pass; a short piece in one chunk that is not much longer than it."""
+        chunk = max(_SMALLEST_CHUNK, 1 << (rows.shape[1] - 1).bit_length())
+        shorter = chunk < self._chunk and rows.device.type == "cpu"
+        if shorter:
+            self._module.chunk_size = chunk
+        try:
+            out: Tensor = self._own(rows, **{self._cache_name: states})
+        finally:
+            if shorter:
+                self._module.chunk_size = self._chunk
         return out
 
     def _record(self, hidden: Tensor, forward: RecordingForward) -> Tensor:
