@@ -211,6 +211,16 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
         "num_experts": 2,
         "use_mamba_kernels": False,
     },
+    "zamba": {
+        "model_type": "zamba",
+        **_MAMBA,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "attention_head_dim": 32,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 2,
+        "use_mamba_kernels": False,
+    },
     "bamba": {"model_type": "bamba", **_MAMBA_2, **_HEADS_OF_32, "attn_layer_indices": [1]},
     "falcon_h1": {"model_type": "falcon_h1", **_MAMBA_2, "mamba_d_ssm": 96, "mamba_n_heads": 6, "head_dim": 32},
     "granitemoehybrid": {
