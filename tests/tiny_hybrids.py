@@ -35,7 +35,13 @@ _DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 4,
 }
 _MAMBA: dict[str, Any] = {"mamba_d_state": 12, "mamba_d_conv": 4, "mamba_expand": 2}
-_MAMBA_2: dict[str, Any] = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2}
+_MAMBA_2: dict[str, Any] = {
+    **_MAMBA,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 32,
+}
 _HEADS_OF_32: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
 """For configurations without `head_dim`, whose heads share the 64 hidden numbers."""
 _NO_ATTENTION: dict[str, Any] = {
@@ -203,6 +209,16 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
         "attn_layer_period": 3,
         "attn_layer_offset": 1,
         "num_experts": 2,
+        "use_mamba_kernels": False,
+    },
+    "zamba": {
+        "model_type": "zamba",
+        **_MAMBA,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "attention_head_dim": 32,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 2,
         "use_mamba_kernels": False,
     },
     "bamba": {"model_type": "bamba", **_MAMBA_2, **_HEADS_OF_32, "attn_layer_indices": [1]},

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import selective_scan as module
-from quire.kernels.selective_scan import selective_scan
+from quire.kernels.selective_scan import linear_scan, selective_scan
 
 CHANNELS, SIZE = 6, 5
 LENGTHS = (1, 2, 3, 4, 5, 9, 16, 17, 50)
@@ -82,3 +82,19 @@ def test_a_piece_does_not_depend_on_its_neighbours():
         alone, own = selective_scan(x[one], dt[one], rates, key[one], query[one], state[one])
         assert torch.equal(together[one], alone)
         assert torch.equal(last[one], own)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_linear_scan(length):
+    generator = torch.Generator().manual_seed(length)
+    decays = torch.rand(2, length, CHANNELS, generator=generator)
+    inputs = torch.randn(2, length, CHANNELS, generator=generator)
+    state = torch.randn(2, CHANNELS, generator=generator)
+    before = [tensor.clone() for tensor in (decays, inputs, state)]
+    found = linear_scan(decays, inputs, state)
+    wanted, last = [], state.double()
+    for t in range(length):
+        last = decays[:, t].double() * last + inputs[:, t].double()
+        wanted.append(last)
+    assert_close(found, (torch.stack(wanted, dim=1), last))
+    assert all(torch.equal(now, then) for now, then in zip((decays, inputs, state), before, strict=True))

@@ -42,6 +42,9 @@ FAMILIES = (
     "jamba",
     "mamba",
     "falcon_mamba",
+    "zamba",
+    "minimax",
+    "recurrent_gemma",
 )
 LATENT = ("kimi_linear", "bailing_hybrid")
 UNLIMITED: Mapping[str, Any] = {"time_step_min": 1e-9}

@@ -1,10 +1,10 @@
-"""The selective scan (Mamba 1) with a state to begin with and the state it ends with, in float32.
+"""Linear recurrences of many independent numbers with a state to begin with and the state they end with, in float32.
 
-    state[t] = exp(dt[t] * A) * state[t - 1] + dt[t] * x[t] * B[t]        y[t] = sum over n of C[t] * state[t]
+    states[t] = decays[t] * states[t - 1] + inputs[t]
 
-A segment of tokens is laid out as a square: blocks that are scanned side by side, each from zero, and then joined one
-after the other. That takes two steps of Python per square root of the tokens, not one per token, and multiplies decays,
-which are at most 1, and never divides by them: no exponent can overflow.
+The tokens are laid out as a square: blocks that are scanned side by side, each from zero, and then joined one after the
+other. That takes two steps of Python per square root of the tokens, not one per token, and multiplies decays, which are
+at most 1, and never divides by them: no exponent can overflow.
 """
 
 from __future__ import annotations
@@ -16,18 +16,34 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _SEGMENT_NUMBERS = 1 << 22
-"""States held at once, in numbers: tokens of a segment times channels times state size. 16 MiB each for them and the
-decays, which is what a segment costs beside its input."""
+"""States of a selective scan held at once, in numbers: tokens of a segment times channels times state size. 16 MiB each
+for them and the decays, which is what a segment costs beside its input."""
+
+
+def linear_scan(decays: Tensor, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """States float32 `[n, S, channels]` of all tokens, and a copy of the last ones, `[n, channels]`.
+
+    `decays` and `inputs` are `[n, S, channels]`; `state` `[n, channels]` is not changed.
+    """
+    length = inputs.shape[1]
+    blocks, block, extra = _square(length)
+    # A decay of 1 and an input of 0 keep a state: what fills the last block changes nothing.
+    products = pad(decays.float(), (0, 0, 0, extra), value=1.0).clone()
+    states = pad(inputs.float(), (0, 0, 0, extra)).clone()
+    shape = (len(inputs), blocks, block, inputs.shape[2])
+    last = _scan_blocks(products.view(shape), states.view(shape), state.float())
+    return states[:, :length], last
 
 
 def selective_scan(
     x: Tensor, dt: Tensor, decay_rates: Tensor, key: Tensor, query: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[n, S, channels]` and last states `[n, channels, size]`, both float32, of `n` pieces of S tokens each.
+    """The scan of Mamba 1: outputs `[n, S, channels]` and last states `[n, channels, size]`, both float32.
 
+    The state of a channel decays by `exp(dt * A)` and takes in `dt * x * B`; the output is its product with C.
     `x` and `dt` are `[n, S, channels]`, `dt` the positive step sizes; `decay_rates` (A, negative) is
     `[channels, size]`; `key` and `query` (B and C) are `[n, S, size]`; `state` `[n, channels, size]` is not changed.
-    The tokens of one piece are computed in an order that depends on its length alone.
+    The order in which the tokens of a piece are computed depends on its length and its widths alone.
     """
     pieces, length, channels = x.shape
     size = decay_rates.shape[1]
@@ -36,11 +52,9 @@ def selective_scan(
     segment = max(1, _SEGMENT_NUMBERS // (channels * size))
     for start in range(0, length, segment):
         part = slice(start, min(start + segment, length))
-        block = math.isqrt(part.stop - part.start - 1) + 1
-        blocks = -(-(part.stop - part.start) // block)
-        extra = (0, 0, 0, blocks * block - (part.stop - part.start))
-        # A step of size 0 keeps the state as it is: what fills the last block changes nothing.
-        steps, inputs, keys = (pad(t[:, part].float(), extra) for t in (dt, x, key))
+        blocks, block, extra = _square(part.stop - part.start)
+        # A step of size 0 keeps the state as it is.
+        steps, inputs, keys = (pad(t[:, part].float(), (0, 0, 0, extra)) for t in (dt, x, key))
         decays = torch.exp(steps.unsqueeze(-1) * rates)
         states = (steps * inputs).unsqueeze(-1) * keys.unsqueeze(2)
         shape = (pieces, blocks, block, channels, size)
@@ -50,8 +64,15 @@ def selective_scan(
     return out, state
 
 
+def _square(length: int) -> tuple[int, int, int]:
+    """Blocks, tokens of a block, and how many tokens that is beyond `length`."""
+    block = math.isqrt(length - 1) + 1
+    blocks = -(-length // block)
+    return blocks, block, blocks * block - length
+
+
 def _scan_blocks(decays: Tensor, states: Tensor, state: Tensor) -> Tensor:
-    """Turn the inputs in `states` `[n, blocks, block, channels, size]` into states, in place; returns the last ones.
+    """Turn the inputs in `states` `[n, blocks, block, *numbers]` into states, in place; returns the last ones.
 
     `decays`, of the same shape, ends as the products of the decays since each block's start.
     """

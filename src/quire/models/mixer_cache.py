@@ -71,7 +71,12 @@ class MixerStates:
         """Never: a state is kept for the end of a piece only."""
         return False
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def recurrence(self, rows: Tensor, *shape: int) -> Tensor:
+        """The state of a recurrence of `shape`, float32 `[pieces, *shape]`, before `rows` `[pieces, S, hidden]`."""
+        assert self.ssm is not None
+        return self.ssm
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any) -> Tensor:
         """Append inputs `[pieces, channels, S]`; returns them after those that were kept."""
         if self.conv is None:  # a kernel of 1 looks at nothing before
             return conv_states
@@ -80,7 +85,9 @@ class MixerStates:
         self.conv = inputs[..., -kept:]
         return inputs
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
+    ) -> Tensor:
         """Replace the state of the recurrence."""
         self.ssm = recurrent_states
         return recurrent_states
@@ -119,15 +126,21 @@ class RecordedStates:
         """Never."""
         return False
 
+    def recurrence(self, rows: Tensor, *shape: int) -> Tensor:
+        """Zeros."""
+        return torch.zeros(len(rows), *shape, device=rows.device)
+
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
+        self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
     ) -> Tensor:
-        """Note the channels and the kernel."""
+        """Note the channels and the kernel; returns the inputs after zeros."""
         self._refuse_several(state_idx)
         self._channels, self._kernel = conv_states.shape[1], conv_kernel_size
-        return conv_states
+        return torch.nn.functional.pad(conv_states, (conv_kernel_size - 1, 0))
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
+    ) -> Tensor:
         """Note the heads and the shape of each one's state."""
         self._refuse_several(state_idx)
         self._heads, self._matrix = recurrent_states.shape[1], tuple(recurrent_states.shape[2:])
@@ -139,3 +152,6 @@ class RecordedStates:
                 f"a recurrent layer keeps {state_idx + 1} or more states side by side; one is held here.",
                 fix="use a model type listed as verified.",
             )
+
+
+States = MixerStates | RecordedStates

@@ -34,7 +34,7 @@ _OF_NO_MATTER = re.compile(
     r"|num_attention_heads|num_query_groups|attention_hidden_size|qk_(nope_)?head_dim|^o_(groups|lora_rank)|q_lora_rank"
     r"|hybrid_layer_ids|mem_blocks|conv_dim$|index_(n_heads|share|skip|block|local|topk_)|max_window_layers"
     r"|sliding_window_(pattern|size)|use_sliding_window|full_attention_interval|full_attn_idxs|attn_every"
-    r"|mamba_(proj|hidden|chunk|dt)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
+    r"|mamba_(proj|hidden|chunk|dt|act$)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
 )
 """Fields whose names match and that change nothing about what is kept, or only where another field says so."""
 

@@ -110,6 +110,8 @@ def _named(reader: ConfigReader) -> list[str] | None:
         "hybrid_layer_pattern",
         "attn_type_list",
         "layer_group_size",
+        "attn_layer_period",
+        "attn_layer_offset",
     ):
         reader.get(other)  # without effect where no layer slides, or beside names
     if length != len(names):

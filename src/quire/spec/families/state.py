@@ -72,6 +72,8 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
 
 def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
     """Mamba 2: B and C per group beside the inner channels, a matrix per head."""
+    if config.kind == "zamba":  # Mamba 1 in heads
+        return None
     heads = config.size("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", default=0)
     if not heads and config.kind == "mamba2":
         heads = config.size("num_heads")
@@ -95,18 +97,20 @@ def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
 
 
 def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
-    """Mamba 1: every inner channel is a head of its own."""
+    """Mamba 1: every inner channel is a head of its own, but for Zamba, which splits its channels into a few."""
     if not config.has("mamba_d_state", "state_size"):
         return None
     hidden = config.size("hidden_size", "d_model")
     inner = int(config.number("mamba_expand", "expand", default=2) * hidden)
     if config.kind in ("mamba", "falcon_mamba"):
         inner = config.size("intermediate_size", default=inner)
+    size = config.size("mamba_d_state", "state_size")
+    heads = config.size("n_mamba_heads", default=2) if config.kind == "zamba" else inner
     return StateCall(
         kernel=config.size("mamba_d_conv", "conv_kernel"),
         channels=inner,
-        heads=inner,
-        matrix=(config.size("mamba_d_state", "state_size"),),
+        heads=heads,
+        matrix=(inner // heads, size) if config.kind == "zamba" else (size,),
         state_dtype=dtype,
     )
 
