@@ -38,7 +38,7 @@ WEIGHTS = {
     "finish": 3,
     "evict": 1,
     "clear": 1,
-    "look": 2,
+    "look": 4,
     "mark": 1,
 }
 

@@ -17,6 +17,7 @@ import pytest
 
 from quire.cache import kv_cache
 from quire.cache.fences import Fences
+from quire.cache.groups import WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.memory import frames as frame_table
@@ -121,7 +122,7 @@ def finish_frees_protected_pages(patch: Patch) -> None:
     def retire(cache: KVCache, retired: Any) -> None:
         if retired.lease is not None:
             shared = cache.tree.path_pages(retired.lease)
-            retired = kv_cache.Retired(np.concatenate((shared[-1:], retired.pages)), retired.lease)
+            retired = replace(retired, pages=np.concatenate((shared[-1:], retired.pages)))
         real(cache, retired)
 
     patch.setattr(KVCache, "_retire", retire)
@@ -228,7 +229,7 @@ def tail_page_leaks(patch: Patch) -> None:
 
     def retire(cache: KVCache, retired: Any) -> None:
         pages = retired.pages if retired.lease is None else retired.pages[:-1]
-        real(cache, kv_cache.Retired(pages, retired.lease))
+        real(cache, replace(retired, pages=pages))
 
     patch.setattr(KVCache, "_retire", retire)
 
@@ -310,9 +311,9 @@ def extend_stops_half_way(patch: Patch) -> None:
 def pages_leak_when_frames_run_out(patch: Patch) -> None:
     real = KVCache._make_room
 
-    def make_room(cache: KVCache, wanted: int) -> None:
+    def make_room(cache: KVCache, rows: Any, wanted: int) -> None:
         try:
-            real(cache, wanted)
+            real(cache, rows, wanted)
         except OutOfPages:
             cache.pages.alloc_pages(min(1, cache.pages.num_free_pages))
             raise
@@ -324,16 +325,16 @@ def pages_leak_when_frames_run_out(patch: Patch) -> None:
 def evict_before_refusing(patch: Patch) -> None:
     real = KVCache._make_room
 
-    def make_room(cache: KVCache, wanted: int) -> None:
+    def make_room(cache: KVCache, rows: Any, wanted: int) -> None:
         cache.evict(max(0, wanted - cache.num_free_pages))
-        real(cache, wanted)
+        real(cache, rows, wanted)
 
     patch.setattr(KVCache, "_make_room", make_room)
 
 
 @mutant("cache", "a request that would fit after eviction is refused")
 def evictable_pages_do_not_count(patch: Patch) -> None:
-    patch.setattr(KVCache, "num_available_pages", property(lambda cache: max(0, cache.num_free_pages)))
+    patch.setattr(WholeGroup, "num_evictable", property(lambda group: 0))
 
 
 @mutant("cache", "more is evicted than was needed")

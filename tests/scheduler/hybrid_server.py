@@ -47,23 +47,38 @@ class HybridServer:
         self.scheduler = Scheduler(self.cache, scheduling_policy("fcfs"), max_running=max_requests, max_tokens=chunk)
         self.model = FakeModel(self.cache, VOCABULARY)
         self._names = count()
+        self._open: list[Request] = []
 
     def serve(self, *prompts: Sequence[int], max_tokens: int = 1) -> list[Request]:
         """Serve these at once; the requests, finished."""
-        requests = []
-        for prompt in prompts:
-            params = SamplingParams(max_tokens=max_tokens)
-            tokens = np.array(prompt, dtype=np.int32)
-            requests.append(Request(f"r{next(self._names)}", tokens, params, max_tokens=max_tokens))
-            self.scheduler.add(requests[-1])
-        while self.scheduler.has_requests:
-            step = self.model.launch(self.scheduler.schedule())
-            self.scheduler.settle(step.batch, self.model.execute(step))
-            self.cache.close_fence(step.fence)
-        audit(self.cache)
-        for request in requests:
-            assert request.output_tokens.tolist() == self.model.solo(request)
+        requests = [self.submit(prompt, max_tokens) for prompt in prompts]
+        self.finish()
         return requests
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 1) -> Request:
+        """Queue a prompt."""
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(f"r{next(self._names)}", ids(prompt), params, max_tokens=max_tokens)
+        self.scheduler.add(request)
+        self._open.append(request)
+        return request
+
+    def step(self) -> None:
+        """One step, launched and settled."""
+        batch = self.scheduler.schedule()
+        assert batch.works, f"nothing progresses: {[request.wait_reason for request in self.scheduler.waiting]}"
+        step = self.model.launch(batch)
+        self.scheduler.settle(step.batch, self.model.execute(step))
+        self.cache.close_fence(step.fence)
+
+    def finish(self) -> None:
+        """Serve all that is queued to its end."""
+        while self.scheduler.has_requests:
+            self.step()
+        audit(self.cache)
+        while self._open:
+            request = self._open.pop()
+            assert request.output_tokens.tolist() == self.model.solo(request)
 
     def hit(self, prompt: Sequence[int], max_tokens: int = 1) -> int:
         """Tokens of this prompt that were cached when it came."""

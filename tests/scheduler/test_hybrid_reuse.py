@@ -30,19 +30,21 @@ def test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part(
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_hits_do_not_depend_on_where_a_shared_prefix_ends(name: str) -> None:
-    """Prompts that share 320 tokens and any number of whole pages more: the third one computes its own tokens only,
-    and so do those that come together, once the first of them has computed the prefix."""
-    for page_size in (1, 16):
-        for shift in range(0, 129, max(page_size, 8)):
-            shared = prompt(7, 320 + shift)
-            server = HybridServer(*HYBRIDS[name], num_pages=200 * 16 // page_size, page_size=page_size)
-            for seed in (1, 2):
-                server.hit(shared + prompt(seed, 40))
-            assert server.hit(shared + prompt(3, 40)) == len(shared), shift
-            together = HybridServer(*HYBRIDS[name], num_pages=200 * 16 // page_size, page_size=page_size)
-            found = together.serve(*(shared + prompt(seed, 40) for seed in (1, 2, 3)))
-            assert [request.num_cached for request in found] == [0, len(shared), len(shared)], shift
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_hits_do_not_depend_on_where_a_shared_prefix_ends(name: str, page_size: int) -> None:
+    for shift in range(0, 129, max(page_size, 8)):
+        check_shared_prefixes(name, page_size, shift)
+
+
+def check_shared_prefixes(name: str, page_size: int, shift: int) -> None:
+    """Prompts that share 320 tokens and `shift` more: the third one computes its own tokens only, and so do those that
+    come together, once the first of them has computed the prefix."""
+    shared = prompt(7, 320 + shift)
+    prompts = [shared + prompt(seed, 40) for seed in (1, 2, 3)]
+    server = HybridServer(*HYBRIDS[name], num_pages=200 * 16 // page_size, page_size=page_size)
+    assert [server.hit(p) for p in prompts][2] == len(shared), shift
+    together = HybridServer(*HYBRIDS[name], num_pages=200 * 16 // page_size, page_size=page_size)
+    assert [r.num_cached for r in together.serve(*prompts)] == [0, len(shared), len(shared)], shift
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -88,6 +90,10 @@ def test_two_long_sessions_keep_each_other_s_windows() -> None:
 
 @pytest.mark.parametrize("name", ["state", "window and state", "states alone"])
 def test_one_state_is_enough_to_run(name: str) -> None:
+    check_one_state(name)
+
+
+def check_one_state(name: str) -> None:
     """Nothing fails; checkpoints are skipped and counted, and a prompt can still resume on the one state there is."""
     reaches = HYBRIDS[name]
     frames = [1 if reach.kind == "state" else 100 for reach in reaches]
@@ -100,6 +106,22 @@ def test_one_state_is_enough_to_run(name: str) -> None:
     (request,) = server.serve(tokens, max_tokens=16)  # 48 tokens computed: it ends where a page ends
     assert server.hit([*request.tokens.tolist(), 1]) == 48
     assert server.frames(len(reaches) - 1).free + server.frames(len(reaches) - 1).cached == 1
+
+
+def test_checkpoints_never_take_the_place_of_a_request() -> None:
+    """As many states as may run at once: the first request takes no frame for what it would leave, so that those who
+    come later run beside it."""
+    server = HybridServer(FULL, STATE, num_pages=200, frames=(200, 3), max_requests=3, chunk=32, interval=16)
+    early = server.submit(prompt(1, 150), max_tokens=60)
+    for _ in range(5):
+        server.step()
+    late = [server.submit(prompt(seed, 40), max_tokens=60) for seed in (2, 3)]
+    for _ in range(4):
+        server.step()
+    assert all(request.kv is not None for request in (early, *late)), [r.wait_reason for r in late]
+    server.finish()
+    assert server.scheduler.num_preemptions == 0
+    assert server.frames(1).skipped > 0
 
 
 def test_windows_go_before_pages_and_come_back() -> None:
