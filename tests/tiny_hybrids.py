@@ -338,6 +338,32 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
 """Name of a tiny model to what its configuration has beyond the common sizes."""
 
 
+WITH_STATES = (
+    "mamba2",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "granitemoehybrid",
+    "zamba2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "kimi_linear",
+    "bailing_hybrid",
+    "jamba",
+    "mamba",
+    "falcon_mamba",
+    "zamba",
+    "minimax",
+    "recurrent_gemma",
+)
+"""Those with recurrent layers."""
+
+
 def published(name: str) -> dict[str, Any]:
     """The configuration of a model of either table, spelled as a published one is; null: the field is absent."""
     return {**_SIZES, **(HYBRIDS.get(name) or ARCHITECTURES[name])}

@@ -45,12 +45,14 @@ FLAGS |= {"enable_prefix_caching": "prefix_caching"}
 
 def models() -> str:
     """Model types by status, from the table that loading refuses by."""
-    from tests.tiny_models import ARCHITECTURES  # loads transformers
+    from tests.tiny_hybrids import HYBRIDS, WITH_STATES  # loads transformers
+    from tests.tiny_models import ARCHITECTURES
 
     rows = support_table()
     verified = [row.model_type for row in rows if row.status == "verified"]
     compared = {settings["model_type"] for settings in ARCHITECTURES.values()}
     assert compared <= set(verified)
+    compared |= {HYBRIDS[name]["model_type"] for name in WITH_STATES} & set(verified)
     others = [name for name in verified if name not in compared]
     lines = [
         f"**Compared with transformers' `generate` in every `make test`:** {_names(sorted(compared))}.",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelCheckFailed
@@ -16,36 +17,13 @@ from quire.kernels.attention import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models import mixers
-from quire.models.hf import LoadedModel
+from quire.models.hf import LoadedModel, load_model
 from quire.models.mixers import install_mixers
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
-from tests.tiny_hybrids import build_hybrid
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_hybrids import WITH_STATES, build_hybrid, published
+from tests.tiny_models import VOCAB_SIZE, draw_weights
 
-FAMILIES = (
-    "mamba2",
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-    "granitemoehybrid",
-    "zamba2",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "olmo_hybrid",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "kimi_linear",
-    "bailing_hybrid",
-    "jamba",
-    "mamba",
-    "falcon_mamba",
-    "zamba",
-    "minimax",
-    "recurrent_gemma",
-)
 LATENT = ("kimi_linear", "bailing_hybrid")
 UNLIMITED: Mapping[str, Any] = {"time_step_min": 1e-9}
 """For `generate`, which leaves the lower limit of step sizes out for single tokens."""
@@ -175,7 +153,7 @@ def _quiet():
     transformers_logging.set_verbosity(before)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_mixed_schedule_equals_the_plain_model(name):
     assert largest_error(load(name), build_hybrid(name, attn_implementation="eager")) < 1e-4
 
@@ -194,7 +172,7 @@ def greedy(model: LoadedModel, prompts: Mapping[str, np.ndarray], count: int) ->
     return {name: tokens[name][len(prompt) :].tolist() for name, prompt in prompts.items()}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_packed_requests_get_the_tokens_of_generate(name):
     limits = UNLIMITED if name in ("nemotron_h", "zamba2") else {}
     count, generator = 10, np.random.default_rng(3)
@@ -269,6 +247,24 @@ def test_installing_again_changes_nothing_and_plain_use_stays(name):
         assert install_mixers(model) == sum("mamba" in kind or "linear" in kind for kind in model.config.layer_types)
         assert install_mixers(model) == 0
         assert torch.equal(model(ids, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_a_wrapper(kind, tmp_path):
+    text = {field: value for field, value in published(f"{kind}_text").items() if value is not None}
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config={**sizes, "num_position_embeddings": 16})
+    transformers_logging.disable_progress_bar()
+    try:
+        wrapper = AutoModelForImageTextToText.from_config(config).eval()
+        draw_weights(wrapper, 0)
+        wrapper.save_pretrained(tmp_path)
+    finally:
+        transformers_logging.enable_progress_bar()
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        wanted = wrapper(input_ids=ids[None]).logits[0]
+    assert (load_model(str(tmp_path)).plain_logits(ids) - wanted).abs().max() < 1e-4
 
 
 BREAKS = {
