@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from quire.errors import UnsupportedModel
 from quire.kernels.attention import paged_attention
-from quire.models.forward import RecordingForward, RunningForward, current_forward
+from quire.models.forward import ComparingForward, RecordingForward, RunningForward, current_forward
 from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
@@ -43,7 +43,11 @@ def _attention(
         forward.note(call)
         return query.new_zeros(1, query.shape[0], query.shape[1], value.shape[2]), None
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = _attend(forward, query, key, value, call, scale=scale, softcap=softcap, sinks=s_aux)
+
+    def attend(running: RunningForward) -> Tensor:
+        return _attend(running, query, key, value, call, scale=scale, softcap=softcap, sinks=s_aux)
+
+    out = forward.compared(attend) if isinstance(forward, ComparingForward) else attend(forward)
     return out.unsqueeze(0), None
 
 
