@@ -25,6 +25,13 @@ MaxModelLenOption = Annotated[
     typer.Option(help="Longest sequence, prompt and output, in tokens. (default: the model's context)"),
 ]
 PageSizeOption = Annotated[int | None, typer.Option(help="Tokens in a page. (default: 16)", rich_help_panel=MEMORY)]
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, fp8_e4m3, fp8_e5m2, mxfp8, nvfp4 or fp4_e2m1: how the cache is stored. (default: auto)",
+        rich_help_panel=MEMORY,
+    ),
+]
 KvMemoryOption = Annotated[
     str | None,
     typer.Option(

@@ -57,10 +57,8 @@ class PlannedModel:
 
     def _noted(self, plan: Plan) -> Plan:
         settings = plan.settings
-        later = settings.speculation is not None or settings.kv_dtype != "auto" or settings.parallel != Parallelism()
-        ahead = (
-            ("the engine of this version runs on one device, unquantised and without speculation.",) if later else ()
-        )
+        later = settings.speculation is not None or settings.parallel != Parallelism()
+        ahead = ("the engine of this version runs on one device and without speculation.",) if later else ()
         return replace(plan, notes=(*self.notes, *ahead, *plan.notes))
 
 

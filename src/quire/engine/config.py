@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from quire.cache.kv_cache import CHECKPOINT_INTERVAL
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
+from quire.spec.kv_format import kv_format
+from quire.spec.layout import DType
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
 """The tiny model that comes with the package."""
@@ -18,6 +20,7 @@ BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
 class EngineConfig(BaseModel):
     """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
 
+    `kv_dtype` is how keys, values and latents are stored: `auto` as the model computes them, or a `KVFormat` by name.
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
@@ -38,6 +41,7 @@ class EngineConfig(BaseModel):
     skip_tokenizer_init: bool = False
     device: str = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_dtype: str = "auto"
     page_size: int = Field(default=16, ge=1, le=1024)
     kv_memory: int | None = Field(default=None)
     max_model_len: int | None = Field(default=None, ge=1)
@@ -60,6 +64,11 @@ class EngineConfig(BaseModel):
     @classmethod
     def _bytes(cls, value: str | int | None) -> int | None:
         return None if value is None or value == "auto" else parse_bytes(value)
+
+    @field_validator("kv_dtype")
+    @classmethod
+    def _format(cls, value: str) -> str:
+        return value if value == "auto" else kv_format(value, DType.FLOAT32).name
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

@@ -234,6 +234,7 @@ class EngineCore:
     def _plan(self) -> Plan:
         spec, config = self.model.spec, self.config
         settings = PlanSettings(
+            kv_dtype=config.kv_dtype,
             page_size=config.page_size,
             context=config.max_model_len,
             chunk=config.max_num_batched_tokens,

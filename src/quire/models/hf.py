@@ -36,7 +36,7 @@ from quire.models.rotary import fix_longrope
 from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
 from quire.spec.group import GroupSpec
-from quire.spec.kv_format import plain_format
+from quire.spec.kv_format import KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, Part
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
@@ -86,11 +86,16 @@ class LoadedModel:
         if check:
             self.check()
 
-    def groups(self, page_size: int, *, window_pool: bool = True) -> tuple[GroupSpec, ...]:
-        """The groups `forward` computes on. Without `window_pool`, windows are kept whole, in the full group."""
-        return self.spec.groups(page_size, window_pool=window_pool)
+    def groups(
+        self, page_size: int, kv_format: KVFormat | None = None, *, window_pool: bool = True
+    ) -> tuple[GroupSpec, ...]:
+        """The groups `forward` computes on. Without `window_pool`, windows are kept whole, in the full group.
 
-    @torch.inference_mode()
+        `kv_format` is the model's own dtype by default; pools of any do, since their layouts say how they are stored.
+        Raises InvalidInput where the format does not fit the model's widths.
+        """
+        return self.spec.groups(page_size, kv_format, window_pool=window_pool)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -104,7 +109,11 @@ class LoadedModel:
         `input_ids` and `positions` are int64 `[T]`; `batches[i]` describes them for group i, whose frames are in
         `pools[i]`. All tensors are on the model's device.
         """
-        running = RunningForward(pools, batches)
+        return self.run(RunningForward(pools, batches), input_ids, positions, rows)
+
+    @torch.inference_mode()
+    def run(self, running: RunningForward, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """`forward` as `running`, which holds the pools and batches."""
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         with forward_pass(running):
             logits: Tensor = self._model(
