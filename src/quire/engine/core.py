@@ -68,7 +68,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
-            max_running=config.max_running_requests,
+            max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
         )
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
@@ -82,6 +82,11 @@ class EngineCore:
     def context_length(self) -> int:
         """The longest sequence, prompt and output together, in tokens."""
         return self.plan.context
+
+    @property
+    def max_running_requests(self) -> int:
+        """Requests that may run at once: as configured, or as many as the plan has room for."""
+        return min(self.config.max_running_requests, self.plan.max_requests)
 
     def add(self, message: EngineRequest) -> None:
         """Queue a sequence. Raises QuireError if it can never run; then nothing has changed."""
@@ -180,7 +185,7 @@ class EngineCore:
             "bytes_per_token": self.plan.bytes_per_page / self.plan.page_size,
             "largest_request": self.plan.largest_request,
             "context": self.plan.context,
-            "max_running_requests": self.config.max_running_requests,
+            "max_running_requests": self.max_running_requests,
             "device": str(self.device),
             "dtype": self.model.spec.dtype.value,
             "architecture": self.model.spec.architecture,

@@ -171,7 +171,7 @@ class MemoryPoolConfigurator:
         rules = self._rules(page_size, available_bytes=available_bytes)
         step = page_size * self.options.token_ranks
         coeff, bias = _line(rules, available_bytes)
-        if available_bytes <= bias:
+        if available_bytes < bias:
             tokens = 0
         elif coeff:
             tokens = floor_to_page(int((available_bytes - bias) / coeff), step)
