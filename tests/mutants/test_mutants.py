@@ -9,6 +9,7 @@ import pytest
 from quire.errors import QuireError
 from quire.plan import planner
 from tests.cache.machine import run_cache
+from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.plan.check import check_plan
@@ -23,6 +24,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "scheduler": [lambda seed=seed: run_scheduler(seed) for seed in range(30)],
     "policies": [check_eviction_orders],
+    "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
 
