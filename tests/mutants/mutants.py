@@ -1,8 +1,8 @@
 """Mistakes that engines of this kind have shipped, each as a change to the real code. Every one must be noticed.
 
 A mutant is a function that breaks something, a sentence that says what goes wrong for a user, and the check that has to
-fail: the stateful check of the cache, of the allocators, of windows, of states, of the scheduler, the table of eviction
-orders, or the second planner. Add one when a bug was found that no check had seen.
+fail: the stateful check of the cache, of the allocators, of windows, of states, of stored rows, of the scheduler, the
+table of eviction orders, or the second planner. Add one when a bug was found that no check had seen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from quire.cache.fences import Fences
 from quire.cache.groups import WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
+from quire.kernels import stored
+from quire.kernels.stored import StoredRows
 from quire.memory import frames as frame_table
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
@@ -677,6 +679,66 @@ def preemption_makes_output_prompt(patch: Patch) -> None:
         request.num_prompt_tokens = request.num_tokens
 
     patch.setattr(Scheduler, "_preempt", preempt)
+
+
+# -- stored rows
+
+
+@mutant("stored", "vectors are read with the scales of those that were in their slots before")
+def scales_are_not_written(patch: Patch) -> None:
+    real = StoredRows.write
+
+    def write(rows: StoredRows, slots: Any, new: Any) -> Any:
+        before = None if rows._scales is None else rows._scales.clone()
+        found = real(rows, slots, new)
+        if rows._scales is not None:
+            rows._scales.copy_(before)
+        return found
+
+    patch.setattr(StoredRows, "write", write)
+
+
+@mutant("stored", "scattered vectors are read with the scales of the first ones of the pool")
+def scales_are_not_gathered(patch: Patch) -> None:
+    real = stored._gathered
+
+    def gathered(rows: Any, index: Any, name: str) -> Any:
+        return rows[: len(index)] if name.endswith("scales") else real(rows, index, name)
+
+    patch.setattr(stored, "_gathered", gathered)
+
+
+@mutant("stored", "a vector at the end of a run is read with the scale of one at its beginning")
+def scales_are_read_from_slot_zero(patch: Patch) -> None:
+    real = StoredRows.read
+
+    def read(rows: StoredRows, start: int, stop: int, dtype: Any) -> Any:
+        scales = rows._scales
+        rows._scales = None if scales is None else scales.roll(start, 0)
+        found = real(rows, start, stop, dtype)
+        rows._scales = scales
+        return found
+
+    patch.setattr(StoredRows, "read", read)
+
+
+@mutant("stored", "a token is exact in the step that computes it and rounded after it: answers depend on the chunks")
+def new_rows_are_not_rounded(patch: Patch) -> None:
+    real = StoredRows.write
+
+    def write(rows: StoredRows, slots: Any, new: Any) -> Any:
+        real(rows, slots, new)
+        return new
+
+    patch.setattr(StoredRows, "write", write)
+
+
+@mutant("stored", "values are decoded over the keys that attention is about to read")
+def fields_share_scratch_memory(patch: Patch) -> None:
+    real = StoredRows._decoded
+    patch.setattr(
+        StoredRows, "_decoded", lambda rows, numbers, scales, dtype, name: real(rows, numbers, scales, dtype, "one")
+    )
 
 
 # -- planning

@@ -9,6 +9,7 @@ import pytest
 from quire.errors import QuireError
 from quire.plan import planner
 from tests.cache.machine import run_cache
+from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
@@ -45,6 +46,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "policies": [check_eviction_orders],
     "shelf": [check_shelf_order],
     "reuse": REUSE,
+    "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
 

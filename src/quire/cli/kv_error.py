@@ -94,17 +94,18 @@ def _prompt(name: str, model: LoadedModel, text: str | None) -> tuple[Ids, str]:
     from quire.engine.sample_prompt import SAMPLE_PROMPT
     from quire.models.tokenizer import load_tokenizer
 
-    try:
-        tokenizer = load_tokenizer(name)
-    except ModelLoadError:
-        if text is not None:
-            raise
-        count = min(_RANDOM_TOKENS, model.spec.context_length)
-        ids = np.random.default_rng(0).integers(0, model.spec.vocab_size, count).astype(np.int32)
-        return ids, "random tokens, because the model has no tokenizer"
     if text is not None:
-        return tokenizer.encode(text), ""
-    return tokenizer.encode(SAMPLE_PROMPT)[: model.spec.context_length], "the sample"
+        return load_tokenizer(name).encode(text), ""
+    try:
+        sample = load_tokenizer(name).encode(SAMPLE_PROMPT)
+    except ModelLoadError:
+        sample = np.empty(0, dtype=np.int32)
+    if len(sample):
+        return sample[: model.spec.context_length], "the sample"
+    # There is no tokenizer, or, as transformers makes one up for some types of models, an empty one.
+    count = min(_RANDOM_TOKENS, model.spec.context_length)
+    ids = np.random.default_rng(0).integers(0, model.spec.vocab_size, count).astype(np.int32)
+    return ids, "random tokens, because the model has no tokenizer"
 
 
 # -- data
@@ -155,7 +156,7 @@ def _print(data: dict[str, Any], found: Sequence[KVError], most: float) -> None:
     console = Console(highlight=False)
     console.print(
         f"{data['model']} ({data['architecture']}, {data['dtype']}, {data['device']}), {data['prompt_tokens']:,} "
-        f"tokens of {data['prompt']}; an error is the norm of what changed over the norm of what was.",
+        f"tokens ({data['prompt']}); an error is the norm of what changed over the norm of what was.",
         style="dim",
     )
     for error in found:

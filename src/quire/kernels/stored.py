@@ -66,7 +66,8 @@ class StoredRows:
         rows = self._rows[start:stop]
         if self._kv_format is None:
             return rows.to(dtype)
-        return self._decoded(rows, None if self._scales is None else self._scales[start:stop], dtype, self._name)
+        scales = None if self._scales is None else self._scales[start:stop]
+        return self._decoded(rows, scales, dtype, f"{self._name} read")
 
     def gather(self, index: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         """Rows of slots `index` int64 `[n]`, `[n, *shape]`, in scratch memory `name`: valid until its next use."""
@@ -74,13 +75,13 @@ class StoredRows:
         if self._kv_format is None:
             return rows.to(dtype)
         scales = None if self._scales is None else _gathered(self._scales, index, f"{name} scales")
-        return self._decoded(rows, scales, dtype, name)
+        return self._decoded(rows, scales, dtype, f"{name} gathered")
 
     def _decoded(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
         """Encoded rows in `dtype`, in scratch memory `name`."""
         assert self._kv_format is not None
         width = rows.shape[-1] * 8 // self._kv_format.bits
-        out = _workspace.take(f"{name} decoded", dtype, rows.device, *rows.shape[:-1], width)
+        out = _workspace.take(name, dtype, rows.device, *rows.shape[:-1], width)
         return decode(rows, scales, self._kv_format, dtype, out)
 
 
