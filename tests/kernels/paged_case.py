@@ -88,7 +88,13 @@ class PagedCase:
         )
 
     def expected(
-        self, *, scale: float, window: int | None = 0, softcap: float | None = None, sinks: Tensor | None = None
+        self,
+        *,
+        scale: float,
+        window: int | None = 0,
+        chunked: bool = False,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """One softmax per row and head over all of the row's keys, in float64."""
         outs = []
@@ -101,8 +107,12 @@ class PagedCase:
             scores = torch.einsum("qhd,khd->hqk", rows, key) * scale
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
-            behind = torch.arange(context - new, context)[:, None] - torch.arange(context)[None, :]
-            hidden = (behind < 0) | (behind >= (window or context))
+            positions, tokens = torch.arange(context - new, context)[:, None], torch.arange(context)[None, :]
+            hidden = tokens > positions
+            if window and chunked:
+                hidden |= tokens // window != positions // window
+            elif window:
+                hidden |= tokens <= positions - window
             scores[:, hidden] = -torch.inf
             weights = scores.exp()
             total = weights.sum(-1)

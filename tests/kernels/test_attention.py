@@ -41,6 +41,7 @@ def test_any_mix_equals_the_reference(data, page_size, scattered, seed):
     error = case.error(
         scale=data.draw(st.sampled_from([0.25, 1.0]), label="scale"),
         window=data.draw(st.sampled_from([0, None, 1, 2, 7, 33, 128, 1000]), label="window"),
+        chunked=data.draw(st.booleans(), label="chunked"),
         softcap=data.draw(st.sampled_from([None, None, 5.0]), label="softcap"),
         sinks=data.draw(st.sampled_from([None, torch.linspace(-2, 3, shape.kv_heads * shape.group)]), label="sinks"),
     )
@@ -49,8 +50,8 @@ def test_any_mix_equals_the_reference(data, page_size, scattered, seed):
 
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("window", [0, 300])
-def test_long_contexts_cross_every_size_limit(monkeypatch, scattered, dtype, window):
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (300, False), (300, True)])
+def test_long_contexts_cross_every_size_limit(monkeypatch, scattered, dtype, window, chunked):
     """Runs longer than one segment, gathers of several pieces, padded buckets of several sizes."""
     monkeypatch.setattr(segments, "MAX_RUN", 512)
     monkeypatch.setattr(segments, "MAX_GATHER", 256)
@@ -58,7 +59,7 @@ def test_long_contexts_cross_every_size_limit(monkeypatch, scattered, dtype, win
     monkeypatch.setattr(segments, "BLOCK_ROWS", 64)
     mix = [(1400, 1), (700, 1), (690, 1), (30, 1), (64, 64), (900, 200), (1300, 2)]
     case = PagedCase(mix, page_size=16, shared=16, scattered=scattered, shape=Shape(dtype=dtype))
-    assert case.error(scale=0.3, window=window) < TOLERANCE[dtype]
+    assert case.error(scale=0.3, window=window, chunked=chunked) < TOLERANCE[dtype]
 
 
 def test_prefix_of_a_prefix_is_shared_in_levels():
@@ -95,6 +96,8 @@ def test_rows_do_not_depend_on_their_neighbours_beyond_rounding():
     [
         ({"scale": 0.3}, {"scale": 0.33}),
         ({"scale": 0.3, "window": 20}, {"scale": 0.3, "window": 21}),
+        ({"scale": 0.3, "window": 20, "chunked": True}, {"scale": 0.3, "window": 21, "chunked": True}),
+        ({"scale": 0.3, "window": 20, "chunked": True}, {"scale": 0.3, "window": 20}),
         ({"scale": 0.3, "softcap": 3.0}, {"scale": 0.3}),
         ({"scale": 0.3, "sinks": torch.ones(4)}, {"scale": 0.3}),
     ],

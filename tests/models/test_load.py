@@ -146,7 +146,6 @@ class TestArchitectures:
             ("bloom", "which transformers does not let another implementation replace"),
             ("deepseek_v32", "selects tokens with an indexer"),
             ("deepseek_v4", "attends to compressed entries"),
-            ("llama4_text", "attends in chunks"),
             ("bert", "is an encoder or encoder-decoder"),
         ],
     )

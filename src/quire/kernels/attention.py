@@ -11,6 +11,7 @@ from quire.kernels.batch import PagedBatch as PagedBatch
 from quire.kernels.partial import flash_usable, native_on_cpu, partial_flash, partial_math
 from quire.kernels.segments import Segment, Source
 from quire.kernels.stored import StoredRows
+from quire.kernels.tokens import StoredTokens, Tokens
 from quire.kernels.workspace import Workspace
 
 _WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
@@ -29,17 +30,49 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = 0,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention output `[T, heads, value_dim]` of every row, in the dtype of `query`.
 
     `query` `[T, heads, key_dim]`; `key` `[T, kv_heads, key_dim]` and `value` `[T, kv_heads, value_dim]` are the new
-    tokens as `stored_keys` and `stored_values` returned them when they were written.
-    A row at position p reads keys `p - window < k <= p`. `sinks` `[heads]` are logits of an extra key without value.
+    tokens as `stored_keys` and `stored_values` returned them when they were written. For the options see `attend`.
     """
-    step = _Step(query, key, value, (stored_keys, stored_values), scale, softcap)
-    plan = batch.plan(window or 0, query.device)
+    return attend(
+        query,
+        key,
+        value,
+        StoredTokens(stored_keys, stored_values),
+        batch,
+        scale=scale,
+        window=window,
+        chunked=chunked,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tokens,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = 0,
+    chunked: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same over `tokens`, however they are stored; `key` and `value` are the new ones as `tokens` gives them.
+
+    A row at position p reads keys `p - window < k <= p`; `chunked`, those of its own chunk of `window` tokens up to p.
+    `sinks` `[heads]` are logits of an extra key without value.
+    """
+    step = _Step(query, key, value, tokens, scale, softcap)
+    plan = batch.plan(window or 0, query.device, chunked=chunked)
     if len(plan.segments) == 1 and sinks is None and plan.segments[0].num_rows == query.shape[0]:
         out, _ = step.partial(plan.segments[0])
         return out.reshape(query.shape[0], query.shape[1], -1).to(query.dtype)
@@ -57,7 +90,7 @@ class _Step:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        stored: tuple[StoredRows, StoredRows],
+        stored: Tokens,
         scale: float,
         softcap: float | None,
     ) -> None:
@@ -128,14 +161,13 @@ class _Step:
         return self._tokens
 
     def _read_anew(self, source: Source) -> tuple[Tensor, Tensor]:
-        keys, values = self.stored
         dtype = self.query.dtype
         if source.new:
             key, value = (new[source.start : source.stop].to(dtype) for new in self.new)
             return key, value
         if source.index is None:
-            return keys.read(source.start, source.stop, dtype), values.read(source.start, source.stop, dtype)
-        return keys.gather(source.index, dtype, "key"), values.gather(source.index, dtype, "value")
+            return self.stored.read(source.start, source.stop, dtype)
+        return self.stored.gather(source.index, dtype)
 
 
 class _Merged:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.segments import StepPlan, plan_step
+from quire.kernels.segments import Slots, StepPlan, flatten_ranges, plan_step
 from quire.spec.ids import Ids
+
+T = TypeVar("T")
 
 
 class PagedBatch:
@@ -20,7 +25,7 @@ class PagedBatch:
     The arrays are not copied and must not change while the batch is in use.
     """
 
-    __slots__ = ("_plans", "_slots", "context_lens", "frames", "page_size", "query_starts", "slots")
+    __slots__ = ("_derived", "_plans", "_slots", "context_lens", "frames", "page_size", "query_starts", "slots")
 
     def __init__(self, *, query_starts: Ids, context_lens: Ids, frames: Ids, slots: Ids, page_size: int) -> None:
         assert page_size >= 1
@@ -34,12 +39,18 @@ class PagedBatch:
         self.slots = slots
         self.page_size = page_size
         self._slots: Tensor | None = None
-        self._plans: dict[int, StepPlan] = {}
+        self._plans: dict[tuple[int, bool], StepPlan] = {}
+        self._derived: dict[object, Any] = {}
 
     @property
     def num_rows(self) -> int:
         """T: rows of the flat batch that belong to a sequence."""
         return int(self.query_starts[-1])
+
+    def positions(self) -> Slots:
+        """The position in its sequence of each of the T rows, int64."""
+        stops = self.context_lens.astype(np.int64)
+        return flatten_ranges(stops - np.diff(self.query_starts), stops)
 
     def slots_on(self, device: torch.device) -> Tensor:
         """`slots` as int64 `[T]` on `device`; copied there once per step."""
@@ -47,14 +58,44 @@ class PagedBatch:
             self._slots = torch.from_numpy(self.slots.astype(np.int64)).to(device, non_blocking=True)
         return self._slots
 
-    def plan(self, window: int, device: torch.device) -> StepPlan:
-        """How to attend with `window` (0: everything). Built on first use, then shared by all layers of the step."""
+    def plan(self, window: int, device: torch.device, *, chunked: bool = False) -> StepPlan:
+        """How to attend with `window` (0: everything). Built on first use, then shared by all layers of the step.
+
+        `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`.
+        """
         if window and (not len(self.context_lens) or window >= int(self.context_lens.max())):
             window = 0
-        found = self._plans.get(window)
+        chunked = chunked and window > 0
+        found = self._plans.get((window, chunked))
         if found is None or found.device != device:
             found = plan_step(
-                self.query_starts, self.context_lens, self.frames, self.page_size, window=window, device=device
+                self.query_starts,
+                self.context_lens,
+                self.frames,
+                self.page_size,
+                window=window,
+                chunked=chunked,
+                device=device,
             )
-            self._plans[window] = found
+            self._plans[window, chunked] = found
+        return found
+
+    def part(self, sequences: Slots) -> tuple[Slots, PagedBatch]:
+        """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone."""
+        starts, stops = self.query_starts[sequences].astype(np.int64), self.query_starts[sequences + 1].astype(np.int64)
+        rows = flatten_ranges(starts, stops)
+        batch = PagedBatch(
+            query_starts=np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int32),
+            context_lens=self.context_lens[sequences],
+            frames=self.frames[sequences],
+            slots=self.slots[rows],
+            page_size=self.page_size,
+        )
+        return rows, batch
+
+    def derived(self, name: Hashable, build: Callable[[PagedBatch], T]) -> T:
+        """What `build` makes of this batch; made on first use, then shared by all layers of the step."""
+        if name not in self._derived:
+            self._derived[name] = build(self)
+        found: T = self._derived[name]
         return found

@@ -75,22 +75,58 @@ class StepPlan:
 
 
 def plan_step(
-    query_starts: Ids, context_lens: Ids, frames: Ids, page_size: int, *, window: int, device: torch.device
+    query_starts: Ids,
+    context_lens: Ids,
+    frames: Ids,
+    page_size: int,
+    *,
+    window: int,
+    chunked: bool = False,
+    device: torch.device,
 ) -> StepPlan:
     """The plan of one step; see `PagedBatch` for the arrays. O(pages compared for sharing + tokens gathered)."""
-    planner = _Planner(query_starts, context_lens, frames, page_size, window, device)
+    sequences = _Sequences.whole(query_starts, context_lens)
+    if chunked:
+        sequences, owners = sequences.cut(window)
+        frames, window = frames[owners], 0
+    planner = _Planner(sequences, frames, page_size, window, device)
     planner.add_shared_runs()
     planner.add_chunks()
     planner.add_decodes()
     return planner.finish()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sequences:
+    """Runs of rows `starts[i]:starts[i + 1]`, each the last of a context of positions `lows[i]:contexts[i]`."""
+
+    starts: Slots
+    lows: Slots
+    contexts: Slots
+
+    @classmethod
+    def whole(cls, query_starts: Ids, context_lens: Ids) -> _Sequences:
+        """The sequences of a batch, each with all of its context."""
+        lows = np.zeros(len(context_lens), dtype=np.int64)
+        return cls(query_starts.astype(np.int64), lows, context_lens.astype(np.int64))
+
+    def cut(self, size: int) -> tuple[_Sequences, Slots]:
+        """A sequence per chunk of `size` positions that has rows, and whose it was: rows read their own chunk only."""
+        pasts = self.contexts - np.diff(self.starts)
+        first, last = pasts // size, -(-self.contexts // size)
+        owners = np.repeat(np.arange(len(first)), last - first)
+        chunks = flatten_ranges(first, last)
+        contexts = np.minimum((chunks + 1) * size, self.contexts[owners])
+        counts = contexts - np.maximum(chunks * size, pasts[owners])
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        return _Sequences(starts, chunks * size, contexts), owners
+
+
 class _Planner:
-    def __init__(
-        self, query_starts: Ids, context_lens: Ids, frames: Ids, page_size: int, window: int, device: torch.device
-    ) -> None:
-        self.starts = query_starts.astype(np.int64)
-        self.contexts = context_lens.astype(np.int64)
+    def __init__(self, sequences: _Sequences, frames: Ids, page_size: int, window: int, device: torch.device) -> None:
+        self.starts = sequences.starts
+        self.contexts = sequences.contexts
+        self.lows = sequences.lows
         self.queries = np.diff(self.starts)
         self.pasts = self.contexts - self.queries
         self.frames = frames
@@ -98,7 +134,7 @@ class _Planner:
         self.window = window
         self.device = device
         self.cut = self.contexts > window if window else np.zeros(len(self.contexts), dtype=np.bool_)
-        self.done = np.zeros(len(self.contexts), dtype=np.int64)  # tokens of the past that shared runs cover
+        self.done = self.lows.copy()  # positions up to which shared runs cover the past
         self._parts: list[tuple[Slots, Segment]] = []  # with the rows it covers
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
@@ -106,7 +142,7 @@ class _Planner:
 
     def add_shared_runs(self) -> None:
         """Dense segments of the rows of all sequences that read the same frames from their first page on."""
-        full_pages = np.where(self.cut | (self.queries == 0), 0, self.pasts // self.page_size)
+        full_pages = np.where(self.cut | (self.queries == 0) | (self.lows > 0), 0, self.pasts // self.page_size)
         for members, first, stop in shared_runs(self.frames, full_pages, self.page_size):
             rows = flatten_ranges(self.starts[members], self.starts[members + 1])
             self._add_dense(rows, int(members[0]), first * self.page_size, stop * self.page_size)

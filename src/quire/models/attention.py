@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from quire.errors import UnsupportedModel
-from quire.kernels.attention import paged_attention
+from quire.kernels.attention import PagedBatch, paged_attention
+from quire.kernels.stored import StoredRows
 from quire.models.forward import RecordingForward, RunningForward, current_forward
 from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
 """Name under which the function is registered; no mask function goes with it, so models build no masks."""
+
+OWN_ATTENTION = "attention_on_pools"
+"""Attribute of an attention module that does not simply keep its keys and values and read them: an `OwnAttention`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What a model says of one call. `window` w: a row at p reads keys `p - w < k <= p`, or those of its chunk of w."""
+
+    scale: float
+    window: int = 0
+    chunked: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    others: Mapping[str, Any]
+
+
+class OwnAttention(Protocol):
+    """The attention of one module."""
+
+    def __call__(
+        self,
+        forward: RunningForward | RecordingForward,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Output `[T, heads, value_dim]`, having kept what is new of the T rows; of any value in a dry run.
+
+        `query` is `[T, heads, dim]`; `key` and `value` are what the module hands over, rows first.
+        """
 
 
 def _attention(
@@ -31,50 +66,83 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What a model calls: `query` `[1, heads, T, dim]`, `key` and `value` `[1, kv_heads, T, dim]`, rotated already."""
-    forward = current_forward()
-    for name in ("indices", "block_indices"):
-        if others.get(name) is not None:
-            raise UnsupportedModel(f"{type(module).__name__} selects tokens with an indexer, which is not held here.")
-    call = AttentionCall(
-        kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3], window=int(sliding_window or 0)
+    options = AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=int(sliding_window or 0),
+        softcap=softcap,
+        sinks=s_aux,
+        others=others,
     )
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, dim]
+    attention: OwnAttention = getattr(module, OWN_ATTENTION, None) or _PlainAttention(module)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attention(current_forward(), query, key, value, options).unsqueeze(0), None
+
+
+class _PlainAttention:
+    """Keys and values per head, of this call's own."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._name = type(module).__name__
+
+    def __call__(
+        self,
+        forward: RunningForward | RecordingForward,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        for name in ("indices", "block_indices"):
+            if options.others.get(name) is not None:
+                raise UnsupportedModel(f"{self._name} selects tokens with an indexer, which is not held here.")
+        return keep(forward, key, value, options).attend(query, options)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKeys:
+    """The keys and values of one call, the step's new ones among them."""
+
+    key: Tensor  # [T, kv_heads, dim], the new ones as a reader of the pool sees them
+    value: Tensor
+    stored: tuple[StoredRows, StoredRows] | None = None  # None: a dry run, in which nothing is stored
+    batch: PagedBatch | None = None
+
+    def attend(self, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`; zeros in a dry run."""
+        if self.stored is None or self.batch is None:
+            return query.new_zeros(*query.shape[:2], self.value.shape[2])
+        return paged_attention(
+            query,
+            self.key,
+            self.value,
+            *self.stored,
+            self.batch,
+            scale=options.scale,
+            window=options.window,
+            chunked=options.chunked,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+
+
+def keep(forward: RunningForward | RecordingForward, key: Tensor, value: Tensor, options: AttentionOptions) -> KeptKeys:
+    """Store the new keys and values, `[T, kv_heads, dim]`, as those of the call that begins now."""
     if isinstance(forward, RecordingForward):
-        forward.note(call)
-        return query.new_zeros(1, query.shape[0], query.shape[1], value.shape[2]), None
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = _attend(forward, query, key, value, call, scale=scale, softcap=softcap, sinks=s_aux)
-    return out.unsqueeze(0), None
-
-
-def _attend(
-    forward: RunningForward,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: AttentionCall,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Store the new keys and values at their slots and attend: `[T, heads, value_dim]`."""
+        forward.note(
+            AttentionCall(
+                kv_heads=key.shape[1],
+                key_dim=key.shape[2],
+                value_dim=value.shape[2],
+                window=options.window,
+                chunked=options.chunked,
+            )
+        )
+        return KeptKeys(key, value)
     ordinal = forward.next_ordinal()
     keys, batch = forward.rows("k", ordinal)
     values, _ = forward.rows("v", ordinal)
-    slots = batch.slots_on(query.device)
-    return paged_attention(
-        query,
-        keys.write(slots, key),
-        values.write(slots, value),
-        keys,
-        values,
-        batch,
-        scale=scale,
-        window=call.window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    slots = batch.slots_on(key.device)
+    return KeptKeys(keys.write(slots, key), values.write(slots, value), (keys, values), batch)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

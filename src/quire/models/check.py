@@ -28,7 +28,7 @@ _PAGE_SIZE = 4
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
 """Per step, the positions each of the two sequences computes."""
 _FRAMES = np.array([[5, 2, 4], [3, 1, 0]], dtype=np.int32)
-"""Page tables: scattered, so that neither order nor adjacency helps."""
+"""Page tables: scattered, so that neither order nor adjacency helps. Each group's are shifted by one more frame."""
 _CUT = 8
 _STATE_FRAMES = ((5, 2), (3, 4))
 """Per sequence, the frame of its state before position `_CUT` and the frame of its state from there on."""
@@ -92,26 +92,30 @@ def _run_step(
     positions = np.concatenate([np.arange(start, stop) for start, stop in step])
     present = [i for i, (start, stop) in enumerate(step) if stop > start]
     input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
-    paged = _paged(step, present, positions)
     states = _states(step, present)
     return model.forward(
         torch.from_numpy(input_ids).to(model.device),
         torch.from_numpy(positions).to(model.device),
-        [states if group.reach.kind == "state" else paged for group in groups],
+        [
+            states if group.reach.kind == "state" else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size)
+            for i, group in enumerate(groups)
+        ],
         pools,
         torch.arange(len(positions), device=model.device),
     )
 
 
-def _paged(step: tuple[tuple[int, int], ...], present: list[int], positions: np.ndarray) -> PagedBatch:
+def _paged(
+    step: tuple[tuple[int, int], ...], present: list[int], positions: np.ndarray, frames: np.ndarray
+) -> PagedBatch:
     counts = [step[i][1] - step[i][0] for i in present]
     contexts = np.array([step[i][1] for i in present], dtype=np.int32)
     owners = np.repeat(present, counts)
     return PagedBatch(
         query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         context_lens=contexts,
-        frames=_FRAMES[present, : pages_for(int(contexts.max()), _PAGE_SIZE)],
-        slots=(_FRAMES[owners, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).astype(np.int32),
+        frames=frames[present, : pages_for(int(contexts.max()), _PAGE_SIZE)],
+        slots=(frames[owners, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).astype(np.int32),
         page_size=_PAGE_SIZE,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class RunningForward:
     def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch]) -> None:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
+        self.shared: dict[str, Any] = {}  # what layers left for later ones of this pass, by their kind
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""
@@ -56,6 +58,7 @@ class RecordingForward:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.shared: dict[str, Any] = {}
 
     def note(self, call: Call) -> None:
         """The call that is made now. Its output may be anything of the right shape."""
@@ -73,6 +76,11 @@ def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
         yield
     finally:
         _forward.reset(token)
+
+
+def in_forward() -> bool:
+    """Whether a forward pass is going on. Outside one, a model computes as it would by itself."""
+    return _forward.get() is not None
 
 
 def current_forward() -> RunningForward | RecordingForward:

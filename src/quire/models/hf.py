@@ -26,14 +26,17 @@ from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION
 from quire.models.check import check_forward
+from quire.models.chunked import install_chunks
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
+from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
 from quire.models.registry import refuse_unsupported
 from quire.models.rotary import fix_longrope
+from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import plain_format
-from quire.spec.layers import AttentionCall, Call, Part
+from quire.spec.layers import AttentionCall, Call, LatentCall, Part
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
 
@@ -66,6 +69,8 @@ class LoadedModel:
         fix_longrope(model, max_length or int(context_length))
         dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
+        for install in (install_latents, install_sharing, install_chunks):
+            install(model)
         model.set_attn_implementation(IMPLEMENTATION)
         self._calls = self.discover()
         self.spec = replace(
@@ -80,9 +85,9 @@ class LoadedModel:
         if check:
             self.check()
 
-    def groups(self, page_size: int) -> tuple[GroupSpec, ...]:
-        """The groups `forward` computes on: one, in which windows are kept whole."""
-        return self.spec.groups(page_size, window_pool=False)
+    def groups(self, page_size: int, *, window_pool: bool = True) -> tuple[GroupSpec, ...]:
+        """The groups `forward` computes on. Without `window_pool`, windows are kept whole, in the full group."""
+        return self.spec.groups(page_size, window_pool=window_pool)
 
     @torch.inference_mode()
     def forward(
@@ -142,22 +147,19 @@ class LoadedModel:
         check_forward(self)
 
     def _read_spec(self) -> ModelSpec:
-        """What planning reads off the configuration; of plain attention, whose shapes say everything, what was seen."""
-        plain = len(self._calls) % self._num_layers == 0 and all(isinstance(c, AttentionCall) for c in self._calls)
-        seen = ModelSpec(
+        """What planning reads off the configuration; where it cannot, and shapes say everything, what was seen."""
+        try:
+            return ModelSpec.from_config(self.config)
+        except UnsupportedModel:
+            if len(self._calls) % self._num_layers or not all(map(_says_everything, self._calls)):
+                raise
+        return ModelSpec(
             architecture="",
             layers=tuple((call,) for call in self._calls),
             context_length=1,
             vocab_size=1,
             dtype=DType.FLOAT32,
         )
-        try:
-            read = ModelSpec.from_config(self.config)
-        except UnsupportedModel:
-            if plain:
-                return seen
-            raise
-        return read if read.is_plain or not plain else seen
 
     def _compare_with_config(self) -> None:
         """What planning reads off the configuration must be what the model does: call by call, the same parts."""
@@ -270,6 +272,13 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
             fix="copy all *.safetensors files, and check that config.json belongs to them.",
         )
     return model
+
+
+def _says_everything(call: Call) -> bool:
+    """Whether the shapes of a call are all there is to what it keeps."""
+    if isinstance(call, LatentCall):
+        return not call.sparse
+    return isinstance(call, AttentionCall) and not call.index_dim
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

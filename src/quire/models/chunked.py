@@ -1,0 +1,72 @@
+"""Llama 4: layers that attend within chunks of positions, and layers without rotation that scale their queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import PagedBatch
+from quire.models.attention import OWN_ATTENTION, AttentionOptions, keep
+from quire.models.forward import RecordingForward, RunningForward, in_forward
+
+
+def install_chunks(model: torch.nn.Module) -> int:
+    """Tell the attention modules of `model` their chunks and the rows' positions; returns how many there are.
+
+    Their own code would number the rows of a flat batch from 0 for the scale of a query; on the pools that is left to
+    us. Outside a forward pass they compute as they always do.
+    """
+    found = 0
+    for module in model.modules():
+        if hasattr(module, "attn_temperature_tuning") and hasattr(module, "use_rope"):
+            setattr(module, OWN_ATTENTION, _ChunkedAttention(module))
+            setattr(module, "attn_temperature_tuning", _OutsideOnly(module.attn_temperature_tuning))  # noqa: B010
+            found += 1
+    return found
+
+
+class _OutsideOnly:
+    """A switch that is off while a forward pass on the pools is going on."""
+
+    def __init__(self, switch: Any) -> None:
+        self._switch = bool(switch)
+
+    def __bool__(self) -> bool:
+        return self._switch and not in_forward()
+
+
+class _ChunkedAttention:
+    def __init__(self, module: Any) -> None:
+        chunked = module.config.layer_types[module.layer_idx] == "chunked_attention"
+        self._chunk = int(module.config.attention_chunk_size) if chunked else 0
+        self._scales = bool(module.attn_temperature_tuning) and not module.use_rope
+        self._floor, self._factor = float(module.floor_scale), float(module.attn_scale)
+
+    def __call__(
+        self,
+        forward: RunningForward | RecordingForward,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `OwnAttention`."""
+        options = replace(options, window=self._chunk, chunked=self._chunk > 0)
+        kept = keep(forward, key, value, options)
+        if self._scales and kept.batch is not None:
+            query = (query * self._scale(kept.batch, query.device)).to(query.dtype)
+        return kept.attend(query, options)
+
+    def _scale(self, batch: PagedBatch, device: torch.device) -> Tensor:
+        """What each row's query is multiplied by, float32 `[T, 1, 1]`: more, the further on it is."""
+
+        def scale(batch: PagedBatch) -> Tensor:
+            positions = torch.from_numpy(np.pad(batch.positions(), (0, len(batch.slots) - batch.num_rows)))
+            factor = torch.log1p(torch.floor((positions.float() + 1.0) / self._floor)) * self._factor + 1.0
+            return factor.view(-1, 1, 1).to(device)
+
+        return batch.derived(("query scale", self._floor, self._factor), scale)

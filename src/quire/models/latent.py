@@ -1,0 +1,179 @@
+"""Multi-head latent attention (MLA) over stored latents: one latent and one rotary key per token, for all heads.
+
+A model with it would expand each latent to the keys and values of every head. Two ways give the same output, up to
+rounding:
+
+- absorbed: the expansion of keys is applied to the query and that of values to the output, so that attention itself
+  reads latents, as one head. What a step costs beyond that does not depend on the context.
+- expanded: the model's own way, on latents read back from the pool. Keys are narrower, so that many rows of one
+  sequence cost less, once its context is expanded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.kernels.attention import PagedBatch, attend
+from quire.kernels.segments import Slots
+from quire.kernels.stored import StoredRows
+from quire.kernels.tokens import JoinedTokens
+from quire.models.attention import OWN_ATTENTION, AttentionOptions
+from quire.models.forward import RecordingForward, RunningForward, in_forward
+from quire.spec.layers import LatentCall
+
+MIN_EXPANDED_ROWS = 16
+"""Rows of one sequence from which expanding its context may pay."""
+
+
+def install_latents(model: torch.nn.Module) -> int:
+    """Let the latent attention modules of `model` keep latents on the pools; returns how many there are."""
+    found = 0
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+            attention = LatentAttention(module)
+            setattr(module, OWN_ATTENTION, attention)
+            setattr(module, "expand_kv", attention.expand_outside)  # noqa: B010 (modules type attributes as Tensor)
+            found += 1
+    return found
+
+
+class LatentAttention:
+    """Latent attention of one module, on views of the module's own weights."""
+
+    def __init__(self, module: Any) -> None:
+        self._expand = module.expand_kv
+        self._expansion = module.kv_b_proj
+        self._key_dim = int(module.qk_nope_head_dim)
+        self._value_dim = int(module.v_head_dim)
+        self._rank = int(module.kv_lora_rank)
+        if module.kv_b_proj.bias is not None:
+            raise UnsupportedModel(f"{type(module).__name__} expands latents with a bias, which is not known here.")
+
+    def expand_outside(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """In place of `expand_kv`: in a forward pass on the pools, latents are kept as they are."""
+        if in_forward():
+            return latent, rope
+        key, value = self._expand(latent, rope)
+        return key, value
+
+    def __call__(
+        self,
+        forward: RunningForward | RecordingForward,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """`key` `[T, 1, rank]` are latents and `value` `[T, 1, rope_dim]` rotated keys; see `OwnAttention`."""
+        latent, rope = key[:, 0], value[:, 0]
+        if isinstance(forward, RecordingForward):
+            forward.note(LatentCall(rank=latent.shape[-1], rope_dim=rope.shape[-1]))
+            return query.new_zeros(*query.shape[:2], self._value_dim)
+        ordinal = forward.next_ordinal()
+        latents, batch = forward.rows("latent", ordinal)
+        ropes, _ = forward.rows("rope", ordinal)
+        slots = batch.slots_on(query.device)
+        rows = latents.write(slots, latent), ropes.write(slots, rope)
+        return self.attend(query, rows, (latents, ropes), batch, options)
+
+    def attend(
+        self,
+        query: Tensor,
+        rows: tuple[Tensor, Tensor],
+        stored: tuple[StoredRows, StoredRows],
+        batch: PagedBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]` with the latents and rotary keys of its rows."""
+        parts = batch.derived((type(self), self._rank, self._key_dim, self._value_dim), self._parts)
+        out = query.new_zeros(*query.shape[:2], self._value_dim)
+        for index, part, expanded in parts:
+            at = torch.from_numpy(index).to(query.device)
+            way = self._attend_expanded if expanded else self._attend_absorbed
+            out[at] = way(query[at], (rows[0][at], rows[1][at]), stored, part, options)
+        return out
+
+    def _parts(self, batch: PagedBatch) -> list[tuple[Slots, PagedBatch, bool]]:
+        """The rows of sequences that are cheaper absorbed and of those cheaper expanded, each with their batch."""
+        new, context = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
+        saved = (2 * self._rank - self._key_dim - self._value_dim) * new * (context - new // 2)
+        spent = self._rank * (self._key_dim + self._value_dim) * (context - new)
+        expanded = (new >= MIN_EXPANDED_ROWS) & (saved > spent)
+        found = []
+        for way in (False, True):
+            sequences = np.flatnonzero((expanded == way) & (new > 0))
+            if len(sequences):
+                found.append((*batch.part(sequences), way))
+        return found
+
+    def _attend_absorbed(
+        self,
+        query: Tensor,
+        rows: tuple[Tensor, Tensor],
+        stored: tuple[StoredRows, StoredRows],
+        batch: PagedBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        row = torch.cat(rows, dim=-1).unsqueeze(1)
+        out = attend(
+            self.absorb(query), row, row, JoinedTokens(*stored), batch, scale=options.scale, sinks=options.sinks
+        )
+        return self.release(out[..., : self._rank])
+
+    def _attend_expanded(
+        self,
+        query: Tensor,
+        rows: tuple[Tensor, Tensor],
+        stored: tuple[StoredRows, StoredRows],
+        batch: PagedBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        key, value = self.expand(*rows)
+        tokens = _ExpandedTokens(self, *stored)
+        return attend(query, key, value, tokens, batch, scale=options.scale, sinks=options.sinks)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """`query` `[T, heads, dim]` as one that scores latents and rotary keys: `[T, heads, rank + rope_dim]`."""
+        plain, rotated = query[..., : self._key_dim], query[..., self._key_dim :]
+        keys = self._heads()[:, : self._key_dim]  # [heads, key_dim, rank]
+        absorbed = torch.matmul(plain.transpose(0, 1).to(keys.dtype), keys).transpose(0, 1)
+        return torch.cat((absorbed.to(query.dtype), rotated), dim=-1)
+
+    def release(self, out: Tensor) -> Tensor:
+        """Attention's output in latents, `[T, heads, rank]`, as values: `[T, heads, value_dim]`."""
+        values = self._heads()[:, self._key_dim :]  # [heads, value_dim, rank]
+        return torch.matmul(out.transpose(0, 1).to(values.dtype), values.transpose(1, 2)).transpose(0, 1).to(out.dtype)
+
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys `[n, heads, dim]` and values `[n, heads, value_dim]` of n latents, as the model itself makes them."""
+        key, value = self._expand(latent[None, None], rope[None, None])
+        return key[0].transpose(0, 1), value[0].transpose(0, 1)
+
+    def _heads(self) -> Tensor:
+        """The expansion per head, `[heads, key_dim + value_dim, rank]`."""
+        weight: Tensor = self._expansion.weight
+        return weight.view(-1, self._key_dim + self._value_dim, self._rank)
+
+
+class _ExpandedTokens:
+    """Tokens of all heads, made of latents as they are read."""
+
+    __slots__ = ("_attention", "_latents", "_ropes")
+
+    def __init__(self, attention: LatentAttention, latents: StoredRows, ropes: StoredRows) -> None:
+        self._attention = attention
+        self._latents = latents
+        self._ropes = ropes
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._attention.expand(self._latents.read(start, stop, dtype), self._ropes.read(start, stop, dtype))
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._attention.expand(
+            self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope")
+        )
