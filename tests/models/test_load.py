@@ -144,7 +144,7 @@ class TestArchitectures:
             ("qwen3_next", "needs recurrent state"),
             ("jamba", "needs recurrent state"),
             ("bloom", "which transformers does not let another implementation replace"),
-            ("mistral_large4", "selects tokens with an indexer"),
+            ("minimax_m3_vl_text", "selects tokens with an indexer"),
             ("deepseek_v4", "attends to compressed entries"),
             ("bert", "is an encoder or encoder-decoder"),
         ],

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -113,16 +114,20 @@ class LatentAttention:
 
     def _parts(self, batch: PagedBatch) -> list[tuple[Slots, PagedBatch, bool]]:
         """The rows of sequences that are cheaper absorbed and of those cheaper expanded, each with their batch."""
-        new, context = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
-        saved = (2 * self.rank - self._key_dim - self.value_dim) * new * (context - new // 2)
-        spent = self.rank * (self._key_dim + self.value_dim) * (context - new)
-        expanded = (new >= MIN_EXPANDED_ROWS) & (saved > spent)
+        new = np.diff(batch.query_starts).astype(np.int64)
+        expanded = self.expands(new, batch.context_lens.astype(np.int64))
         found = []
         for way in (False, True):
             sequences = np.flatnonzero((expanded == way) & (new > 0))
             if len(sequences):
                 found.append((*batch.part(sequences), way))
         return found
+
+    def expands(self, new: Slots, contexts: Slots) -> npt.NDArray[np.bool_]:
+        """Whether `new` rows of one sequence cost less where its context of so many tokens is expanded: products."""
+        saved = (2 * self.rank - self._key_dim - self.value_dim) * new * (contexts - new // 2)
+        spent = self.rank * (self._key_dim + self.value_dim) * (contexts - new)
+        return (new >= MIN_EXPANDED_ROWS) & (saved > spent)
 
     def _attend_absorbed(
         self,
