@@ -144,7 +144,7 @@ class TestArchitectures:
             ("zaya", "mixes keys and values of neighbouring tokens"),
             ("inkling_text", "adds a bias by distance"),
             ("bloom", "which transformers does not let another implementation replace"),
-            ("deepseek_v32", "selects tokens with an indexer"),
+            ("minimax_m3_vl_text", "selects tokens with an indexer"),
             ("deepseek_v4", "attends to compressed entries"),
             ("bert", "is an encoder or encoder-decoder"),
         ],

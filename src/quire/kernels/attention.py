@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.batch import PagedBatch as PagedBatch
 from quire.kernels.partial import flash_usable, native_on_cpu, partial_flash, partial_math
-from quire.kernels.segments import Segment, Source
+from quire.kernels.segments import MAX_BATCHED, Segment, Source
 from quire.kernels.stored import StoredRows
 from quire.kernels.tokens import StoredTokens, Tokens
 from quire.kernels.workspace import Workspace
@@ -80,6 +80,30 @@ def attend(
     for segment in plan.segments:
         merged.add(segment, *step.partial(segment))
     return merged.result(sinks).to(query.dtype)
+
+
+def attend_slots(
+    query: Tensor, tokens: Tokens, slots: Tensor, hidden: Tensor, *, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of every row over tokens of its own choice, of which there is one head: `[T, heads, value_dim]`.
+
+    Row i of `query` `[T, heads, dim]` reads the tokens in `slots[i]`, int64 `[T, n]`, where `hidden[i]` is not set.
+    """
+    rows, width = slots.shape
+    empty = query.new_zeros(0, 1, query.shape[-1])
+    step = _Step(query, empty, empty, tokens, scale, None)
+    masks = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, float("-inf"))
+    outs = []
+    size = max(1, MAX_BATCHED // max(width, 1))
+    for start in range(0, rows, size):
+        block = slice(start, min(start + size, rows))
+        count, mask = block.stop - start, masks[block, None, None, :]
+        source = Source(index=slots[block].flatten())
+        out, lse = step.partial(Segment(block, count, source, 0, width, mask=mask, batched=True))
+        if sinks is not None:
+            out = out.float() * torch.sigmoid(lse - sinks.float().view(lse.shape[1:])).unsqueeze(-1)
+        outs.append(out.flatten(1, 2).to(query.dtype))
+    return torch.cat(outs)
 
 
 class _Step:

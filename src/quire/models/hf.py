@@ -35,6 +35,7 @@ from quire.models.registry import refuse_unsupported
 from quire.models.rotary import fix_longrope
 from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
+from quire.models.sparse import install_indexers, no_mask
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, Part
@@ -72,6 +73,9 @@ class LoadedModel:
         widen_linears(model)
         for install in (install_mixers, install_latents, install_sharing, install_chunks):
             install(model)
+        self._inputs: dict[str, Any] = {"use_cache": False}
+        if install_indexers(model):
+            self._inputs["attention_mask"] = no_mask(self.device)
         model.set_attn_implementation(IMPLEMENTATION)
         self._calls = self.discover()
         self.spec = replace(
@@ -117,7 +121,7 @@ class LoadedModel:
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         with forward_pass(running):
             logits: Tensor = self._model(
-                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **keep
+                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
             ).logits[0]
         assert running.ordinal == len(self._calls), "a forward pass made other attention calls than at load"
         return (logits if self._keeps_rows else logits[rows]).float()
@@ -140,9 +144,7 @@ class LoadedModel:
         recording = RecordingForward()
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with forward_pass(recording):
-            self._model(
-                input_ids=tokens, position_ids=torch.arange(2, device=self.device).unsqueeze(0), use_cache=False
-            )
+            self._model(input_ids=tokens, position_ids=torch.arange(2, device=self.device).unsqueeze(0), **self._inputs)
         calls = tuple(recording.calls)
         if not calls:
             raise UnsupportedModel(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +26,11 @@ from quire.kernels.tokens import JoinedTokens
 from quire.models.attention import OWN_ATTENTION, AttentionOptions
 from quire.models.forward import RecordingForward, RunningForward, in_forward
 from quire.spec.layers import LatentCall
+
+Rows = tuple[Tensor, Tensor]
+"""Latents `[n, rank]` and rotary keys `[n, rope_dim]` of n tokens."""
+Stored = tuple[StoredRows, StoredRows]
+"""Where latents and rotary keys are stored."""
 
 MIN_EXPANDED_ROWS = 16
 """Rows of one sequence from which expanding its context may pay."""
@@ -49,8 +55,8 @@ class LatentAttention:
         self._expand = module.expand_kv
         self._expansion = module.kv_b_proj
         self._key_dim = int(module.qk_nope_head_dim)
-        self._value_dim = int(module.v_head_dim)
-        self._rank = int(module.kv_lora_rank)
+        self.value_dim = int(module.v_head_dim)
+        self.rank = int(module.kv_lora_rank)
         if module.kv_b_proj.bias is not None:
             raise UnsupportedModel(f"{type(module).__name__} expands latents with a bias, which is not known here.")
 
@@ -70,28 +76,36 @@ class LatentAttention:
         options: AttentionOptions,
     ) -> Tensor:
         """`key` `[T, 1, rank]` are latents and `value` `[T, 1, rope_dim]` rotated keys; see `OwnAttention`."""
+        kept = self.keep(forward, key, value)
+        if kept is None:
+            return query.new_zeros(*query.shape[:2], self.value_dim)
+        return self.attend(query, *kept, options)
+
+    def keep(
+        self,
+        forward: RunningForward | RecordingForward,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sparse: bool = False,
+        index_dim: int = 0,
+    ) -> tuple[Rows, Stored, PagedBatch] | None:
+        """Store what a module hands over, as that of the call that begins now; None in a dry run, which notes it."""
         latent, rope = key[:, 0], value[:, 0]
         if isinstance(forward, RecordingForward):
-            forward.note(LatentCall(rank=latent.shape[-1], rope_dim=rope.shape[-1]))
-            return query.new_zeros(*query.shape[:2], self._value_dim)
+            rank, rope_dim = latent.shape[-1], rope.shape[-1]
+            forward.note(LatentCall(rank=rank, rope_dim=rope_dim, sparse=sparse, index_dim=index_dim))
+            return None
         ordinal = forward.next_ordinal()
         latents, batch = forward.rows("latent", ordinal)
         ropes, _ = forward.rows("rope", ordinal)
-        slots = batch.slots_on(query.device)
-        rows = latents.write(slots, latent), ropes.write(slots, rope)
-        return self.attend(query, rows, (latents, ropes), batch, options)
+        slots = batch.slots_on(latent.device)
+        return (latents.write(slots, latent), ropes.write(slots, rope)), (latents, ropes), batch
 
-    def attend(
-        self,
-        query: Tensor,
-        rows: tuple[Tensor, Tensor],
-        stored: tuple[StoredRows, StoredRows],
-        batch: PagedBatch,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]` with the latents and rotary keys of its rows."""
-        parts = batch.derived((type(self), self._rank, self._key_dim, self._value_dim), self._parts)
-        out = query.new_zeros(*query.shape[:2], self._value_dim)
+    def attend(self, query: Tensor, rows: Rows, stored: Stored, batch: PagedBatch, options: AttentionOptions) -> Tensor:
+        """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`, rows of `batch` whose new tokens are `rows`."""
+        parts = batch.derived((type(self), self.rank, self._key_dim, self.value_dim), self._parts)
+        out = query.new_zeros(*query.shape[:2], self.value_dim)
         for index, part, expanded in parts:
             at = torch.from_numpy(index).to(query.device)
             way = self._attend_expanded if expanded else self._attend_absorbed
@@ -100,10 +114,8 @@ class LatentAttention:
 
     def _parts(self, batch: PagedBatch) -> list[tuple[Slots, PagedBatch, bool]]:
         """The rows of sequences that are cheaper absorbed and of those cheaper expanded, each with their batch."""
-        new, context = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
-        saved = (2 * self._rank - self._key_dim - self._value_dim) * new * (context - new // 2)
-        spent = self._rank * (self._key_dim + self._value_dim) * (context - new)
-        expanded = (new >= MIN_EXPANDED_ROWS) & (saved > spent)
+        new = np.diff(batch.query_starts).astype(np.int64)
+        expanded = self.expands(new, batch.context_lens.astype(np.int64))
         found = []
         for way in (False, True):
             sequences = np.flatnonzero((expanded == way) & (new > 0))
@@ -111,11 +123,17 @@ class LatentAttention:
                 found.append((*batch.part(sequences), way))
         return found
 
+    def expands(self, new: Slots, contexts: Slots) -> npt.NDArray[np.bool_]:
+        """Whether `new` rows of one sequence cost less where its context of so many tokens is expanded: products."""
+        saved = (2 * self.rank - self._key_dim - self.value_dim) * new * (contexts - new // 2)
+        spent = self.rank * (self._key_dim + self.value_dim) * (contexts - new)
+        return (new >= MIN_EXPANDED_ROWS) & (saved > spent)
+
     def _attend_absorbed(
         self,
         query: Tensor,
-        rows: tuple[Tensor, Tensor],
-        stored: tuple[StoredRows, StoredRows],
+        rows: Rows,
+        stored: Stored,
         batch: PagedBatch,
         options: AttentionOptions,
     ) -> Tensor:
@@ -123,13 +141,13 @@ class LatentAttention:
         out = attend(
             self.absorb(query), row, row, JoinedTokens(*stored), batch, scale=options.scale, sinks=options.sinks
         )
-        return self.release(out[..., : self._rank])
+        return self.release(out[..., : self.rank])
 
     def _attend_expanded(
         self,
         query: Tensor,
-        rows: tuple[Tensor, Tensor],
-        stored: tuple[StoredRows, StoredRows],
+        rows: Rows,
+        stored: Stored,
         batch: PagedBatch,
         options: AttentionOptions,
     ) -> Tensor:
@@ -145,7 +163,8 @@ class LatentAttention:
         return torch.cat((absorbed.to(query.dtype), rotated), dim=-1)
 
     def release(self, out: Tensor) -> Tensor:
-        """Attention's output in latents, `[T, heads, rank]`, as values: `[T, heads, value_dim]`."""
+        """Attention's output over latents and rotary keys, `[T, heads, rank + rope_dim]`, as values of each head."""
+        out = out[..., : self.rank]
         values = self._heads()[:, self._key_dim :]  # [heads, value_dim, rank]
         return torch.matmul(out.transpose(0, 1).to(values.dtype), values.transpose(1, 2)).transpose(0, 1).to(out.dtype)
 
@@ -157,7 +176,7 @@ class LatentAttention:
     def _heads(self) -> Tensor:
         """The expansion per head, `[heads, key_dim + value_dim, rank]`."""
         weight: Tensor = self._expansion.weight
-        return weight.view(-1, self._key_dim + self._value_dim, self._rank)
+        return weight.view(-1, self._key_dim + self.value_dim, self.rank)
 
 
 class _ExpandedTokens:

@@ -141,8 +141,9 @@ class LatentCall:
     index_dim: int = 0
 
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
-        """Fields "latent" and "rope"; an indexer's keys are FP8 with one float32 scale per 128, whatever the format.
+        """Fields "latent" and "rope", and "index_k" of the indexer.
 
+        Its keys are FP8 with one float32 scale per 128, but float32 in a float32 model that keeps its dtype.
         FP8 of sparse attention keeps the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
         656 bytes for 512 + 64, as the field's sparse kernels read it.
         """
@@ -156,7 +157,7 @@ class LatentCall:
                 *formatted("latent", (self.rank,), kv_format, group=FULL_GROUP, reach=_FULL),
                 *formatted("rope", (self.rope_dim,), kv_format, group=FULL_GROUP, reach=_FULL),
             )
-        return row + (_scaled_fp8("index_k", self.index_dim, INDEXER_GROUP) if self.index_dim else ())
+        return row + (_index_keys(self.index_dim, kv_format, model_dtype) if self.index_dim else ())
 
     def on_rank(self, tp: int) -> LatentCall:
         """Every rank holds the whole latent: all heads read it."""
@@ -236,7 +237,7 @@ class CompressedCall:
             found += self._row("compressed_", kv_format, FULL_GROUP, _FULL, self.ratio)
             found.append(self._ring("compressor", self.nope_dim + self.rope_dim, reach))
         if self.index_dim:
-            found += _scaled_fp8("index_k", self.index_dim, INDEXER_GROUP, self.ratio)
+            found += _index_keys(self.index_dim, kv_format, model_dtype, self.ratio)
             found.append(self._ring("index_compressor", self.index_dim, reach))
         return tuple(found)
 
@@ -279,6 +280,13 @@ def _is_fp8_row(kv_format: KVFormat) -> bool:
 
 def _state_part(name: str, shape: tuple[int, ...], dtype: DType) -> Part:
     return Part(group=STATE_GROUP, reach=_STATE, name=name, shape=shape, dtype=dtype, per=PER_PAGE)
+
+
+def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 1) -> tuple[Part, ...]:
+    """The keys of an indexer. Serving in half precision keeps them as FP8; float32 is asked for to be exact."""
+    if kv_format.storage is model_dtype is DType.FLOAT32:
+        return (Part(group=INDEXER_GROUP, reach=_FULL, name="index_k", shape=(width,), dtype=model_dtype, per=per),)
+    return _scaled_fp8("index_k", width, INDEXER_GROUP, per)
 
 
 def _scaled_fp8(name: str, width: int, group: str, per: int = 1) -> tuple[Part, ...]:

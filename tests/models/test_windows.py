@@ -1,0 +1,107 @@
+"""Windows, chunks and shared layers in groups of their own: what no row can reach any more is overwritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.models.forward import RunningForward
+from quire.models.hf import load_model
+from quire.models.registry import VERIFIED
+from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.group import ReachSpec
+from tests.engine.running import core_for, generated, run, shared_prompts
+from tests.models import schedule
+from tests.models.schedule import STEPS, Schedule, long_steps
+from tests.tiny_hybrids import HYBRIDS, build_hybrid
+from tests.tiny_models import VOCAB_SIZE, save_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
+
+FAMILIES = (
+    "mistral_all_slide",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_text_shared",
+    "gpt_oss",
+    "cohere2",
+    "mimo_v2_flash",
+    "llama4_text",
+)
+
+
+def changes(name: str, window: int) -> dict[str, Any]:
+    """What gives a family this window. Llama 4 scales queries from the fourth token on."""
+    if name == "llama4_text":
+        return {"attention_chunk_size": window, "floor_scale": 4, "attn_scale": 0.5}
+    if name == "mimo_v2_flash":  # counts the tokens before the query
+        return {"sliding_window": window - 1, "sliding_window_size": window - 1, "attention_chunk_size": window - 1}
+    return {"sliding_window": window}
+
+
+def loaded_pair(name: str, window: int, folder) -> tuple[Any, Any]:
+    """The model on pools, and the same by itself."""
+    settings = {**HYBRIDS[name], **changes(name, window)}
+    model = load_model(str(save_tiny("llama_gqa", folder, **settings)))
+    return model, build_hybrid(name, attn_implementation="eager", **changes(name, window))
+
+
+@pytest.mark.parametrize("window", [15, 16, 17, 64])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_windows_around_a_page(name, window, tmp_path):
+    model, reference = loaded_pair(name, window, tmp_path)
+    reach = {group.reach for group in model.groups(16)} - {ReachSpec()}
+    assert reach == {ReachSpec("chunk" if name == "llama4_text" else "window", window)}
+    assert Schedule(long_steps(150), page_size=16).largest_error(model, reference) < 1e-4
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 2), (1, 4), (64, 63), (64, 64), (64, 65), (64, 256)])
+@pytest.mark.parametrize("name", ["gemma3n_text", "gpt_oss", "llama4_text"])
+def test_windows_around_smaller_and_larger_pages(name, page_size, window, tmp_path):
+    model, reference = loaded_pair(name, window, tmp_path)
+    steps = STEPS if page_size == 1 else long_steps(320)
+    assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generated_tokens_equal_those_of_transformers(name, tmp_path):
+    model, _ = loaded_pair(name, 10, tmp_path)
+    reference = build_hybrid(name, **changes(name, 10))
+    expected = [generated(reference, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    core = core_for(model, page_size=16, max_num_batched_tokens=50)
+    assert run(core, PROMPTS, GREEDY, "cold") == expected
+    assert run(core, PROMPTS, GREEDY, "warm") == expected
+
+
+def test_every_type_is_listed():
+    assert {HYBRIDS[name]["model_type"] for name in FAMILIES} <= VERIFIED
+
+
+@pytest.mark.parametrize("name", ["mistral_all_slide", "llama4_text"])
+def test_a_page_that_is_overwritten_too_soon_is_noticed(name, tmp_path, monkeypatch):
+    model, reference = loaded_pair(name, 16, tmp_path)
+    original = schedule.first_read
+    monkeypatch.setattr(schedule, "first_read", lambda reach, position: original(reach, position) + 4)
+    assert np.isnan(Schedule().largest_error(model, reference))
+
+
+def test_the_table_of_another_group_is_noticed(tmp_path, monkeypatch):
+    model, reference = loaded_pair("gemma3_text", 8, tmp_path)
+    original = RunningForward.rows
+
+    def of_the_first_group(forward, name, ordinal):
+        return original(forward, name, ordinal)[0], forward._groups[0][1]
+
+    monkeypatch.setattr(RunningForward, "rows", of_the_first_group)
+    assert not Schedule().largest_error(model, reference) < 1
+
+
+@pytest.mark.parametrize(("name", "kept"), [("gemma3n_text", 4), ("gemma4_text_shared", 4), ("gemma4_text", 12)])
+def test_sharing_layers_are_no_calls_of_their_own(name, kept, tmp_path):
+    model = load_model(str(save_tiny("llama_gqa", tmp_path, **HYBRIDS[name])))
+    assert len(model.discover()) == len(model.spec.calls) == kept
