@@ -19,7 +19,7 @@ from quire.plan.planner import make_plan
 from quire.scheduler.sampling_params import SamplingParams
 
 AUDIT_EVERY = 7
-AMPLE = 8 * 2**20  # bytes
+AMPLE = 16 * 2**20  # bytes
 
 
 def core_for(model: LoadedModel, *, pages: int | None = None, page_size: int = 16, **settings: Any) -> EngineCore:

@@ -140,7 +140,7 @@ class PoolOptions:
         Its window, the page the window's start falls into, and the reserve of a step.
         """
         step = page_size * self.token_ranks
-        return reach.tokens + step + get_alloc_reserve_per_decode(self.speculation, step)
+        return reach.tokens + step + ragged(reach, step) + get_alloc_reserve_per_decode(self.speculation, step)
 
     @property
     def states_per_request(self) -> int:
@@ -292,7 +292,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
         step = config.page_size * self.options.token_ranks
         windows = [pool for pool in config.pools if _slides(pool.group)]
         for pool in windows:
-            need = pool.group.reach.tokens + step
+            need = pool.group.reach.tokens + step + ragged(pool.group.reach, step)
             if not self.options.windows_only and pool.frames * step <= need:
                 raise PlanError(
                     f"the pool '{pool.name}' would hold {pool.frames * step:,} tokens, and one request needs more than "
@@ -451,6 +451,11 @@ def _line(
         if len(growing) <= last or at * growing[-1].per_token >= growing[-1].minimum:
             return coeff, bias
         resting.append(growing.pop())
+
+
+def ragged(reach: ReachSpec, step: int) -> int:
+    """Tokens of the two pages that a chunk shares with its neighbours, where chunks begin inside pages of `step`."""
+    return 2 * step if reach.kind == "chunk" and reach.tokens % step else 0
 
 
 def _slides(group: GroupSpec) -> bool:
