@@ -289,3 +289,13 @@ def test_the_check_at_load_notices(broken, name, monkeypatch):
     monkeypatch.setattr(mixers, function, change(getattr(mixers, function)))
     with pytest.raises(ModelCheckFailed, match=said):
         load(name)
+
+
+def test_the_schedule_notices_pieces_that_do_not_wait(monkeypatch):
+    monkeypatch.setattr(StateBatch, "_rounds", lambda batch: np.zeros(len(batch.sources), dtype=np.int32))
+    assert np.isnan(largest_error(load("bamba", check=False), build_hybrid("bamba", attn_implementation="eager")))
+
+
+def test_the_schedule_notices_steps_without_limits(monkeypatch):
+    monkeypatch.setattr(mixers, "_with_limited_step", lambda layer: layer.forward)
+    assert largest_error(load("zamba2", check=False), build_hybrid("zamba2", attn_implementation="eager")) > 1e-3

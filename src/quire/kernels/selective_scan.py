@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_SEGMENT_NUMBERS = 1 << 22
-"""States of a selective scan held at once, in numbers: tokens of a segment times channels times state size. 16 MiB each
+_SEGMENT_NUMBERS = 1 << 20
+"""States of a selective scan held at once, in numbers: tokens of a segment times channels times state size. 4 MiB each
 for them and the decays, which is what a segment costs beside its input."""
 
 
