@@ -45,11 +45,14 @@ FLAGS |= {"enable_prefix_caching": "prefix_caching"}
 
 def models() -> str:
     """Model types by status, from the table that loading refuses by."""
-    from tests.tiny_models import ARCHITECTURES  # loads transformers
+    from tests.tiny_hybrids import HYBRIDS, WINDOWED  # these load transformers
+    from tests.tiny_latents import LATENTS
+    from tests.tiny_models import ARCHITECTURES
 
     rows = support_table()
     verified = [row.model_type for row in rows if row.status == "verified"]
-    compared = {settings["model_type"] for settings in ARCHITECTURES.values()}
+    windowed = (HYBRIDS[name] for name in WINDOWED)
+    compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *windowed)}
     assert compared <= set(verified)
     others = [name for name in verified if name not in compared]
     lines = [
