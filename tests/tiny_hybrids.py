@@ -337,6 +337,20 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
 }
 """Name of a tiny model to what its configuration has beyond the common sizes."""
 
+WINDOWED = (
+    "mistral_all_slide",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_text_shared",
+    "gpt_oss",
+    "cohere2",
+    "mimo_v2_flash",
+    "llama4_text",
+)
+"""Those with windows or chunks, which have a group of their own."""
+
 
 WITH_STATES = (
     "mamba2",

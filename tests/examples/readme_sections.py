@@ -45,14 +45,16 @@ FLAGS |= {"enable_prefix_caching": "prefix_caching"}
 
 def models() -> str:
     """Model types by status, from the table that loading refuses by."""
-    from tests.tiny_hybrids import HYBRIDS, WITH_STATES  # loads transformers
+    from tests.engine.test_hybrid_tokens import SERVED  # these load transformers
+    from tests.tiny_hybrids import HYBRIDS
+    from tests.tiny_latents import LATENTS
     from tests.tiny_models import ARCHITECTURES
 
     rows = support_table()
     verified = [row.model_type for row in rows if row.status == "verified"]
-    compared = {settings["model_type"] for settings in ARCHITECTURES.values()}
-    assert compared <= set(verified)
-    compared |= {HYBRIDS[name]["model_type"] for name in WITH_STATES} & set(verified)
+    hybrids = [{**HYBRIDS, **LATENTS}[name] for name in SERVED]
+    compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *hybrids)}
+    assert compared <= set(verified), compared - set(verified)
     others = [name for name in verified if name not in compared]
     lines = [
         f"**Compared with transformers' `generate` in every `make test`:** {_names(sorted(compared))}.",

@@ -173,12 +173,6 @@ class TestArchitectures:
         assert "'vit'" in (message := refusal(folder, UnsupportedModel))
         assert "has no causal language model" in message
 
-    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-    def test_dynamic_rotary(self, folder, field):
-        edit_config(folder, **{field: {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}})
-        message = refusal(folder, UnsupportedModel)
-        assert "a request's output would depend on its neighbours" in message
-
     def test_quantised_weights(self, folder):
         edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
         assert "are quantised ('gptq')" in refusal(folder, UnsupportedModel)
@@ -246,18 +240,6 @@ class TestSupportTable:
 
     def test_what_the_sweep_runs_is_listed(self):
         assert {settings["model_type"] for settings in ARCHITECTURES.values()} <= VERIFIED
-
-
-class TestRotary:
-    def test_the_longest_context_of_the_deployment_chooses(self, tmp_path):
-        folder = str(save_tiny("phi3_longrope", tmp_path))
-        plain = build_tiny("phi3_longrope", attn_implementation="eager")
-        short, long = torch.arange(10), torch.arange(40)
-        with torch.inference_mode():
-            wanted = {n: plain(ids[None], use_cache=False).logits[0] for n, ids in (("short", short), ("long", long))}
-        assert torch.allclose(load_model(folder).plain_logits(long), wanted["long"], atol=1e-4)
-        assert torch.allclose(load_model(folder, max_length=20).plain_logits(short), wanted["short"], atol=1e-4)
-        assert not torch.allclose(load_model(folder).plain_logits(short), wanted["short"], atol=1e-1)
 
 
 class TestLinear:

@@ -15,24 +15,11 @@ from quire.spec.group import ReachSpec
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.models import schedule
 from tests.models.schedule import STEPS, Schedule, long_steps
-from tests.tiny_hybrids import HYBRIDS, build_hybrid
+from tests.tiny_hybrids import HYBRIDS, WINDOWED, build_hybrid
 from tests.tiny_models import VOCAB_SIZE, save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
-
-FAMILIES = (
-    "mistral_all_slide",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "gemma4_text_shared",
-    "gpt_oss",
-    "cohere2",
-    "mimo_v2_flash",
-    "llama4_text",
-)
 
 
 def changes(name: str, window: int) -> dict[str, Any]:
@@ -52,7 +39,7 @@ def loaded_pair(name: str, window: int, folder) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("window", [15, 16, 17, 64])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WINDOWED)
 def test_windows_around_a_page(name, window, tmp_path):
     model, reference = loaded_pair(name, window, tmp_path)
     reach = {group.reach for group in model.groups(16)} - {ReachSpec()}
@@ -68,7 +55,7 @@ def test_windows_around_smaller_and_larger_pages(name, page_size, window, tmp_pa
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WINDOWED)
 def test_generated_tokens_equal_those_of_transformers(name, tmp_path):
     model, _ = loaded_pair(name, 10, tmp_path)
     reference = build_hybrid(name, **changes(name, 10))
@@ -79,7 +66,7 @@ def test_generated_tokens_equal_those_of_transformers(name, tmp_path):
 
 
 def test_every_type_is_listed():
-    assert {HYBRIDS[name]["model_type"] for name in FAMILIES} <= VERIFIED
+    assert {HYBRIDS[name]["model_type"] for name in WINDOWED} <= VERIFIED
 
 
 @pytest.mark.parametrize("name", ["mistral_all_slide", "llama4_text"])

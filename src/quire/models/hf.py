@@ -32,7 +32,7 @@ from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
 from quire.models.mixers import install_mixers
 from quire.models.registry import refuse_unsupported
-from quire.models.rotary import fix_longrope
+from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
 from quire.models.sparse import install_indexers, no_mask
@@ -68,7 +68,9 @@ class LoadedModel:
                 f"the configuration of '{name}' has no 'max_position_embeddings', the longest context it was made for.",
                 fix="add 'max_position_embeddings' to config.json.",
             )
-        fix_longrope(model, max_length or int(context_length))
+        if grows_with_length(model):
+            context_length = max(int(context_length), max_length or 0)
+        fix_rotary(model, max_length or int(context_length))
         dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
         for install in (install_mixers, install_latents, install_sharing, install_chunks):

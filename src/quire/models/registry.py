@@ -86,22 +86,3 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
                 "not compute with.",
                 fix="use the model's float32, float16 or bfloat16 weights.",
             )
-        if "dynamic" in rope_types(part):
-            raise UnsupportedModel(
-                f"model '{name}' has dynamic-NTK rotary embeddings (rope type 'dynamic'), whose angles depend on the "
-                f"longest sequence of the batch, so a request's output would depend on its neighbours.",
-                fix="set rope type 'yarn' or 'default' in config.json, if the model allows it.",
-            )
-
-
-def rope_types(config: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the rotary embedding variants a configuration asks for, one per kind of layer at most."""
-    found: set[str] = set()
-    for field in ("rope_scaling", "rope_parameters"):
-        value = config.get(field)
-        if not isinstance(value, Mapping):
-            continue
-        for entry in (value, *value.values()):
-            if isinstance(entry, Mapping):
-                found.add(str(entry.get("rope_type") or entry.get("type") or "default"))
-    return frozenset(found)

@@ -5,30 +5,63 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.errors import UnsupportedModel
 
+def fix_rotary(model: torch.nn.Module, max_length: int) -> int:
+    """Make rotary modules of `model` use one set of angles for every batch; returns how many sets there were to fix.
 
-def fix_longrope(model: torch.nn.Module, max_length: int) -> int:
-    """Make `longrope` modules of `model` use one set of factors for every batch; returns how many there were.
+    Two variants would look at the longest position of the batch, so that a request's output depended on its neighbours.
+    Here both take the angles that a sequence of the deployment's `max_length` tokens has in transformers; shorter ones
+    have the same, and outputs differ from what transformers gives for a shorter sequence by itself:
 
-    They would choose the long or the short factors by the longest position in the batch. Here the deployment's
-    `max_length` (tokens) chooses: long if it exceeds the length the model was first trained on, else short.
+    - `longrope`: the long factors if `max_length` exceeds the length the model was first trained on, else the short.
+    - `dynamic` (NTK): the base stretched for `max_length` if that exceeds `max_position_embeddings`, else unchanged.
+
+    Kinds of layers with rotary embeddings of their own are fixed one by one.
     """
     fixed = 0
     for module in model.modules():
         rope_type: Any = getattr(module, "rope_type", None)
-        if isinstance(rope_type, dict) and "longrope" in rope_type.values():
-            raise UnsupportedModel(f"{type(model).__name__} has longrope for some kinds of layers only.")
-        if rope_type != "longrope":
-            continue
-        config: Any = module.config
-        original = int(config.rope_parameters["original_max_position_embeddings"])
-        inv_freq: Any = module.inv_freq
-        length = original + 1 if max_length > original else original
-        chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](config, inv_freq.device, seq_len=length)
-        inv_freq.copy_(chosen)
-        setattr(module, "rope_type", "default")  # noqa: B010 (modules type every attribute as Tensor or Module)
-        fixed += 1
+        if isinstance(rope_type, dict):
+            for kind, variant in rope_type.items():
+                if _varies(variant):
+                    _fix(module, variant, max_length, kind)
+                    rope_type[kind] = "default"
+                    fixed += 1
+        elif _varies(rope_type):
+            _fix(module, rope_type, max_length, None)
+            setattr(module, "rope_type", "default")  # noqa: B010 (modules type every attribute as Tensor or Module)
+            fixed += 1
     return fixed
+
+
+def grows_with_length(model: torch.nn.Module) -> bool:
+    """Whether angles follow the length, so that a deployment may be longer than `max_position_embeddings`."""
+    for module in model.modules():
+        rope_type: Any = getattr(module, "rope_type", None)
+        if "dynamic" in (rope_type.values() if isinstance(rope_type, dict) else (rope_type,)):
+            return True
+    return False
+
+
+def _varies(variant: object) -> bool:
+    return variant in ("longrope", "dynamic")
+
+
+def _fix(module: Any, variant: str, max_length: int, kind: str | None) -> None:
+    """Set the frequencies of `module`, those for layers of a `kind` where it has several, to those of `max_length`."""
+    config = module.config
+    buffer: Tensor = module.inv_freq if kind is None else getattr(module, f"{kind}_inv_freq")
+    if variant == "dynamic":
+        if max_length <= config.max_position_embeddings:
+            return  # what the module was made with, whose base some models choose themselves
+        length = max_length
+    else:
+        parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        original = int(parameters["original_max_position_embeddings"])
+        length = original + 1 if max_length > original else original
+    of_kind = {} if kind is None else {"layer_type": kind}
+    chosen, _ = ROPE_INIT_FUNCTIONS[variant](config, buffer.device, seq_len=length, **of_kind)
+    buffer.copy_(chosen)
