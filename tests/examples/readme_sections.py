@@ -29,7 +29,6 @@ MEANINGS = {
     "page_size": "tokens in a page, and the shortest prefix that can be shared",
     "kv_memory": "bytes of the KV pools (`2GiB`); by default a quarter of the free memory, at most 4 GiB, on a CPU, "
     "and 80 % of what is free after loading on a GPU",
-    "kv_dtype": "how keys, values and latents are stored: `fp8_e4m3`, `mxfp8`, `nvfp4` ...; `auto` is the model's dtype",
     "window_pool": "windows have a pool of their own, and free what they have passed",
     "swa_full_tokens_ratio": "tokens of window pools per token of full ones; by default what the load asks for",
     "mamba_full_memory_ratio": "bytes of states per byte of the other pools; by default what the load asks for",
