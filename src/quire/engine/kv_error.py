@@ -158,7 +158,7 @@ class _Prompt:
         self.groups: tuple[GroupSpec, ...] = model.groups(_PAGE_SIZE, kv_format)
         self.num_pages = pages_for(num_tokens, _PAGE_SIZE)
         self.pools = tuple(Pool(group.layout, self.num_pages, device=model.device) for group in self.groups)
-        grows = [group.layout for group in self.groups if group.reach.kind != "state"]
+        grows = [group.layout for group in self.groups if not group.reach.carried]
         self.bytes_per_token = sum(layout.bytes_per_frame for layout in grows) / _PAGE_SIZE
 
     def batches(self, start: int, stop: int) -> list[PagedBatch | StateBatch]:
@@ -173,7 +173,7 @@ class _Prompt:
         )
         one = np.ones(1, dtype=np.int32)
         states = StateBatch(rows, one if start else 0 * one, one)
-        return [states if group.reach.kind == "state" else paged for group in self.groups]
+        return [states if group.reach.carried else paged for group in self.groups]
 
     def fields_of(self, ordinal: int) -> dict[str, tuple[Pool, Field]]:
         """What a call keeps, by name."""
