@@ -29,6 +29,11 @@ MEANINGS = {
     "page_size": "tokens in a page, and the shortest prefix that can be shared",
     "kv_memory": "bytes of the KV pools (`2GiB`); by default a quarter of the free memory, at most 4 GiB, on a CPU, "
     "and 80 % of what is free after loading on a GPU",
+    "window_pool": "windows have a pool of their own, and free what they have passed",
+    "swa_full_tokens_ratio": "tokens of window pools per token of full ones; by default what the load asks for",
+    "mamba_full_memory_ratio": "bytes of states per byte of the other pools; by default what the load asks for",
+    "max_mamba_cache_size": "states; by default what the load asks for",
+    "checkpoint_interval": "tokens between states that a request leaves on its way, where frames are to spare",
     "max_model_len": "longest sequence, prompt and output; by default the model's context",
     "max_running_requests": "sequences that hold memory at once",
     "max_num_batched_tokens": "tokens in one step; longer prompts are computed in chunks",
@@ -71,6 +76,13 @@ def models() -> str:
     return "\n".join(lines)
 
 
+def hybrids() -> str:
+    """Tiny models of hybrid architectures: their pools, what is reused, and the measured difference of logits."""
+    from tests.engine.logit_differences import table  # loads transformers
+
+    return table()
+
+
 def error_codes() -> str:
     """Every error class with its code, HTTP status and exit code."""
     lines = ["| code | raised as | HTTP | exit | what it is |", "|---|---|---|---|---|"]
@@ -93,7 +105,12 @@ def settings() -> str:
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"models": models, "errors": error_codes, "settings": settings}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "models": models,
+    "hybrids": hybrids,
+    "errors": error_codes,
+    "settings": settings,
+}
 
 
 def generated(text: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, Lengths, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Lengths, RowPages
 from quire.cache.request_kv import RequestKV
 from quire.memory.allocator import SlotFrames
 from quire.prefix.reach import Reach
@@ -47,8 +47,10 @@ class _Trail:
     rank: Rank
 
 
-class CarriedGroup:
+class CarriedGroup(GroupCache):
     """See `quire.cache.groups.GroupCache` for what it does, and this module for how. `grid` is in tokens."""
+
+    frames: SlotFrames
 
     def __init__(
         self, index: int, reach: Reach, frames: SlotFrames, *, page_size: int, max_requests: int, grid: int

@@ -48,6 +48,37 @@ PrefixCachingOption = Annotated[
         "--prefix-caching/--no-prefix-caching", help="Share the pages of common prefixes.", rich_help_panel=MEMORY
     ),
 ]
+SwaRatioOption = Annotated[
+    float | None,
+    typer.Option(
+        "--swa-full-tokens-ratio",
+        help="Tokens of window pools per token of full ones. (default: what the load asks for)",
+        rich_help_panel=MEMORY,
+    ),
+]
+MambaRatioOption = Annotated[
+    float | None,
+    typer.Option(
+        "--mamba-full-memory-ratio",
+        help="Bytes of states per byte of other pools. (default: what the load asks for)",
+        rich_help_panel=MEMORY,
+    ),
+]
+MambaSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-mamba-cache-size", help="States. (default: what the load asks for)", rich_help_panel=MEMORY, min=1
+    ),
+]
+CheckpointOption = Annotated[
+    int | None,
+    typer.Option(
+        "--checkpoint-interval",
+        help="Tokens between states that a request leaves on its way. (default: 512)",
+        rich_help_panel=MEMORY,
+        min=1,
+    ),
+]
 MaxRunningOption = Annotated[
     int | None,
     typer.Option(

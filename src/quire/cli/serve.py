@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.options import (
+    CheckpointOption,
     DebugOption,
     DeviceOption,
     DtypeOption,
@@ -21,6 +22,8 @@ from quire.cli.options import (
     JsonOption,
     KvDtypeOption,
     KvMemoryOption,
+    MambaRatioOption,
+    MambaSizeOption,
     MaxBatchedOption,
     MaxModelLenOption,
     MaxRunningOption,
@@ -28,6 +31,7 @@ from quire.cli.options import (
     PageSizeOption,
     PolicyOption,
     PrefixCachingOption,
+    SwaRatioOption,
     ThreadsOption,
     TokenizerOption,
     make_config,
@@ -74,6 +78,10 @@ def serve(
     kv_memory: KvMemoryOption = None,
     eviction: EvictionOption = None,
     prefix_caching: PrefixCachingOption = True,
+    swa_full_tokens_ratio: SwaRatioOption = None,
+    mamba_full_memory_ratio: MambaRatioOption = None,
+    max_mamba_cache_size: MambaSizeOption = None,
+    checkpoint_interval: CheckpointOption = None,
     max_running: MaxRunningOption = None,
     max_batched: MaxBatchedOption = None,
     policy: PolicyOption = None,
@@ -104,6 +112,10 @@ def serve(
             threads=threads,
             eviction=eviction,
             enable_prefix_caching=prefix_caching,
+            swa_full_tokens_ratio=swa_full_tokens_ratio,
+            mamba_full_memory_ratio=mamba_full_memory_ratio,
+            max_mamba_cache_size=max_mamba_cache_size,
+            checkpoint_interval=checkpoint_interval,
             seed=seed,
         )
         from quire.serve.server import ServerConfig

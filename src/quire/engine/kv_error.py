@@ -3,7 +3,7 @@
 A plain pass over the prompt stores every key, value and latent plainly, and beside that in each format, and computes
 each call on both from the same inputs: the error of a call is its own, not one that earlier layers handed on. A second
 pass computes on what the format kept alone, as a server would: its logits have the errors of all layers, and those of
-tokens that an indexer no longer selects.
+tokens that a layer no longer selects.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Prompt:
         self.groups: tuple[GroupSpec, ...] = model.groups(_PAGE_SIZE, kv_format)
         num_pages = pages_for(num_tokens, _PAGE_SIZE)
         self.pools = tuple(Pool(group.layout, num_pages, device=model.device) for group in self.groups)
-        grows = [group.layout for group in self.groups if group.reach.kind != "state"]
+        grows = [group.layout for group in self.groups if not group.reach.carried]
         self.bytes_per_token = sum(layout.bytes_per_frame for layout in grows) / _PAGE_SIZE
 
     def batches(self, start: int, stop: int) -> list[PagedBatch | StateBatch]:
@@ -174,7 +174,7 @@ class _Prompt:
         )
         one = np.ones(1, dtype=np.int32)
         states = StateBatch(rows, one if start else 0 * one, one)
-        return [states if group.reach.kind == "state" else paged for group in self.groups]
+        return [states if group.reach.carried else paged for group in self.groups]
 
     def fields_of(self, ordinal: int) -> dict[str, tuple[Pool, Field]]:
         """What a call keeps, by name."""
@@ -245,7 +245,7 @@ def _call_errors(model: LoadedModel, plain: _Prompt, kept: _Prompt, outputs: _Ra
         for name, (pool, field) in kept.fields_of(ordinal).items():
             if name in wanted and _encoding(field) != _encoding(wanted[name][1]):
                 given = plain.rows(*wanted[name], ordinal, dtype)
-                kept.fill(pool, field, ordinal, given)  # an indexer's keys are not kept by attention calls
+                kept.fill(pool, field, ordinal, given)  # not all of it passes through attention
                 found.append(_field_error(field, given, kept.rows(pool, field, ordinal, dtype)))
         if found:
             yield CallError(ordinal=ordinal, layer=layer, fields=tuple(found), output=outputs.of(ordinal))
