@@ -83,11 +83,11 @@ def test_a_bad_layer_is_named_for_people(run: Run, outlier: Path) -> None:
 
 def test_a_bad_layer_is_named_for_machines(run: Run, outlier: Path) -> None:
     code, found = doctor(run, "--model", outlier, "--kv-dtype", "fp8_e5m2")
-    assert (code, found["passed"], found["kv_dtypes"][0]["layers_above"]) == (1, False, [BROKEN])
+    assert (code, found["passed"], found["kv_dtypes"][0]["layers_above"]) == (4, False, [BROKEN])
     code, found = doctor(run, "--model", outlier, "--kv-dtype", "fp8_e5m2", "--max-error", "0.6")
     assert (code, found["passed"], found["kv_dtypes"][0]["layers_above"]) == (0, True, [])
     code, found = doctor(run, "--model", outlier, "--kv-dtype", "fp8_e5m2", "--max-error", "0.01")
-    assert (code, found["kv_dtypes"][0]["layers_above"]) == (1, [0, 1, 2])
+    assert (code, found["kv_dtypes"][0]["layers_above"]) == (4, [0, 1, 2])
 
 
 def test_what_is_not_a_number_is_valid_json(

@@ -52,26 +52,33 @@ class RowPages:
 
 
 class GroupCache(ABC):
-    """One group. `row` is a request's row, `pages` its pages from the first on; pages are cached, private or moving."""
+    """One group. `row` is a request's row, `pages` its pages from the first on; pages are cached, private or moving.
 
-    name: str
-    reach: Reach
-    frames: PageFrames | SlotFrames
-    """The group's frames, and which pages have them."""
-    num_frames: int
-    dropped_frames: int
-    """Frames of cached pages that were dropped while their pages stayed."""
-    revived_frames: int
-    """Frames that cached pages without one got from requests that had computed them again."""
-    left: int
-    """Frames that requests left for others to begin on, where that takes a frame of its own."""
-    skipped: int
-    """Places where a request would have left one, had there been a frame for it."""
+    `dropped_frames` counts frames of cached pages that were dropped while their pages stayed, `revived_frames` those
+    that such pages got back from requests that had computed them again, `left` frames that requests left for others to
+    begin on, where that takes a frame of its own, and `skipped` places where there was none for it.
+    """
+
+    def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames) -> None:
+        self.index = index
+        self.name = frames.name
+        self.num_frames = frames.num_frames
+        self.reach = reach
+        self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
 
     @property
     @abstractmethod
+    def frames(self) -> PageFrames | SlotFrames:
+        """The group's frames, and which pages have them."""
+
+    @property
     def num_free(self) -> int:
         """Frames that belong to nobody."""
+        return self.frames.num_free
+
+    def resumable(self, pages: Ids) -> Bools:
+        """Per page of a cached path: whether this group could resume right after it."""
+        return self.reach.resumable(self.frames.resident(pages))
 
     @property
     @abstractmethod
@@ -82,10 +89,6 @@ class GroupCache(ABC):
     @abstractmethod
     def num_cached(self) -> int:
         """Frames of cached pages."""
-
-    @abstractmethod
-    def resumable(self, pages: Ids) -> Bools:
-        """Per page of a cached path: whether this group could resume right after it."""
 
     @abstractmethod
     def would_pin(self, pages: Ids, evictable: int) -> int:
@@ -149,20 +152,14 @@ class GroupCache(ABC):
 class WholeGroup(GroupCache):
     """Every page of a prefix is read by all that follows: a frame goes when its page goes."""
 
-    frames: PageFrames
-
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache) -> None:
-        self.index = index
-        self.name = frames.name
-        self.num_frames = frames.num_frames
-        self.reach = reach
-        self.frames = frames
+        super().__init__(index, reach, frames)
+        self._frames = frames
         self._tree = tree
-        self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
 
     @property
-    def num_free(self) -> int:
-        return self.frames.num_free
+    def frames(self) -> PageFrames:
+        return self._frames
 
     @property
     def num_evictable(self) -> int:
@@ -171,9 +168,6 @@ class WholeGroup(GroupCache):
     @property
     def num_cached(self) -> int:
         return self._tree.num_pages
-
-    def resumable(self, pages: Ids) -> Bools:
-        return self.reach.resumable(self.frames.resident(pages))
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return evictable
