@@ -51,8 +51,8 @@ def models() -> str:
 
     rows = support_table()
     verified = [row.model_type for row in rows if row.status == "verified"]
-    windowed = (HYBRIDS[name] for name in WINDOWED)
-    compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *windowed)}
+    hybrids = (HYBRIDS[name] for name in (*WINDOWED, "deepseek_v4"))
+    compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *hybrids)}
     assert compared <= set(verified)
     others = [name for name in verified if name not in compared]
     lines = [

@@ -145,7 +145,6 @@ class TestArchitectures:
             ("jamba", "needs recurrent state"),
             ("bloom", "which transformers does not let another implementation replace"),
             ("minimax_m3_vl_text", "selects tokens with an indexer"),
-            ("deepseek_v4", "attends to compressed entries"),
             ("bert", "is an encoder or encoder-decoder"),
         ],
     )

@@ -40,6 +40,12 @@ class RunningForward:
         assert isinstance(batch, PagedBatch)
         return StoredRows(layer), batch
 
+    def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
+        """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""
+        layer, batch = self._find(name, ordinal)
+        assert isinstance(batch, PagedBatch)
+        return layer.squeeze(1), batch
+
     def states(self, name: str, ordinal: int) -> tuple[Tensor, StateBatch]:
         """The pool's layer of a field of states, and the batch of its group."""
         layer, batch = self._find(name, ordinal)

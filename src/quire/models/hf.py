@@ -27,6 +27,7 @@ from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION
 from quire.models.check import check_forward
 from quire.models.chunked import install_chunks
+from quire.models.compressed import install_compressors
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
@@ -72,7 +73,7 @@ class LoadedModel:
         fix_rotary(model, max_length or int(context_length))
         dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
-        for install in (install_latents, install_sharing, install_chunks):
+        for install in (install_latents, install_sharing, install_chunks, install_compressors):
             install(model)
         self._inputs: dict[str, Any] = {"use_cache": False}
         if install_indexers(model):

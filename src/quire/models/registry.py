@@ -10,21 +10,20 @@ from quire.errors import UnsupportedModel
 
 RECURRENT = "needs recurrent state, which this version does not hold"
 INDEXED = "selects tokens with an indexer, whose keys this version does not hold"
-COMPRESSED = "attends to compressed entries, which this version does not hold"
 NO_INTERFACE = "computes attention in code of its own, which transformers does not let another implementation replace"
 ENCODER = "is an encoder or encoder-decoder; Quire serves decoder-only language models"
 OWN_MASK = "builds an attention mask of its own, which paged attention does not see"
 
 _VERIFIED = """
     afmoe apertus arcee aria_text axk1 axk2 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx
-    deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
-    flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4
-    glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
-    granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax
-    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum mimo_v2_flash
-    minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt
-    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma youtu
+    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe
+    flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm
+    glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
+    granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
+    hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum
+    mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2
+    olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma youtu
 """
 
 _REFUSED = {
@@ -34,7 +33,6 @@ _REFUSED = {
         qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
     """,
     INDEXED: "minimax_m3_vl_text mistral_large4",
-    COMPRESSED: "deepseek_v4",
     NO_INTERFACE: "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet",
     OWN_MASK: "doge",
     ENCODER: """
