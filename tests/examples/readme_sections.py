@@ -51,7 +51,7 @@ def models() -> str:
 
     rows = support_table()
     verified = [row.model_type for row in rows if row.status == "verified"]
-    hybrids = (HYBRIDS[name] for name in (*WINDOWED, "deepseek_v4"))
+    hybrids = (HYBRIDS[name] for name in (*WINDOWED, "deepseek_v4", "minimax_m3"))
     compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *hybrids)}
     assert compared <= set(verified)
     others = [name for name in verified if name not in compared]

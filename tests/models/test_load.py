@@ -144,7 +144,7 @@ class TestArchitectures:
             ("qwen3_next", "needs recurrent state"),
             ("jamba", "needs recurrent state"),
             ("bloom", "which transformers does not let another implementation replace"),
-            ("minimax_m3_vl_text", "selects tokens with an indexer"),
+            ("dots3_note_text", "slides windows over latents"),
             ("bert", "is an encoder or encoder-decoder"),
         ],
     )

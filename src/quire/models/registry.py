@@ -9,7 +9,8 @@ from typing import Any
 from quire.errors import UnsupportedModel
 
 RECURRENT = "needs recurrent state, which this version does not hold"
-INDEXED = "selects tokens with an indexer, whose keys this version does not hold"
+SLIDING_LATENTS = "slides windows over latents of another rank, which this version does not hold"
+NO_LANGUAGE_MODEL = "has no causal language model in transformers, whose code Quire runs"
 NO_INTERFACE = "computes attention in code of its own, which transformers does not let another implementation replace"
 ENCODER = "is an encoder or encoder-decoder; Quire serves decoder-only language models"
 OWN_MASK = "builds an attention mask of its own, which paged attention does not see"
@@ -21,9 +22,9 @@ _VERIFIED = """
     glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
     granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
     hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum
-    mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2
-    olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma youtu
+    mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi nanochat
+    nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu
 """
 
 _REFUSED = {
@@ -32,7 +33,8 @@ _REFUSED = {
         kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text
         qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
     """,
-    INDEXED: "minimax_m3_vl_text mistral_large4",
+    SLIDING_LATENTS: "dots3_note dots3_note_text",
+    NO_LANGUAGE_MODEL: "glm5_next mistral_large4",
     NO_INTERFACE: "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet",
     OWN_MASK: "doge",
     ENCODER: """
