@@ -27,6 +27,7 @@ from quire.cli.demo_server import pool_bytes, read_config, running_server
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
 from quire.errors import AuditFailure
+from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 
 PAGE_SIZE = 16
 MOST_CONTEXT = 2048
@@ -73,9 +74,7 @@ def demo(
     """
     with reported(as_json=as_json, debug=debug):
         console = Console(quiet=as_json)
-        from quire.engine.config import BUNDLED_MODEL
-
-        folder = model or BUNDLED_MODEL
+        folder = model or BUNDLED_MODELS[DEFAULT_MODEL]
         context = min(int(read_config(folder)["max_position_embeddings"]), MOST_CONTEXT)
         kv_bytes = pool_bytes(folder, num_tokens=int(POOL_SHARE * context), page_size=PAGE_SIZE)
         options = {"--model": folder, "--kv-memory": kv_bytes, "--page-size": PAGE_SIZE, "--max-model-len": context}
