@@ -83,6 +83,7 @@ def tight_core(model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, *
         ratio = Fraction(window_tokens, num_tokens)
     asked = PlanSettings(
         kv_memory=2**30,
+        kv_dtype=config.kv_dtype,
         page_size=config.page_size,
         chunk=config.max_num_batched_tokens,
         max_requests=config.max_running_requests,

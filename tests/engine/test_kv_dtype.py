@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.config import engine_config
-from quire.engine.core import EngineCore
 from quire.errors import InvalidInput
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import PagesStored
-from quire.spec.kv_format import KV_FORMATS
 from quire.spec.pages import pages_for
-from tests.engine.running import core_for, run, shared_prompts
-from tests.tiny_models import VOCAB_SIZE, save_tiny
+from tests.engine.running import core_for, run, shared_prompts, tight_core
+from tests.tiny_hybrids import build_hybrid
+from tests.tiny_latents import SPARSE, build_latent
+from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -24,14 +24,14 @@ GRID = ((1, 23, False), (16, 50, True), (64, 2048, False))
 """Page size, tokens of a step, overlap."""
 
 
-@pytest.fixture(scope="module", params=["llama_gqa", "gpt_oss"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Plain attention, and windows beside full layers with sinks; heads of 32, which every block fits."""
-    return load_model(str(save_tiny(request.param, tmp_path_factory.mktemp(request.param), head_dim=32)))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Plain attention with heads of 32, which every block fits."""
+    return load_model(str(save_tiny("llama_gqa", tmp_path_factory.mktemp("plain"), head_dim=32)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_cold_warm_and_in_other_chunks(model: LoadedModel, name: str) -> None:
+def check_any_chunks(model: LoadedModel, name: str) -> list[list[int]]:
+    """The tokens of the prompts, the same cold, warm, and for every page size and step."""
     found = []
     for page_size, chunk, overlap in GRID:
         core = core_for(model, page_size=page_size, max_num_batched_tokens=chunk, overlap=overlap, kv_dtype=name)
@@ -41,23 +41,44 @@ def test_cold_warm_and_in_other_chunks(model: LoadedModel, name: str) -> None:
         hits = core.statistics()["hit_tokens"] - cold
         assert hits == sum((len(prompt) - 1) // page_size * page_size for prompt in PROMPTS) > 0
     assert all(tokens == found[0] for tokens in found)
+    return found[0]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_cold_warm_and_in_other_chunks(model: LoadedModel, name: str) -> None:
+    check_any_chunks(model, name)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("gpt_oss", "mxfp8"),  # windows in a pool of their own, and sinks
+        ("qwen3_next", "nvfp4"),  # recurrent states, which are never encoded
+        ("deepseek_v3", "fp4_e2m1"),  # latents
+        ("deepseek_v32", "fp8_e4m3"),  # rows of sparse latents, and an indexer's keys
+    ],
+)
+def test_other_kinds_of_layers(architecture: str, name: str) -> None:
+    build = build_latent if architecture in SPARSE else build_hybrid
+    model = LoadedModel(build(architecture), name=architecture)
+    plain = run(core_for(model), PROMPTS, GREEDY)
+    assert check_any_chunks(model, name) != plain  # these weights are wide, so that any rounding shows
+
+
+@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt_oss"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_starved(model: LoadedModel, name: str) -> None:
+def test_starved(architecture: str, name: str) -> None:
     """Frames are evicted and used again: no scale of the request before is left in them."""
-    ample = run(core_for(model, page_size=4, max_num_batched_tokens=17, kv_dtype=name), PROMPTS, GREEDY)
-    pages = pages_for(LONGEST - 1, 4) + 8
-    frame = model.groups(4, KV_FORMATS[name])[0].layout.bytes_per_frame
-    config = engine_config(
-        model=model.name, page_size=4, max_num_batched_tokens=17, kv_memory=frame * (pages + 1), kv_dtype=name
-    )
-    core = EngineCore(config, model=model)
+    model = LoadedModel(build_tiny(architecture, head_dim=32), name=architecture)
+    settings = {"page_size": 4, "max_num_batched_tokens": 17, "kv_dtype": name}
+    ample = run(core_for(model, **settings), PROMPTS, GREEDY)
+    tokens = (pages_for(LONGEST - 1, 4) + 8) * 4
+    core = tight_core(model, num_tokens=tokens, window_tokens=28, max_running_requests=3, **settings)
     for turn in range(2):
         assert run(core, PROMPTS, GREEDY, f"turn{turn}") == ample
     statistics = core.statistics()
     assert statistics["evicted_pages"] > 0
-    assert statistics["preemptions"] > 0
+    assert statistics["hit_tokens"] > 0
 
 
 def test_the_plan_is_what_is_built(model: LoadedModel) -> None:

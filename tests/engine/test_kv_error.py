@@ -16,6 +16,8 @@ from quire.kernels.stored import StoredRows
 from quire.models.hf import LoadedModel, load_model
 from quire.spec.ids import Ids
 from quire.spec.kv_format import KV_FORMATS
+from tests.tiny_hybrids import build_hybrid
+from tests.tiny_latents import build_latent
 from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 
 ENCODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.encodes]
@@ -69,6 +71,7 @@ def test_fields_are_compared_with_what_transformers_keeps(model: LoadedModel) ->
                 assert field.largest == pytest.approx(float((found - given).abs().max()), rel=1e-2)
                 assert field.magnitude == pytest.approx(float(given.abs().max()), rel=1e-5)
                 assert field.saturated == field.nan == 0
+                assert field.count == given.numel()
 
 
 def test_a_sound_model_pays_what_rounding_costs(model: LoadedModel) -> None:
@@ -120,6 +123,34 @@ def test_each_call_is_measured_from_sound_inputs(outlier: LoadedModel) -> None:
     assert error.calls[2].output < 0.15 < error.logits
 
 
+def test_rows_of_sparse_latents_and_keys_of_their_indexers() -> None:
+    """Blocks of 128 with a float32 scale beside a bfloat16 rotary key; an indexer's keys go by no attention call."""
+    model = LoadedModel(build_latent("deepseek_v32"), name="sparse")
+    [error] = measured(model, "fp8_e4m3", tokens=TOKENS[:100])
+    for call in error.calls:
+        found = {field.name: field.relative for field in call.fields}
+        assert found == pytest.approx({"latent": 0.025, "rope": 0.0017, "index_k": 0.025}, rel=0.1)
+        assert 0 < call.output < 0.1
+
+
+def test_layers_that_read_the_keys_of_others_are_measured_where_these_are_kept() -> None:
+    model = LoadedModel(build_hybrid("gemma3n_text"), name="shared")
+    [error] = measured(model, "nvfp4", tokens=TOKENS[:100])
+    keeping = [layer for layer, calls in enumerate(model.spec.layers) if calls]
+    assert len(keeping) < len(model.spec.layers)
+    assert [call.layer for call in error.calls] == keeping
+    assert all(0.05 < call.output < 0.4 for call in error.calls)
+
+
+def test_states_are_never_encoded() -> None:
+    """Layers with a state have no row, and a model with nothing else has none at all."""
+    [error] = measured(LoadedModel(build_hybrid("qwen3_next"), name="hybrid"), "nvfp4", tokens=TOKENS[:100])
+    assert [call.layer for call in error.calls] == [3]
+    [error] = measured(LoadedModel(build_hybrid("mamba2"), name="states"), "nvfp4", tokens=TOKENS[:100])
+    assert error.calls == error.above(0) == ()
+    assert error.logits == 0
+
+
 def test_the_order_of_steps_is_no_part_of_the_answer(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     [whole] = measured(model, "mxfp8")
     monkeypatch.setattr("quire.engine.kv_error._CHUNK", 37)
@@ -148,7 +179,7 @@ def test_what_is_not_a_number_is_above_any_limit(model: LoadedModel, monkeypatch
     real = StoredRows.write
 
     def write(stored: StoredRows, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if stored._kv_format is not None and rows.shape[0] == 10:
+        if stored._kv_format is not None:
             rows = rows.clone()
             rows[3, 0, 0] = torch.inf
         return real(stored, slots, rows)

@@ -76,6 +76,13 @@ def models() -> str:
     return "\n".join(lines)
 
 
+def hybrids() -> str:
+    """Tiny models of hybrid architectures: their pools, what is reused, and the measured difference of logits."""
+    from tests.engine.logit_differences import table  # loads transformers
+
+    return table()
+
+
 def error_codes() -> str:
     """Every error class with its code, HTTP status and exit code."""
     lines = ["| code | raised as | HTTP | exit | what it is |", "|---|---|---|---|---|"]
@@ -98,7 +105,12 @@ def settings() -> str:
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"models": models, "errors": error_codes, "settings": settings}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "models": models,
+    "hybrids": hybrids,
+    "errors": error_codes,
+    "settings": settings,
+}
 
 
 def generated(text: str) -> str:

@@ -23,9 +23,10 @@ PADDING = 3  # scales of a compressed row beyond its own
 PAGE, FRAMES = 4, 6
 
 
-def pool_of(kv_format: KVFormat, shape: tuple[int, ...] = (2, WIDTH), frames: int = FRAMES, page: int = PAGE) -> Pool:
-    """A pool of one layer with fields "k" and "v" of vectors `shape`; compressed rows have padded scales."""
-    parts = [part for name in "kv" for part in formatted(name, shape, kv_format, group="full", reach=ReachSpec())]
+def pool_of(kv_format: KVFormat, *, frames: int = FRAMES, page: int = PAGE, device: str = "cpu") -> Pool:
+    """A pool of one layer with fields "k" and "v" of two heads; compressed rows have padded scales."""
+    reach = ReachSpec()
+    parts = [part for name in "kv" for part in formatted(name, (2, WIDTH), kv_format, group="full", reach=reach)]
     fields = tuple(
         Field(
             name=part.name,
@@ -36,7 +37,7 @@ def pool_of(kv_format: KVFormat, shape: tuple[int, ...] = (2, WIDTH), frames: in
         )
         for part in parts
     )
-    return Pool(PageLayout(page, fields), frames)
+    return Pool(PageLayout(page, fields), frames, device=device)
 
 
 def _padding(part: Part, kv_format: KVFormat) -> int:

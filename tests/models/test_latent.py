@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from quire.errors import ModelCheckFailed
+from quire.kernels import pieces
 from quire.models import sparse
 from quire.models.forward import in_forward
 from quire.models.hf import LoadedModel, load_model
@@ -108,7 +111,17 @@ def test_index_keys_that_are_not_stored_are_noticed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [1, 40, 1000])
 def test_pieces_of_any_size_select_the_same(size, tmp_path, monkeypatch):
     """However few pairs an indexer may score at once."""
-    monkeypatch.setattr(sparse, "MAX_SCORES", size)
+    monkeypatch.setattr(pieces, "MAX_PAIRS", size)
     model = load_model(save_latent("glm_moe_dsa", tmp_path))
     reference = build_latent("glm_moe_dsa", attn_implementation="eager")
     assert Schedule().largest_error(model, reference) < 1e-4
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
+    folder = save_latent("deepseek_v3", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.KimiK2Config"}}))
+    model = load_model(folder)
+    assert type(model._model).__name__ == "DeepseekV3ForCausalLM"
+    assert {type(call) for call in model.spec.calls} == {LatentCall}

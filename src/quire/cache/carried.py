@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, Lengths, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Lengths, RowPages
 from quire.cache.request_kv import RequestKV
 from quire.memory.allocator import SlotFrames
 from quire.prefix.reach import Reach
 from quire.prefix.shelf import Rank, Shelf
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,15 @@ class _Trail:
     rank: Rank
 
 
-class CarriedGroup:
+class CarriedGroup(GroupCache):
     """See `quire.cache.groups.GroupCache` for what it does, and this module for how. `grid` is in tokens."""
 
     def __init__(
         self, index: int, reach: Reach, frames: SlotFrames, *, page_size: int, max_requests: int, grid: int
     ) -> None:
-        self.index = index
-        self.name = frames.name
-        self.num_frames = frames.num_frames
-        self.reach = reach
-        self.frames = frames
+        super().__init__(index, reach, frames)
+        self._frames = frames
         self.shelf = Shelf(len(frames.column) - 1)
-        self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
         self._page_size = page_size
         self._grid = max(page_size, grid - grid % page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
@@ -71,8 +67,8 @@ class CarriedGroup:
     # -- what there is
 
     @property
-    def num_free(self) -> int:
-        return self.frames.num_free
+    def frames(self) -> SlotFrames:
+        return self._frames
 
     @property
     def num_evictable(self) -> int:
@@ -81,9 +77,6 @@ class CarriedGroup:
     @property
     def num_cached(self) -> int:
         return self.shelf.num_pages
-
-    def resumable(self, pages: Ids) -> Bools:
-        return self.reach.resumable(self.frames.resident(pages))
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return 0  # a page on the shelf is nobody's, so that its frame can be the request's own: see `wanted`

@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,100 +51,115 @@ class RowPages:
     protected: int
 
 
-class GroupCache(Protocol):
-    """One group. `row` is a request's row, `pages` its pages from the first on; pages are cached, private or moving."""
+class GroupCache(ABC):
+    """One group. `row` is a request's row, `pages` its pages from the first on; pages are cached, private or moving.
 
-    name: str
-    reach: Reach
-    num_frames: int
-    dropped_frames: int
-    """Frames of cached pages that were dropped while their pages stayed."""
-    revived_frames: int
-    """Frames that cached pages without one got from requests that had computed them again."""
-    left: int
-    """Frames that requests left for others to begin on, where that takes a frame of its own."""
-    skipped: int
-    """Places where a request would have left one, had there been a frame for it."""
+    `dropped_frames` counts frames of cached pages that were dropped while their pages stayed, `revived_frames` those
+    that such pages got back from requests that had computed them again, `left` frames that requests left for others to
+    begin on, where that takes a frame of its own, and `skipped` places where there was none for it.
+    """
+
+    def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames) -> None:
+        self.index = index
+        self.name = frames.name
+        self.num_frames = frames.num_frames
+        self.reach = reach
+        self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
 
     @property
+    @abstractmethod
     def frames(self) -> PageFrames | SlotFrames:
         """The group's frames, and which pages have them."""
 
     @property
     def num_free(self) -> int:
         """Frames that belong to nobody."""
+        return self.frames.num_free
+
+    def resumable(self, pages: Ids) -> Bools:
+        """Per page of a cached path: whether this group could resume right after it."""
+        return self.reach.resumable(self.frames.resident(pages))
 
     @property
+    @abstractmethod
     def num_evictable(self) -> int:
         """Frames of cached pages that could be had."""
 
     @property
+    @abstractmethod
     def num_cached(self) -> int:
         """Frames of cached pages."""
 
-    def resumable(self, pages: Ids) -> Bools:
-        """Per page of a cached path: whether this group could resume right after it."""
-
+    @abstractmethod
     def would_pin(self, pages: Ids, evictable: int) -> int:
         """Frames that are evictable now and will not be once a request begins behind `pages`, of which that many are
         evictable."""
 
+    @abstractmethod
     def needs(self, num_pages: int, num_cached: int) -> int:
         """The most frames that a request of `num_pages` pages, beginning behind `num_cached` of them, takes at once."""
 
+    @abstractmethod
     def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
         """The most frames that these rows, which have `have[i]` pages, still take until they have `reached[i]`."""
 
+    @abstractmethod
     def reserve(self, num_pages: int) -> int:
         """Frames to keep for running requests that may take `num_pages` new pages between them in the next step."""
 
+    @abstractmethod
     def wanted(self, rows: Ids, num_new: int) -> int:
         """Frames that these rows need to go on, with `num_new` new pages among them."""
 
+    @abstractmethod
     def begin(self, row: int, pages: Ids) -> None:
         """A request begins behind these cached pages."""
 
+    @abstractmethod
     def grow(self, rows: Ids, new_pages: Ids) -> None:
         """Give what `wanted` counted; there is room."""
 
+    @abstractmethod
     def owes(self, row: int, num_pages: int) -> bool:
         """Whether what others need to begin behind that many pages, which are settled, has still to come."""
 
+    @abstractmethod
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
         """Pages from `start` up to `row.protected` are the tree's now; `ours` were the request's own for the first of
         them, which others had cached before. `marks` are the resume points it leaves, in pages."""
 
+    @abstractmethod
     def passed(self, row: RowPages) -> list[Given]:
         """As `commit`, where nothing is shared: pages up to `row.protected` are whole and stay private."""
 
+    @abstractmethod
     def finish(self, row: RowPages) -> list[Given]:
         """The request ends."""
 
+    @abstractmethod
     def give_back(self, given: Given) -> None:
         """What `Given` says."""
 
+    @abstractmethod
     def forget(self, pages: Ids) -> None:
         """These pages leave the cache; their frames are free."""
 
+    @abstractmethod
     def evict(self, num_frames: int) -> int:
         """Drop up to that many frames of cached pages whose pages stay; returns how many."""
 
 
-class WholeGroup:
+class WholeGroup(GroupCache):
     """Every page of a prefix is read by all that follows: a frame goes when its page goes."""
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache) -> None:
-        self.index = index
-        self.name = frames.name
-        self.num_frames = frames.num_frames
-        self.reach = reach
-        self.frames = frames
+        super().__init__(index, reach, frames)
+        self._frames = frames
         self._tree = tree
-        self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
 
     @property
-    def num_free(self) -> int:
-        return self.frames.num_free
+    def frames(self) -> PageFrames:
+        return self._frames
 
     @property
     def num_evictable(self) -> int:
@@ -153,9 +168,6 @@ class WholeGroup:
     @property
     def num_cached(self) -> int:
         return self._tree.num_pages
-
-    def resumable(self, pages: Ids) -> Bools:
-        return self.reach.resumable(self.frames.resident(pages))
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return evictable

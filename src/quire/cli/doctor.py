@@ -55,7 +55,7 @@ def doctor(
         float,
         typer.Option(
             help="The relative error of keys, values, latents or attention above which a layer is refused, with exit "
-            "code 1. Rounding to four bits costs 0.1 of a vector, and attention up to twice that; more is a sign of "
+            "code 4. Rounding to four bits costs 0.1 of a vector, and attention up to twice that; more is a sign of "
             "large channels, or of numbers out of range.",
             rich_help_panel=KV_ERROR,
         ),

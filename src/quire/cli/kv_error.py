@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.models.hf import LoadedModel
     from quire.spec.ids import Ids
 
-EXIT_ABOVE = 1
+EXIT_ABOVE = 4  # found to be wrong, as an audit that fails
 MAX_ERROR = 0.25
 """Rounding to four bits costs a tenth of any vector, and attention in a sound layer up to twice that."""
 
@@ -174,8 +174,9 @@ def _print(data: dict[str, Any], found: Sequence[KVError], most: float) -> None:
 def _panel(error: KVError, most: float) -> Panel:
     above = error.above(most)
     verdict = f"{_layers(above)} above {most:.0%}" if above else f"every layer is within {most:.0%}"
+    rows = _calls(error, most) if error.calls else Text("Nothing that this model keeps is stored in another way.")
     return Panel(
-        Group(_calls(error, most), Text(""), _totals(error)),
+        Group(rows, Text(""), _totals(error)),
         title=f"[bold]{error.kv_format.name}[/bold]: {verdict}",
         title_align="left",
         border_style="red" if above else "green",

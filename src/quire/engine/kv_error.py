@@ -2,7 +2,8 @@
 
 A plain pass over the prompt stores every key, value and latent plainly, and beside that in each format, and computes
 each call on both from the same inputs: the error of a call is its own, not one that earlier layers handed on. A second
-pass computes on what the format kept alone, as a server would: its logits have the errors of all layers.
+pass computes on what the format kept alone, as a server would: its logits have the errors of all layers, and those of
+tokens that a layer no longer selects.
 """
 
 from __future__ import annotations
@@ -154,11 +155,11 @@ class _Prompt:
     """Pools in one format, as large as a prompt, whose pages are frames 1, 2, 3 and so on."""
 
     def __init__(self, model: LoadedModel, kv_format: KVFormat, num_tokens: int) -> None:
-        self.kv_format = kv_format
+        self.num_tokens = num_tokens
         self.groups: tuple[GroupSpec, ...] = model.groups(_PAGE_SIZE, kv_format)
-        self.num_pages = pages_for(num_tokens, _PAGE_SIZE)
-        self.pools = tuple(Pool(group.layout, self.num_pages, device=model.device) for group in self.groups)
-        grows = [group.layout for group in self.groups if group.reach.kind != "state"]
+        num_pages = pages_for(num_tokens, _PAGE_SIZE)
+        self.pools = tuple(Pool(group.layout, num_pages, device=model.device) for group in self.groups)
+        grows = [group.layout for group in self.groups if not group.reach.carried]
         self.bytes_per_token = sum(layout.bytes_per_frame for layout in grows) / _PAGE_SIZE
 
     def batches(self, start: int, stop: int) -> list[PagedBatch | StateBatch]:
@@ -173,7 +174,7 @@ class _Prompt:
         )
         one = np.ones(1, dtype=np.int32)
         states = StateBatch(rows, one if start else 0 * one, one)
-        return [states if group.reach.kind == "state" else paged for group in self.groups]
+        return [states if group.reach.carried else paged for group in self.groups]
 
     def fields_of(self, ordinal: int) -> dict[str, tuple[Pool, Field]]:
         """What a call keeps, by name."""
@@ -183,8 +184,17 @@ class _Prompt:
 
     def rows(self, pool: Pool, field: Field, ordinal: int, dtype: torch.dtype) -> Tensor:
         """All rows of a field of a call, `[rows, *shape]` as attention reads them in `dtype`."""
+        return stored_rows(pool, field.name, ordinal).read(*self._slots(field), dtype)
+
+    def fill(self, pool: Pool, field: Field, ordinal: int, rows: Tensor) -> None:
+        """Store `rows` as all those of a field of a call."""
+        slots = torch.arange(*self._slots(field), device=rows.device)
+        stored_rows(pool, field.name, ordinal).write(slots, rows)
+
+    def _slots(self, field: Field) -> tuple[int, int]:
+        """The first slot of a field and the one after its last: consecutive, since the frames are."""
         entries = field.entries(_PAGE_SIZE)
-        return stored_rows(pool, field.name, ordinal).read(entries, (self.num_pages + 1) * entries, dtype)
+        return entries, entries - (-self.num_tokens * entries // _PAGE_SIZE)
 
 
 class _Ratios:
@@ -235,6 +245,7 @@ def _call_errors(model: LoadedModel, plain: _Prompt, kept: _Prompt, outputs: _Ra
         for name, (pool, field) in kept.fields_of(ordinal).items():
             if name in wanted and _encoding(field) != _encoding(wanted[name][1]):
                 given = plain.rows(*wanted[name], ordinal, dtype)
+                kept.fill(pool, field, ordinal, given)  # not all of it passes through attention
                 found.append(_field_error(field, given, kept.rows(pool, field, ordinal, dtype)))
         if found:
             yield CallError(ordinal=ordinal, layer=layer, fields=tuple(found), output=outputs.of(ordinal))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -82,28 +83,84 @@ def attend(
     return merged.result(sinks).to(query.dtype)
 
 
-def attend_slots(
-    query: Tensor, tokens: Tokens, slots: Tensor, hidden: Tensor, *, scale: float, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention of every row over tokens of its own choice, of which there is one head: `[T, heads, value_dim]`.
+def attend_partly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tokens,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = 0,
+) -> tuple[Tensor, Tensor]:
+    """`attend` as a part of something more: float32 output `[T, heads, value_dim]` and log-sum-exp `[T, heads]`."""
+    step = _Step(query, key, value, tokens, scale, None)
+    plan = batch.plan(window or 0, query.device)
+    merged = _Merged(query, step.kv_heads, value.shape[-1], start_empty=plan.start_empty, keep_lse=True)
+    for segment in plan.segments:
+        merged.add(segment, *step.partial(segment))
+    return merged.out.flatten(1, 2), merged.lse.flatten(1, 2)
 
-    Row i of `query` `[T, heads, dim]` reads the tokens in `slots[i]`, int64 `[T, n]`, where `hidden[i]` is not set.
+
+def attend_selected(
+    query: Tensor, tokens: Tokens, index: Tensor, hidden: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of groups of rows over tokens of their own, of which there is one head: output and log-sum-exp.
+
+    The rows of group g, `query[g]` of `query` `[groups, rows, heads, dim]`, read the tokens in the g-th equal part of
+    the slots `index`, int64, but for those that `hidden` `[groups, rows, tokens]` says. Returns float32
+    `[groups, rows, heads, value_dim]` and `[groups, rows, heads]`; a row that sees nothing gives zeros and -inf.
     """
-    rows, width = slots.shape
-    empty = query.new_zeros(0, 1, query.shape[-1])
-    step = _Step(query, empty, empty, tokens, scale, None)
-    masks = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, float("-inf"))
-    outs = []
-    size = max(1, MAX_BATCHED // max(width, 1))
-    for start in range(0, rows, size):
-        block = slice(start, min(start + size, rows))
-        count, mask = block.stop - start, masks[block, None, None, :]
-        source = Source(index=slots[block].flatten())
-        out, lse = step.partial(Segment(block, count, source, 0, width, mask=mask, batched=True))
-        if sinks is not None:
-            out = out.float() * torch.sigmoid(lse - sinks.float().view(lse.shape[1:])).unsqueeze(-1)
-        outs.append(out.flatten(1, 2).to(query.dtype))
-    return torch.cat(outs)
+    groups, rows, heads, dim = query.shape
+    empty = query.new_zeros(0, 1, dim)
+    step = _Step(query.flatten(0, 1), empty, empty, tokens, scale, None)
+    key, value = (found.view(groups, 1, -1, found.shape[-1]) for found in tokens.gather(index, query.dtype))
+    blind = hidden.all(dim=-1)
+    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden & ~blind.unsqueeze(-1), float("-inf"))
+    if rows == 1:  # the heads are the rows of one product
+        out, lse = step.attend(query, key, value, mask=mask.unsqueeze(1))
+    else:
+        key, value = (found.expand(-1, heads, -1, -1) for found in (key, value))
+        out, lse = step.attend(query.transpose(1, 2), key, value, mask=mask.unsqueeze(1))
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    return (
+        out.float().masked_fill(blind.view(groups, rows, 1, 1), 0),
+        lse.masked_fill(blind.unsqueeze(-1), float("-inf")),
+    )
+
+
+def attend_chosen(
+    query: Tensor, tokens: Tokens, slots: Tensor, hidden: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend_selected` where every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
+
+    `slots` int64 and `hidden` are `[T, n]`. Returns float32 `[T, heads, value_dim]` and `[T, heads]`.
+    """
+    size = max(1, MAX_BATCHED // slots.shape[1])
+    parts = []
+    for start in range(0, len(slots), size):
+        block = slice(start, start + size)
+        index, unseen = slots[block].flatten(), hidden[block].unsqueeze(1)
+        out, lse = attend_selected(query[block].unsqueeze(1), tokens, index, unseen, scale=scale)
+        parts.append((out[:, 0], lse[:, 0]))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
+    """One attention of float32 outputs `[..., heads, dim]` over different keys and their log-sum-exps `[..., heads]`.
+
+    `sinks` `[heads]` as in `attend`. Some part of every row must have seen a key.
+    """
+    scores = torch.stack([lse for _, lse in parts])
+    total = torch.logsumexp(scores, dim=0)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float().expand_as(total))
+    weights = torch.exp(scores - total).unsqueeze(-1)
+    merged = torch.zeros_like(parts[0][0])
+    for weight, (out, _) in zip(weights, parts, strict=True):
+        merged.addcmul_(weight, out)
+    return merged
 
 
 class _Step:
@@ -146,12 +203,12 @@ class _Step:
         """One row per sequence: the heads of a group are the rows of the product."""
         key = key.view(segment.num_rows, -1, *key.shape[1:]).transpose(1, 2)  # [rows, kv_heads, keys, dim]
         value = value.view(segment.num_rows, -1, *value.shape[1:]).transpose(1, 2)
-        return self._attend(query, key, value, mask=segment.mask)
+        return self.attend(query, key, value, mask=segment.mask)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """Rows that see different keys: KV heads are the batch, the heads of a group share keys by stride 0."""
         group = query.shape[2]
-        out, lse = self._attend(
+        out, lse = self.attend(
             query.permute(1, 2, 0, 3),
             key.unsqueeze(1).expand(-1, group, -1, -1),
             value.unsqueeze(1).expand(-1, group, -1, -1),
@@ -164,13 +221,14 @@ class _Step:
         """Rows that see the same keys: sequences and the heads of a group are all rows of one product."""
         rows, kv_heads, group, _ = query.shape
         folded = query.permute(1, 2, 0, 3).reshape(1, kv_heads, group * rows, -1)
-        out, lse = self._attend(folded, key.unsqueeze(0), value.unsqueeze(0))
+        out, lse = self.attend(folded, key.unsqueeze(0), value.unsqueeze(0))
         out = out[0].view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
         return out, lse[0].view(kv_heads, group, rows).permute(2, 0, 1)
 
-    def _attend(
+    def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Partial attention in whichever way computes this case; see `partial_flash`."""
         if self.flash:
             if query.shape[-2] >= self.widen_from:
                 query, key, value = query.float(), _widened("wide_key", key), _widened("wide_value", value)

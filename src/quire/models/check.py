@@ -97,7 +97,7 @@ def _run_step(
         torch.from_numpy(input_ids).to(model.device),
         torch.from_numpy(positions).to(model.device),
         [
-            states if group.reach.kind == "state" else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size)
+            states if group.reach.carried else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size)
             for i, group in enumerate(groups)
         ],
         pools,

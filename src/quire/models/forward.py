@@ -72,8 +72,9 @@ def stored_rows(pool: Pool, name: str, ordinal: int) -> StoredRows:
 class ComparingForward(RunningForward):
     """A forward pass that computes every attention call on other pools too, from the same inputs, and reports both.
 
-    `others` have pools of the same calls, in other formats; they keep what this pass would keep there, and their
-    outputs go to `on_outputs(ordinal, output, outputs of the others)` and nowhere else.
+    `others` have pools of the same calls, in other formats; what a call keeps of this pass it keeps there too, and what
+    it gives there goes to `on_outputs(ordinal, output, outputs of the others)` and nowhere else. A call that keeps
+    nothing, of a layer that reads another's, is not reported.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class ComparingForward(RunningForward):
         for other in self._others:
             other.ordinal = ordinal
             found.append(attend(other))
-        self._on_outputs(ordinal, out, found)
+        if self.ordinal > ordinal:
+            self._on_outputs(ordinal, out, found)
         return out
 
 

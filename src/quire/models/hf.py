@@ -31,7 +31,7 @@ from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
 from quire.models.mixers import install_mixers
-from quire.models.registry import refuse_unsupported
+from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
@@ -249,6 +249,7 @@ def load_model(
 def refuse_unknown(config: dict[str, Any], name: str) -> None:
     """Raise UnsupportedModel where transformers has no causal language model for the configuration."""
     kind = config.get("model_type")
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not kind or not isinstance(kind, str):
         raise UnsupportedModel(
             f"the configuration of '{name}' names no 'model_type'.", fix="restore config.json from the original."
@@ -267,7 +268,7 @@ def refuse_unknown(config: dict[str, Any], name: str) -> None:
 
 def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     with reading(source, "the configuration"):
-        config = AutoConfig.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
+        config = _transformers_config(source)
     try:
         with reading(source, "the weights"):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -300,6 +301,16 @@ def _says_everything(call: Call) -> bool:
     if isinstance(call, LatentCall):
         return not call.sparse
     return isinstance(call, AttentionCall) and not call.index_dim
+
+
+def _transformers_config(source: ModelSource) -> Any:
+    """The configuration as transformers reads it; of a type that is another one's by another name, as the other's."""
+    raw = source.read_config()
+    other = ALIASES.get(str(raw.get("model_type")))
+    if other is None:
+        return AutoConfig.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
+    own = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(other, **own)
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

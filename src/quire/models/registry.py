@@ -53,6 +53,10 @@ REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REFUSED.items()
 """Model types that are refused, with the reason."""
 
 
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Types that published configurations name and transformers does not: the same architecture by another name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """One row of the support table. `status` is "verified" or "refused"."""
@@ -64,7 +68,7 @@ class Support:
 
 def support_table() -> tuple[Support, ...]:
     """Every model type with a known status, by name. Types outside it are decided by the check at load."""
-    rows = [Support(kind, "verified") for kind in VERIFIED]
+    rows = [Support(kind, "verified") for kind in VERIFIED | {a for a, kind in ALIASES.items() if kind in VERIFIED}]
     rows += [Support(kind, "refused", reason) for kind, reason in REFUSED.items()]
     return tuple(sorted(rows, key=lambda row: row.model_type))
 

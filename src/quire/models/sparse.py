@@ -6,24 +6,20 @@ token together, and each with more by itself. Where a context is no longer than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import PagedBatch, attend_slots
+from quire.kernels.attention import PagedBatch, attend_chosen, merge_parts
+from quire.kernels.pieces import ChoosingRows, Piece, pieces_of
 from quire.kernels.segments import Slots
 from quire.kernels.stored import StoredRows
 from quire.kernels.tokens import JoinedTokens
 from quire.models.attention import OWN_ATTENTION, AttentionOptions
 from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
-from quire.models.latent import LatentAttention, Stored
-
-MAX_SCORES = 1 << 16
-"""Pairs of a row and a key that are scored at once, in every head of an indexer."""
+from quire.models.latent import LatentAttention
 
 
 def install_indexers(model: torch.nn.Module) -> int:
@@ -73,49 +69,28 @@ class _SparseAttention:
         if kept is None:
             return out
         rows, stored, batch = kept
-        selection: Tensor = options.others["indices"][0]
-        choice = batch.derived(("selected", self._most), lambda batch: _Choice(batch, self._most, query.device))
-        if choice.dense is not None:
-            at, part = choice.dense
+        short, long = batch.derived(("choice", self._most), lambda batch: self._split(batch, query.device))
+        if short is not None:
+            at, part = short
             out[at] = self._latent.attend(query[at], (rows[0][at], rows[1][at]), stored, part, options)
-        if len(choice.rows):
-            out[choice.rows] = self._attend_selected(query, selection, stored, choice, options)
+        if long is not None:
+            positions: Tensor = options.others["indices"][0, long.rows].long()
+            absorbed, tokens = self._latent.absorb(query[long.rows]), JoinedTokens(*stored)
+            slots = long.slots_of(positions.clamp_min(0))
+            chosen = attend_chosen(absorbed, tokens, slots, positions < 0, scale=options.scale)
+            out[long.rows] = self._latent.release(merge_parts([chosen], options.sinks).to(query.dtype))
         return out
 
-    def _attend_selected(
-        self, query: Tensor, selection: Tensor, stored: Stored, choice: _Choice, options: AttentionOptions
-    ) -> Tensor:
-        positions = selection[choice.rows].long()
-        slots = choice.slots_of(positions.clamp_min(0))
-        absorbed = self._latent.absorb(query[choice.rows])
-        out = attend_slots(
-            absorbed, JoinedTokens(*stored), slots, positions < 0, scale=options.scale, sinks=options.sinks
-        )
-        return self._latent.release(out)
-
-
-class _Choice:
-    """Which rows of a step read all of their context, and which read what is selected."""
-
-    def __init__(self, batch: PagedBatch, most: int, device: torch.device) -> None:
-        new = np.diff(batch.query_starts)
-        short = np.flatnonzero((batch.context_lens <= most) & (new > 0))
-        self.dense: tuple[Tensor, PagedBatch] | None = None
+    def _split(
+        self, batch: PagedBatch, device: torch.device
+    ) -> tuple[tuple[Tensor, PagedBatch] | None, ChoosingRows | None]:
+        """The rows that read all of their context, with a batch of their own, and those that read what is selected."""
+        short, long = _by_length(batch, self._most)
+        whole = None
         if len(short):
             rows, part = batch.part(short)
-            self.dense = torch.from_numpy(rows).to(device), part
-        long = np.flatnonzero((batch.context_lens > most) & (new > 0))
-        rows, part = batch.part(long)
-        self.rows = torch.from_numpy(rows).to(device)
-        owners = np.repeat(np.arange(len(long)), new[long])
-        self._owners = torch.from_numpy(owners).to(device).unsqueeze(1)
-        self._frames = torch.from_numpy(part.frames.astype(np.int64)).to(device)
-        self._page_size = batch.page_size
-
-    def slots_of(self, positions: Tensor) -> Tensor:
-        """The slots of `positions` `[rows, n]` of each row's sequence."""
-        frames = self._frames[self._owners, positions // self._page_size]
-        return frames * self._page_size + positions % self._page_size
+            whole = torch.from_numpy(rows).to(device), part
+        return whole, ChoosingRows(batch, long, 1, device) if len(long) else None
 
 
 class _Indexer:
@@ -148,82 +123,53 @@ class _Indexer:
             return hidden_states.new_zeros(1, hidden_states.shape[1], 0, dtype=torch.int32)
         stored, batch = forward.rows("index_k", forward.ordinal)  # of the attention call that is to come
         device = hidden_states.device
-        pieces = batch.derived(("pieces", self._most), lambda batch: list(_pieces(batch, self._most, device)))
+        pieces = batch.derived(("pieces", self._most), lambda batch: _pieces(batch, self._most, device))
         width = max((piece.width for piece in pieces), default=0)
         selection = hidden_states.new_full((hidden_states.shape[1], min(width, self._most)), -1, dtype=torch.int32)
         for piece in pieces:
             keys = _IndexKeys(stored, batch.slots_on(device), piece)
             hidden, query, cos, sin = (tensor[0][piece.rows] for tensor in inputs)
             chosen = self._forward(hidden, query, (cos, sin), piece.visible, piece.positions, keys, **others)
-            if piece.width:
+            if keys.given:
                 chosen = chosen.masked_fill(chosen > piece.positions.unsqueeze(-1), -1)
                 selection[piece.rows, : chosen.shape[-1]] = chosen
         return selection.unsqueeze(0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Rows that an indexer takes at once: `[sequences, count]` of the flat batch, and the keys each may select."""
-
-    rows: Tensor
-    positions: Tensor  # [sequences, count] of the rows
-    keys: Tensor  # [sequences * width] slots of each sequence's keys, padded with its last one
-    visible: Tensor  # [sequences, count, width] which of them a row may select
-    width: int  # 0: all of them are read anyway; the keys of the rows are only stored
-
-
 class _IndexKeys:
-    """What an indexer takes for its cache: stores the keys of a piece's rows and gives it those of their sequences."""
+    """What an indexer takes for its cache: stores the keys of a piece's rows and gives it those of their sequences.
 
-    def __init__(self, stored: StoredRows, slots: Tensor, piece: _Piece) -> None:
+    Rows that see too few tokens to choose from only store theirs, and are given one key to be done with.
+    """
+
+    def __init__(self, stored: StoredRows, slots: Tensor, piece: Piece) -> None:
         self._stored = stored
         self._slots = slots
         self._piece = piece
+        self.given = len(piece.slots) > 0
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
         """`keys` `[sequences, count, dim]` of the rows, in exchange for `[sequences, width, dim]`, theirs included."""
-        piece = self._piece
-        self._stored.write(self._slots[piece.rows.flatten()], keys.flatten(0, 1))
-        if not piece.width:
+        self._stored.write(self._slots[self._piece.rows.flatten()], keys.flatten(0, 1))
+        if not self.given:
             return keys[:, :1]
-        found = self._stored.gather(piece.keys, keys.dtype, "index_k")
-        return found.view(keys.shape[0], piece.width, -1)
+        found = self._stored.gather(self._piece.slots, keys.dtype, "index_k")
+        return found.view(keys.shape[0], self._piece.width, -1)
 
 
-def _pieces(batch: PagedBatch, most: int, device: torch.device) -> Iterator[_Piece]:
-    """The rows of a step, in the order in which each sequence's must be taken."""
-    new, contexts = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
-    short = np.flatnonzero((contexts <= most) & (new > 0))
+def _by_length(batch: PagedBatch, most: int) -> tuple[Slots, Slots]:
+    """The sequences with rows whose context is no longer than `most` tokens, and the others."""
+    present = np.diff(batch.query_starts) > 0
+    short = batch.context_lens <= most
+    return np.flatnonzero(present & short), np.flatnonzero(present & ~short)
+
+
+def _pieces(batch: PagedBatch, most: int, device: torch.device) -> list[Piece]:
+    """The rows of a step as an indexer takes them: one piece of those that only store keys, and those that select."""
+    short, long = _by_length(batch, most)
+    pieces = pieces_of(batch, long, 1, device)
     if len(short):
         rows = torch.from_numpy(batch.part(short)[0]).to(device).unsqueeze(0)
-        nothing = rows.new_zeros(0)
         visible = torch.ones(1, rows.shape[1], 1, dtype=torch.bool, device=device)
-        yield _Piece(rows, rows, nothing, visible, 0)
-    single = np.flatnonzero((contexts > most) & (new == 1))
-    single = single[np.argsort(contexts[single], kind="stable")]
-    while len(single):
-        fitting = np.arange(1, len(single) + 1) * contexts[single] <= MAX_SCORES
-        count = max(1, int(fitting.argmin()) if not fitting.all() else len(single))
-        yield _piece(batch, single[:count], contexts[single[:count]], 1, device)
-        single = single[count:]
-    for sequence in np.flatnonzero((contexts > most) & (new > 1)):
-        stop = int(contexts[sequence])
-        size = max(1, MAX_SCORES // stop)
-        for start in range(stop - int(new[sequence]), stop, size):
-            end = min(start + size, stop)
-            yield _piece(batch, np.array([sequence]), np.array([end]), end - start, device)
-
-
-def _piece(batch: PagedBatch, sequences: Slots, stops: Slots, count: int, device: torch.device) -> _Piece:
-    """The `count` rows of each of `sequences` that end before position `stops[i]`."""
-    width = int(stops.max())
-    last = batch.query_starts[sequences + 1].astype(np.int64) - (batch.context_lens[sequences] - stops)
-    offsets = np.arange(-count, 0)
-    positions = stops[:, None] + offsets
-    columns = np.minimum(np.arange(width), stops[:, None] - 1)
-    frames = np.take_along_axis(batch.frames[sequences].astype(np.int64), columns // batch.page_size, axis=1)
-    keys = frames * batch.page_size + columns % batch.page_size
-    visible = np.arange(width) <= positions[:, :, None]
-    arrays = (last[:, None] + offsets, positions, keys.reshape(-1), visible)
-    rows, at, slots, mask = (torch.from_numpy(array).to(device) for array in arrays)
-    return _Piece(rows, at, slots, mask, width)
+        pieces.append(Piece(rows, torch.zeros_like(rows), rows.new_zeros(0), visible, 1))
+    return pieces

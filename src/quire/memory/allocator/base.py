@@ -58,6 +58,16 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Pages that `alloc_pages` could hand out now."""
         return len(self._free) + self._num_released
 
+    @property
+    def num_frames(self) -> int:
+        """As `num_pages`, where its pages are the frames of a group."""
+        return self.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """As `num_free_pages`."""
+        return self.num_free_pages
+
     def available_size(self) -> int:
         """Tokens that could be handed out now, in whole pages."""
         return self.num_free_pages * self.page_size

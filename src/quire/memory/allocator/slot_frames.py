@@ -4,50 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.memory.allocator.group_frames import GroupFrames
 from quire.memory.allocator.mamba import MambaSlotAllocator
-from quire.memory.frames import FrameTable
-from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.ids import Ids
 
 
-class SlotFrames:
-    """Takes frames for requests, and says which page has which of those that were left behind.
-
-    It owns `allocator`, and is the only writer of one column of `frames`.
-    """
-
-    def __init__(self, frames: FrameTable, tier: Tier, group: int, allocator: MambaSlotAllocator) -> None:
-        self.frames = frames
-        self.tier = tier
-        self.group = group
-        self.allocator = allocator
-
-    @property
-    def name(self) -> str:
-        """The group's name, for messages."""
-        return self.allocator.name
-
-    @property
-    def num_frames(self) -> int:
-        """Frames of the group, the padding frame not counted."""
-        return self.allocator.num_frames
-
-    @property
-    def num_free(self) -> int:
-        """Frames that `take` could give out now."""
-        return self.allocator.num_free
-
-    @property
-    def column(self) -> Ids:
-        """The live column of the frame table, int32 `[num_pages + 1]`: frame of each page, 0 where it has none."""
-        return self.frames.column(self.tier, self.group)
-
-    def is_out(self, frame_ids: Ids) -> Bools:
-        """Per frame id: whether it is given out."""
-        return self.allocator.is_out(frame_ids)
-
-    def resident(self, pages: Ids) -> Bools:
-        """Per page: whether it has a frame."""
-        return self.frames.resident(self.tier, self.group, pages)
+class SlotFrames(GroupFrames[MambaSlotAllocator]):
+    """Takes frames for requests, and says which page has which of those that were left behind."""
 
     def take(self, num_frames: int) -> Ids:
         """Frames for requests, which own them. Raises OutOfPages, changing nothing."""

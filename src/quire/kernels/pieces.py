@@ -1,0 +1,101 @@
+"""Pieces of a step: rows that are taken together against one list of entries per sequence, for which no plan exists.
+
+An entry covers `per` tokens (1: it is a token), and a row at position p sees the entries of tokens up to p that are
+complete: `(p + 1) // per` of them. All sequences with one new token share pieces, padded to the longest; the rows of
+another sequence are pieces of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import PagedBatch
+from quire.kernels.segments import Slots
+
+MAX_PAIRS = 1 << 16
+"""Pairs of a row and an entry in one piece."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """`count` rows of each of some sequences, and the `width` entries of each, padded with one that nobody sees."""
+
+    rows: Tensor  # [sequences, count] of the flat batch
+    positions: Tensor  # [sequences, count] of the rows
+    slots: Tensor  # [sequences * width] of the entries
+    visible: Tensor  # [sequences, count, width] which entries a row sees
+    width: int
+
+
+def pieces_of(batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> list[Piece]:
+    """The pieces of those of `sequences` with rows and entries; of one sequence, in the order of its rows."""
+    new, contexts = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
+    sequences = sequences[(new[sequences] > 0) & (contexts[sequences] >= per)]
+    return [
+        _piece(batch, members, stops, count, per, device)
+        for members, stops, count in _cuts(new, contexts, sequences, per)
+    ]
+
+
+def _cuts(new: Slots, contexts: Slots, sequences: Slots, per: int) -> Iterator[tuple[Slots, Slots, int]]:
+    """(sequences, stops, count): the `count` rows before position `stops[i]` of each."""
+    single = sequences[new[sequences] == 1]
+    single = single[np.argsort(contexts[single], kind="stable")]
+    while len(single):
+        fits = np.arange(1, len(single) + 1) * (contexts[single] // per) <= MAX_PAIRS
+        count = len(single) if fits.all() else max(1, int(fits.argmin()))
+        yield single[:count], contexts[single[:count]], 1
+        single = single[count:]
+    for sequence in sequences[new[sequences] > 1].tolist():
+        stop = int(contexts[sequence])
+        size = max(1, MAX_PAIRS // (stop // per))
+        for start in range(stop - int(new[sequence]), stop, size):
+            end = min(start + size, stop)
+            if end >= per:
+                yield np.array([sequence]), np.array([end]), end - start
+
+
+def _piece(batch: PagedBatch, sequences: Slots, stops: Slots, count: int, per: int, device: torch.device) -> Piece:
+    entries = stops // per
+    width = int(entries.max())
+    last = batch.query_starts[sequences + 1].astype(np.int64) - (batch.context_lens[sequences] - stops)
+    offsets = np.arange(-count, 0)
+    positions = stops[:, None] + offsets
+    columns = np.minimum(np.arange(width), entries[:, None] - 1)
+    slots = entry_slots(batch, sequences[:, None], columns, per)
+    visible = np.arange(width) < (positions[:, :, None] + 1) // per
+    arrays: tuple[npt.NDArray[np.int64] | npt.NDArray[np.bool_], ...]
+    arrays = (last[:, None] + offsets, positions, slots.reshape(-1), visible)
+    rows, at, index, seen = (torch.from_numpy(array).to(device) for array in arrays)
+    return Piece(rows, at, index, seen, width)
+
+
+def entry_slots(batch: PagedBatch, sequences: Slots, entries: Slots, per: int) -> Slots:
+    """Slots of the `entries` of `sequences`, arrays that broadcast, in a field with one entry per `per` tokens."""
+    in_page = batch.page_size // per
+    frames: Slots = batch.frames[sequences, entries // in_page].astype(np.int64)
+    return frames * in_page + entries % in_page
+
+
+class ChoosingRows:
+    """The rows of some sequences of a batch, each of which reads entries of its own choice."""
+
+    def __init__(self, batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> None:
+        rows, part = batch.part(sequences)
+        self.rows = torch.from_numpy(rows).to(device)
+        """Of the flat batch, int64."""
+        owners = np.repeat(np.arange(len(sequences)), np.diff(part.query_starts))
+        self._owners = torch.from_numpy(owners).to(device).unsqueeze(1)
+        self._frames = torch.from_numpy(part.frames.astype(np.int64)).to(device)
+        self._in_page = batch.page_size // per
+
+    def slots_of(self, entries: Tensor) -> Tensor:
+        """Slots of the `entries` int64 `[rows, n]` that each row chose."""
+        frames = self._frames[self._owners, entries // self._in_page]
+        return frames * self._in_page + entries % self._in_page
