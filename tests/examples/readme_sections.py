@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
 MEANINGS = {
-    "model": "folder or hub name; the bundled model if left out",
+    "model": "a bundled model's name, a folder or a hub name; `quire-bundled` if left out",
     "tokenizer": "another folder or hub name for the tokenizer",
     "served_model_name": "the name clients use",
     "skip_tokenizer_init": "token ids in, token ids out",

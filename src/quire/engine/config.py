@@ -10,11 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from quire.cache.kv_cache import CHECKPOINT_INTERVAL
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
+from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
-
-BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
-"""The tiny model that comes with the package."""
 
 
 class EngineConfig(BaseModel):
@@ -36,7 +34,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str = str(BUNDLED_MODEL)
+    model: str = DEFAULT_MODEL
     tokenizer: str | None = None
     served_model_name: str | None = None
     skip_tokenizer_init: bool = False
@@ -78,10 +76,8 @@ class EngineConfig(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The name clients use: as served, or the last part of the model's path or hub id."""
-        if self.served_model_name:
-            return self.served_model_name
-        return "quire-bundled" if self.model == str(BUNDLED_MODEL) else self.model.rstrip("/").rsplit("/", 1)[-1]
+        """The name clients use: as served, that of a bundled model, or the last part of the model's path or hub id."""
+        return self.served_model_name or bundled_name(self.model) or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def engine_config(**settings: Any) -> EngineConfig:
