@@ -33,13 +33,13 @@ STEPS: Sequence[Step] = (
 """Per step, the positions that each sequence computes."""
 
 
-def long_steps(length: int) -> Sequence[Step]:
-    """The same kinds of steps for sequences of about `length` tokens; c starts at 64."""
+def long_steps(length: int, *, shared: int = 64) -> Sequence[Step]:
+    """The same kinds of steps for sequences of about `length` tokens; the first `shared` of c are a's."""
     third = length // 3
     return (
         {"a": (0, 2 * third)},
         {"a": (2 * third, 2 * third + 1), "b": (0, third + 5)},
-        {"c": (64, third + 70), "a": (2 * third + 1, length - 2), "b": (third + 5, length - 9)},
+        {"c": (shared, third + 70), "a": (2 * third + 1, length - 2), "b": (third + 5, length - 9)},
         {"c": (third + 70, length - 3), "b": (length - 9, length - 8), "a": (length - 2, length - 1)},
         {"a": (length - 1, length), "b": (length - 8, length - 7), "c": (length - 3, length - 2)},
         {"c": (length - 2, length - 1)},
@@ -75,13 +75,14 @@ def first_read(reach: ReachSpec, position: int) -> int:
 
 
 class Schedule:
-    """Three sequences, and the run of all steps. `lowest` is where c starts, a multiple of every page size used."""
+    """Three sequences, and the run of all steps. Where c starts is a multiple of the page size."""
 
     def __init__(self, steps: Sequence[Step] = STEPS, *, page_size: int = PAGE_SIZE) -> None:
         self.steps = steps
         self.page_size = page_size
         self.lengths = {name: max(step[name][1] for step in steps if name in step) for name in "abc"}
         self.shared = next(step["c"][0] for step in steps if "c" in step)
+        assert self.shared % page_size == 0
         generator = np.random.default_rng(7)
         self.tokens = {name: generator.integers(0, VOCAB_SIZE - 1, length) for name, length in self.lengths.items()}
         self.tokens["c"][: self.shared] = self.tokens["a"][: self.shared]

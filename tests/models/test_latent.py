@@ -12,6 +12,7 @@ from quire.kernels import pieces
 from quire.models import sparse
 from quire.models.forward import in_forward
 from quire.models.hf import LoadedModel, load_model
+from quire.models.index_keys import IndexKeys
 from quire.models.latent import LatentAttention
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ def test_a_selection_that_lacks_a_token_is_noticed(tmp_path, monkeypatch):
 
 def test_index_keys_that_are_not_stored_are_noticed(tmp_path, monkeypatch):
     folder = save_latent("deepseek_v32", tmp_path)
-    monkeypatch.setattr(sparse._IndexKeys, "update_indexer", lambda keys, new, *_: new[:, :1])
+    monkeypatch.setattr(IndexKeys, "update", lambda keys, new: new[:, :1])
     with pytest.raises(ModelCheckFailed):
         load_model(folder)
 

@@ -144,8 +144,7 @@ class TestArchitectures:
             ("zaya", "mixes keys and values of neighbouring tokens"),
             ("inkling_text", "adds a bias by distance"),
             ("bloom", "which transformers does not let another implementation replace"),
-            ("minimax_m3_vl_text", "selects tokens with an indexer"),
-            ("deepseek_v4", "attends to compressed entries"),
+            ("dots3_note_text", "slides windows over latents"),
             ("bert", "is an encoder or encoder-decoder"),
         ],
     )

@@ -19,6 +19,7 @@ class EngineConfig(BaseModel):
     """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
 
     `kv_dtype` is how keys, values and latents are stored: `auto` as the model computes them, or a `KVFormat` by name.
+    `page_size` None: 16 tokens, or what the model's compressed entries need.
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
@@ -40,7 +41,7 @@ class EngineConfig(BaseModel):
     device: str = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     kv_dtype: str = "auto"
-    page_size: int = Field(default=16, ge=1, le=1024)
+    page_size: int | None = Field(default=None, ge=1, le=1024)
     kv_memory: int | None = Field(default=None)
     max_model_len: int | None = Field(default=None, ge=1)
     max_running_requests: int = Field(default=256, ge=1, le=65_536)

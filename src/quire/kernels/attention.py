@@ -114,7 +114,7 @@ def attend_selected(
     groups, rows, heads, dim = query.shape
     empty = query.new_zeros(0, 1, dim)
     step = _Step(query.flatten(0, 1), empty, empty, tokens, scale, None)
-    key, value = (found.view(groups, 1, -1, found.shape[-1]) for found in tokens.gather(index, query.dtype))
+    key, value = (found.reshape(groups, 1, -1, found.shape[-1]) for found in tokens.gather(index, query.dtype))
     blind = hidden.all(dim=-1)
     mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden & ~blind.unsqueeze(-1), float("-inf"))
     if rows == 1:  # the heads are the rows of one product

@@ -41,6 +41,26 @@ class StoredTokens:
         return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
 
 
+class TokensOfHead:
+    """One head of several: keys and values `[n, 1, dim]`."""
+
+    __slots__ = ("_head", "_tokens")
+
+    def __init__(self, tokens: Tokens, head: int) -> None:
+        self._tokens = tokens
+        self._head = slice(head, head + 1)
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A part of what `tokens` reads."""
+        key, value = self._tokens.read(start, stop, dtype)
+        return key[:, self._head], value[:, self._head]
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A part of what `tokens` gathers."""
+        key, value = self._tokens.gather(index, dtype)
+        return key[:, self._head], value[:, self._head]
+
+
 class JoinedTokens:
     """One head whose key is a row of two fields side by side, `[n, 1, a + b]`, and whose value is the key itself.
 

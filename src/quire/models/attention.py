@@ -130,8 +130,18 @@ class KeptKeys:
         )
 
 
-def keep(forward: RunningForward | RecordingForward, key: Tensor, value: Tensor, options: AttentionOptions) -> KeptKeys:
-    """Store the new keys and values, `[T, kv_heads, dim]`, as those of the call that begins now."""
+def keep(
+    forward: RunningForward | RecordingForward,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    *,
+    index_dim: int = 0,
+) -> KeptKeys:
+    """Store the new keys and values, `[T, kv_heads, dim]`, as those of the call that begins now.
+
+    `index_dim` is the width of its indexer's keys, which that stores itself.
+    """
     if isinstance(forward, RecordingForward):
         forward.note(
             AttentionCall(
@@ -140,6 +150,7 @@ def keep(forward: RunningForward | RecordingForward, key: Tensor, value: Tensor,
                 value_dim=value.shape[2],
                 window=options.window,
                 chunked=options.chunked,
+                index_dim=index_dim,
             )
         )
         return KeptKeys(key, value)

@@ -8,6 +8,7 @@ step      sequence 0      sequence 1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,11 +21,12 @@ from quire.kernels.attention import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec
-from quire.spec.layout import DType
+from quire.spec.kv_format import plain_format
+from quire.spec.layout import PER_PAGE, DType
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
-_PAGE_SIZE = 4
+_PAGE_SIZE = 4  # or more, where a page must hold a block of tokens that share an entry
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
 """Per step, the positions each of the two sequences computes."""
 _FRAMES = np.array([[5, 2, 4], [3, 1, 0]], dtype=np.int32)
@@ -63,7 +65,7 @@ def check_forward(model: CheckedModel) -> None:
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
     plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
-    groups = model.groups(_PAGE_SIZE)
+    groups = model.groups(_page_size(model.spec))
     pools = [_nan_pool(group, model.device) for group in groups]
     errors: list[float] = []
     for step in _STEPS:
@@ -71,6 +73,11 @@ def check_forward(model: CheckedModel) -> None:
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
+
+
+def _page_size(spec: ModelSpec) -> int:
+    parts = (part for call in spec.calls for part in call.parts(plain_format(spec.dtype), spec.dtype))
+    return math.lcm(_PAGE_SIZE, *(part.per for part in parts if part.per != PER_PAGE))
 
 
 def _nan_pool(group: GroupSpec, device: torch.device) -> Pool:
@@ -97,7 +104,9 @@ def _run_step(
         torch.from_numpy(input_ids).to(model.device),
         torch.from_numpy(positions).to(model.device),
         [
-            states if group.reach.carried else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size)
+            states
+            if group.reach.carried
+            else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size, group.layout.page_size)
             for i, group in enumerate(groups)
         ],
         pools,
@@ -106,7 +115,7 @@ def _run_step(
 
 
 def _paged(
-    step: tuple[tuple[int, int], ...], present: list[int], positions: np.ndarray, frames: np.ndarray
+    step: tuple[tuple[int, int], ...], present: list[int], positions: np.ndarray, frames: np.ndarray, page_size: int
 ) -> PagedBatch:
     counts = [step[i][1] - step[i][0] for i in present]
     contexts = np.array([step[i][1] for i in present], dtype=np.int32)
@@ -114,9 +123,9 @@ def _paged(
     return PagedBatch(
         query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         context_lens=contexts,
-        frames=frames[present, : pages_for(int(contexts.max()), _PAGE_SIZE)],
-        slots=(frames[owners, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).astype(np.int32),
-        page_size=_PAGE_SIZE,
+        frames=frames[present, : pages_for(int(contexts.max()), page_size)],
+        slots=(frames[owners, positions // page_size] * page_size + positions % page_size).astype(np.int32),
+        page_size=page_size,
     )
 
 

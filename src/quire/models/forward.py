@@ -41,6 +41,12 @@ class RunningForward:
         assert isinstance(batch, PagedBatch)
         return stored_rows(pool, name, ordinal), batch
 
+    def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
+        """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""
+        pool, batch = self._find(name, ordinal)
+        assert isinstance(batch, PagedBatch)
+        return pool.layer(name, ordinal).squeeze(1), batch
+
     def states(self, ordinal: int) -> tuple[dict[str, Tensor], StateBatch]:
         """The pool's layer of each field of states that a call keeps, by name, and the batch of their group."""
         for pool, batch in self._groups:

@@ -25,8 +25,10 @@ from quire.kernels.attention import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION
+from quire.models.blocks import install_block_indexers
 from quire.models.check import check_forward
 from quire.models.chunked import install_chunks
+from quire.models.compressed import install_compressors
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
@@ -43,6 +45,16 @@ from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+INSTALLS = (
+    install_mixers,
+    install_latents,
+    install_sharing,
+    install_chunks,
+    install_compressors,
+    install_block_indexers,
+)
+"""What lets modules with layers of their own kind keep and read it on the pools."""
 
 
 class LoadedModel:
@@ -73,7 +85,7 @@ class LoadedModel:
         fix_rotary(model, max_length or int(context_length))
         dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
-        for install in (install_mixers, install_latents, install_sharing, install_chunks):
+        for install in INSTALLS:
             install(model)
         self._inputs: dict[str, Any] = {"use_cache": False}
         if install_indexers(model):

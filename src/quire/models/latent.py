@@ -76,6 +76,8 @@ class LatentAttention:
         options: AttentionOptions,
     ) -> Tensor:
         """`key` `[T, 1, rank]` are latents and `value` `[T, 1, rope_dim]` rotated keys; see `OwnAttention`."""
+        if options.window:
+            raise UnsupportedModel(f"a window of {options.window} tokens slides over latents, which is not held here.")
         kept = self.keep(forward, key, value)
         if kept is None:
             return query.new_zeros(*query.shape[:2], self.value_dim)

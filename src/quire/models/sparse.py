@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.attention import PagedBatch, attend_chosen, merge_parts
-from quire.kernels.pieces import ChoosingRows, Piece, pieces_of
-from quire.kernels.segments import Slots
-from quire.kernels.stored import StoredRows
+from quire.kernels.pieces import ChoosingRows
 from quire.kernels.tokens import JoinedTokens
 from quire.models.attention import OWN_ATTENTION, AttentionOptions
 from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
+from quire.models.index_keys import IndexKeys, by_length, indexed_pieces
 from quire.models.latent import LatentAttention
 
 
@@ -85,7 +83,7 @@ class _SparseAttention:
         self, batch: PagedBatch, device: torch.device
     ) -> tuple[tuple[Tensor, PagedBatch] | None, ChoosingRows | None]:
         """The rows that read all of their context, with a batch of their own, and those that read what is selected."""
-        short, long = _by_length(batch, self._most)
+        short, long = by_length(batch, self._most)
         whole = None
         if len(short):
             rows, part = batch.part(short)
@@ -123,53 +121,25 @@ class _Indexer:
             return hidden_states.new_zeros(1, hidden_states.shape[1], 0, dtype=torch.int32)
         stored, batch = forward.rows("index_k", forward.ordinal)  # of the attention call that is to come
         device = hidden_states.device
-        pieces = batch.derived(("pieces", self._most), lambda batch: _pieces(batch, self._most, device))
+        pieces = batch.derived(("pieces", self._most), lambda batch: indexed_pieces(batch, self._most, device))
         width = max((piece.width for piece in pieces), default=0)
         selection = hidden_states.new_full((hidden_states.shape[1], min(width, self._most)), -1, dtype=torch.int32)
         for piece in pieces:
-            keys = _IndexKeys(stored, batch.slots_on(device), piece)
+            keys = IndexKeys(stored, batch.slots_on(device), piece)
             hidden, query, cos, sin = (tensor[0][piece.rows] for tensor in inputs)
-            chosen = self._forward(hidden, query, (cos, sin), piece.visible, piece.positions, keys, **others)
+            cache = _Cache(keys)
+            chosen = self._forward(hidden, query, (cos, sin), piece.visible, piece.positions, cache, **others)
             if keys.given:
                 chosen = chosen.masked_fill(chosen > piece.positions.unsqueeze(-1), -1)
                 selection[piece.rows, : chosen.shape[-1]] = chosen
         return selection.unsqueeze(0)
 
 
-class _IndexKeys:
-    """What an indexer takes for its cache: stores the keys of a piece's rows and gives it those of their sequences.
+class _Cache:
+    """What an indexer takes for the cache of transformers."""
 
-    Rows that see too few tokens to choose from only store theirs, and are given one key to be done with.
-    """
+    def __init__(self, keys: IndexKeys) -> None:
+        self._keys = keys
 
-    def __init__(self, stored: StoredRows, slots: Tensor, piece: Piece) -> None:
-        self._stored = stored
-        self._slots = slots
-        self._piece = piece
-        self.given = len(piece.slots) > 0
-
-    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
-        """`keys` `[sequences, count, dim]` of the rows, in exchange for `[sequences, width, dim]`, theirs included."""
-        self._stored.write(self._slots[self._piece.rows.flatten()], keys.flatten(0, 1))
-        if not self.given:
-            return keys[:, :1]
-        found = self._stored.gather(self._piece.slots, keys.dtype, "index_k")
-        return found.view(keys.shape[0], self._piece.width, -1)
-
-
-def _by_length(batch: PagedBatch, most: int) -> tuple[Slots, Slots]:
-    """The sequences with rows whose context is no longer than `most` tokens, and the others."""
-    present = np.diff(batch.query_starts) > 0
-    short = batch.context_lens <= most
-    return np.flatnonzero(present & short), np.flatnonzero(present & ~short)
-
-
-def _pieces(batch: PagedBatch, most: int, device: torch.device) -> list[Piece]:
-    """The rows of a step as an indexer takes them: one piece of those that only store keys, and those that select."""
-    short, long = _by_length(batch, most)
-    pieces = pieces_of(batch, long, 1, device)
-    if len(short):
-        rows = torch.from_numpy(batch.part(short)[0]).to(device).unsqueeze(0)
-        visible = torch.ones(1, rows.shape[1], 1, dtype=torch.bool, device=device)
-        pieces.append(Piece(rows, torch.zeros_like(rows), rows.new_zeros(0), visible, 1))
-    return pieces
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        return self._keys.update(keys)

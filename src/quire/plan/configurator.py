@@ -18,6 +18,7 @@ from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.mix import Mix
 from quire.plan.reserve import Speculation, get_alloc_reserve_per_decode
 from quire.spec.group import GroupSpec, ReachSpec
+from quire.spec.layout import PER_PAGE
 from quire.spec.pages import floor_to_page, pages_for
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
@@ -405,7 +406,7 @@ class CompressedPoolConfigurator(HybridSWAPoolConfigurator):
         config = super()._check(config)
         ratios = {
             field.per for pool in config.pools if not _slides(pool.group) for field in pool.group.layout.fields
-        } - {1}
+        } - {1, PER_PAGE}  # rings are per page, and beside the entries where windows have no pool of their own
         entries = tuple((ratio, config.max_total_num_tokens // ratio) for ratio in sorted(ratios))
         return replace(config, compressed_max_total_num_tokens=entries)
 

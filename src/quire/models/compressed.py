@@ -1,0 +1,294 @@
+"""Compressed attention (DeepSeek-V4): a window of raw rows, and one compressed entry per block of tokens before it.
+
+A compressor folds the inputs of a block, a value and a score per number and token, into one entry once the block is
+complete; in overlapping blocks also those of the block before. Inputs that a later block needs stay in a ring, which
+every page of the window has for itself, so that a page can be resumed. An indexer folds keys of its own in the same
+way and selects entries by them; without one, all entries are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import PagedBatch, attend_chosen, attend_partly, attend_selected, merge_parts
+from quire.kernels.pieces import ChoosingRows, Piece, entry_slots, pieces_of
+from quire.kernels.segments import Slots, flatten_ranges
+from quire.kernels.tokens import JoinedTokens
+from quire.models.attention import OWN_ATTENTION, AttentionOptions
+from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
+from quire.spec.layers import CompressedCall
+
+_SELECTION = "selection"
+"""What an indexer leaves for the attention of its layer, among what a forward pass shares."""
+
+
+def install_compressors(model: torch.nn.Module) -> int:
+    """Let the compressed attention modules of `model` keep rows, entries and rings on the pools; returns how many."""
+    found = 0
+    for module in model.modules():
+        if hasattr(module, "compressor") and hasattr(module, "sliding_window") and hasattr(module, "sinks"):
+            compressor: Any = module.compressor
+            call = _call_of(module)
+            setattr(module, OWN_ATTENTION, _CompressedAttention(call, compressor))
+            if compressor is not None:
+                compressor.forward = _Compressing(call, compressor)
+            found += 1
+    return found
+
+
+def _call_of(module: Any) -> CompressedCall:
+    """What a module keeps, by its own shapes."""
+    compressor, rope_dim = module.compressor, int(module.config.qk_rope_head_dim)
+    indexer = getattr(compressor, "indexer", None)
+    return CompressedCall(
+        nope_dim=int(module.head_dim) - rope_dim,
+        rope_dim=rope_dim,
+        window=int(module.sliding_window),
+        ratio=0 if compressor is None else int(compressor.compress_rate),
+        overlap=indexer is not None,
+        index_dim=0 if indexer is None else int(indexer.head_dim),
+    )
+
+
+class _CompressedAttention:
+    """Attention of one module over its window, and over entries: all there are, or those an indexer selected."""
+
+    def __init__(self, call: CompressedCall, compressor: Any) -> None:
+        self._call = call
+        indexer = getattr(compressor, "indexer", None)
+        self._most = sys.maxsize if indexer is None else int(indexer.index_topk)
+
+    def __call__(
+        self,
+        forward: RunningForward | RecordingForward,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `OwnAttention`. `key` and `value` are the same rows `[T, 1, dim]`, the rotated part last."""
+        if isinstance(forward, RecordingForward):
+            forward.note(self._call)
+            return torch.zeros_like(query)
+        call, ordinal = self._call, forward.next_ordinal()
+        latents, batch = forward.rows("latent", ordinal)
+        ropes, _ = forward.rows("rope", ordinal)
+        slots, row = batch.slots_on(query.device), key[:, 0]
+        row = torch.cat(
+            (latents.write(slots, row[:, : call.nope_dim]), ropes.write(slots, row[:, call.nope_dim :])), dim=-1
+        ).unsqueeze(1)
+        tokens = JoinedTokens(latents, ropes)
+        parts = [attend_partly(query, row, row, tokens, batch, scale=options.scale, window=call.window)]
+        if call.ratio:
+            parts.append(self._attend_entries(forward, ordinal, query, options))
+        return merge_parts(parts, options.sinks).to(query.dtype)
+
+    def _attend_entries(
+        self, forward: RunningForward, ordinal: int, query: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Float32 output `[T, heads, dim]` over the entries, and log-sum-exp; zeros and -inf without any."""
+        latents, batch = forward.rows("compressed_latent", ordinal)
+        ropes, _ = forward.rows("compressed_rope", ordinal)
+        tokens, device = JoinedTokens(latents, ropes), query.device
+        out = torch.zeros(query.shape, dtype=torch.float32, device=device)
+        lse = torch.full(query.shape[:2], float("-inf"), device=device)
+        reading = batch.derived(
+            ("entries", self._call.ratio, self._most),
+            lambda batch: _Reading(batch, self._call.ratio, self._most, device),
+        )
+        for piece in reading.whole:
+            out[piece.rows], lse[piece.rows] = attend_selected(
+                query[piece.rows], tokens, piece.slots, ~piece.visible, scale=options.scale
+            )
+        if reading.chosen is not None:
+            rows = reading.chosen.rows
+            entries: Tensor = forward.shared[_SELECTION][rows]
+            slots = reading.chosen.slots_of(entries.clamp_min(0))
+            out[rows], lse[rows] = attend_chosen(query[rows], tokens, slots, entries < 0, scale=options.scale)
+        return out, lse
+
+
+class _Reading:
+    """How the rows of a step read entries: those of short sequences all there are, the others what is selected."""
+
+    def __init__(self, batch: PagedBatch, ratio: int, most: int, device: torch.device) -> None:
+        entries = batch.context_lens // ratio
+        present = np.diff(batch.query_starts) > 0
+        long = np.flatnonzero(present & (entries > most))
+        self.whole = pieces_of(batch, np.flatnonzero(present & (entries <= most)), ratio, device)
+        self.chosen = ChoosingRows(batch, long, ratio, device) if len(long) else None
+
+
+class _Compressing:
+    """A compressor of the model whose inputs and entries are on the pools, with its indexer, if it has one."""
+
+    def __init__(self, call: CompressedCall, compressor: Any) -> None:
+        self._call = call
+        self._forward = compressor.forward
+        self._folder = _Folder(compressor, call)
+        indexer: Any = getattr(compressor, "indexer", None)
+        self._selector = None if indexer is None else _Selector(call, indexer)
+
+    def __call__(
+        self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """In place of the compressor's `forward`. On the pools the model gets no entries: its attention reads them."""
+        if not in_forward():
+            found: tuple[Tensor, Tensor | None]
+            found = self._forward(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+            return found
+        forward = current_forward()
+        width = self._call.nope_dim + self._call.rope_dim
+        if isinstance(forward, RunningForward):
+            entries = self._folder.fold(forward, "compressor", hidden_states)
+            self._store(forward, entries)
+            if self._selector is not None:
+                forward.shared[_SELECTION] = self._selector.select(forward, hidden_states, q_residual, position_ids)
+        return hidden_states.new_zeros(1, 1, 0, width), None
+
+    def _store(self, forward: RunningForward, entries: Tensor) -> None:
+        latents, batch = forward.rows("compressed_latent", forward.ordinal)  # of the attention call that is to come
+        ropes, _ = forward.rows("compressed_rope", forward.ordinal)
+        slots = _new_entries(batch, self._call, entries.device)
+        latents.write(slots, entries[:, : self._call.nope_dim])
+        ropes.write(slots, entries[:, self._call.nope_dim :])
+
+
+class _Selector:
+    """An indexer of the model that folds its keys on the pools and selects entries by them."""
+
+    def __init__(self, call: CompressedCall, indexer: Any) -> None:
+        self._ratio = call.ratio
+        self._call = call
+        self._indexer = indexer
+        self._folder = _Folder(indexer, call)
+        self._most = int(indexer.index_topk)
+
+    def select(self, forward: RunningForward, hidden: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
+        """The entries that each row selects, int64 `[T, n]`, -1 where there is none. Its new keys are stored first."""
+        indexer, ratio, device = self._indexer, self._ratio, hidden.device
+        keys = self._folder.fold(forward, "index_compressor", hidden)
+        stored, batch = forward.rows("index_k", forward.ordinal)
+        stored.write(_new_entries(batch, self._call, device), keys)
+        pieces = batch.derived(("selecting", ratio, self._most), lambda batch: self._pieces(batch, device))
+        selection = torch.full((hidden.shape[1], self._most if pieces else 0), -1, dtype=torch.int64, device=device)
+        if not pieces:
+            return selection
+        query = indexer.q_b_proj(q_residual).view(1, hidden.shape[1], -1, indexer.head_dim).transpose(1, 2)
+        query = self._folder.rotate(query, hidden, position_ids).transpose(1, 2)[0]
+        for piece in pieces:
+            found = stored.gather(piece.slots, hidden.dtype, "index_k").view(len(piece.rows), piece.width, -1)
+            scores = indexer.scorer(query[piece.rows], found, hidden[0][piece.rows])
+            scores = scores.masked_fill(~piece.visible, float("-inf"))
+            chosen = scores.topk(min(self._most, piece.width), dim=-1).indices
+            seen = piece.visible.gather(-1, chosen)
+            selection[piece.rows, : chosen.shape[-1]] = chosen.masked_fill(~seen, -1)
+        return selection
+
+    def _pieces(self, batch: PagedBatch, device: torch.device) -> list[Piece]:
+        """The rows of sequences with more entries than are selected."""
+        return pieces_of(batch, np.flatnonzero(batch.context_lens // self._ratio > self._most), self._ratio, device)
+
+
+class _Folder:
+    """Folds the inputs of blocks that a step completes, and keeps the inputs that later blocks need in rings."""
+
+    def __init__(self, module: Any, call: CompressedCall) -> None:
+        self._module = module
+        self._call = call
+        self._width = int(module.head_dim)
+        self._apply_rotary = sys.modules[type(module).__module__].__dict__["apply_rotary_pos_emb"]
+
+    def rotate(self, rows: Tensor, like: Tensor, position_ids: Tensor) -> Tensor:
+        """`rows` `[1, heads, T, dim]` rotated to `position_ids` `[1, T]` as entries are; `like` is of their dtype."""
+        module = self._module
+        cos, sin = module.rotary_emb(like, position_ids=position_ids, layer_type=module.rope_layer_type)
+        rotated: Tensor = self._apply_rotary(rows, cos, sin)
+        return rotated
+
+    def fold(self, forward: RunningForward, ring: str, hidden: Tensor) -> Tensor:
+        """The entries `[blocks, dim]` of the blocks that the rows `hidden` `[1, T, ...]` complete, in their order."""
+        module, device = self._module, hidden.device
+        stored, batch = forward.per_page(ring, forward.ordinal)
+        flat = stored.flatten(0, 1)  # [frames * rows of a ring, 2 * width of an input]
+        kind = ("folding", self._call, stored.shape[1])
+        plan = batch.derived(kind, lambda batch: _Folding(batch, self._call, stored.shape[1], device))
+        values, scores = module.kv_proj(hidden)[0], module.gate_proj(hidden)[0]
+        inputs = torch.cat((values, scores), dim=-1).to(flat.dtype)
+        blocks = torch.where(plan.is_new.unsqueeze(-1), inputs[plan.new], flat[plan.kept])
+        flat[plan.stored_slots] = inputs[plan.stored_rows]
+        return self._folded(blocks.to(hidden.dtype), plan)
+
+    def _folded(self, blocks: Tensor, plan: _Folding) -> Tensor:
+        """`blocks` `[blocks, span, 2 * width of an input]`, values and then scores."""
+        values, scores = blocks.chunk(2, dim=-1)
+        bias = self._module.position_bias
+        if self._call.overlap:  # of the block before, the first half of each input; of the block itself, the second
+            ratio, width = self._call.ratio, self._width
+            scores = scores + torch.cat((bias, bias))
+            values = torch.cat((values[:, :ratio, :width], values[:, ratio:, width:]), dim=1)
+            scores = torch.cat((scores[:, :ratio, :width], scores[:, ratio:, width:]), dim=1)
+            absent = plan.absent.unsqueeze(-1)  # what would be before the first block
+            values, scores = values.masked_fill(absent, 0), scores.masked_fill(absent, float("-inf"))
+        else:
+            scores = scores + bias
+        weights = scores.softmax(dim=1, dtype=torch.float32).to(values.dtype)
+        entries = self._module.kv_norm((values * weights).sum(dim=1))
+        return self.rotate(entries[None, None], entries, plan.positions.unsqueeze(0))[0, 0]
+
+
+class _Folding:
+    """Which blocks a step completes, where their inputs are, and which new inputs go to the rings."""
+
+    def __init__(self, batch: PagedBatch, call: CompressedCall, ring: int, device: torch.device) -> None:
+        """`ring` rows hold the last inputs of a page, that of position p in row `p % ring`."""
+        ratio, span = call.ratio, call.ratio * (2 if call.overlap else 1)
+        starts, stops = _spans(batch)
+        owners, blocks = _completed(batch, ratio)
+        tokens = (blocks[:, None] + 1) * ratio + np.arange(-span, 0)  # [blocks, span] positions
+        is_new, absent = tokens >= starts[owners][:, None], tokens < 0
+        firsts = batch.query_starts[:-1].astype(np.int64) - starts  # flat row of a position, less the position
+        frames = batch.frames[owners[:, None], np.maximum(tokens, 0) // batch.page_size].astype(np.int64)
+        kept = np.where(is_new | absent, 0, frames * ring + tokens % ring)
+        # Of the new inputs that share a row of a ring, the last one stays.
+        everyone = np.repeat(np.arange(len(starts)), stops - starts)
+        positions = flatten_ranges(starts, stops)
+        page_ends = (positions // batch.page_size + 1) * batch.page_size
+        stays = positions + ring >= np.minimum(page_ends, stops[everyone])
+        everyone, positions = everyone[stays], positions[stays]
+        slots = batch.frames[everyone, positions // batch.page_size].astype(np.int64) * ring + positions % ring
+        self.is_new = torch.from_numpy(is_new).to(device)
+        self.absent = torch.from_numpy(absent).to(device)
+        self.new = torch.from_numpy(np.where(is_new, firsts[owners][:, None] + tokens, 0)).to(device)
+        self.kept = torch.from_numpy(kept).to(device)
+        self.positions = torch.from_numpy(blocks * ratio).to(device)
+        self.stored_rows = torch.from_numpy(firsts[everyone] + positions).to(device)
+        self.stored_slots = torch.from_numpy(slots).to(device)
+
+
+def _spans(batch: PagedBatch) -> tuple[Slots, Slots]:
+    """The positions `starts[i]:stops[i]` that each sequence computes."""
+    stops = batch.context_lens.astype(np.int64)
+    return stops - np.diff(batch.query_starts), stops
+
+
+def _completed(batch: PagedBatch, ratio: int) -> tuple[Slots, Slots]:
+    """(sequence, block) of every block that a step completes."""
+    starts, stops = _spans(batch)
+    counts = stops // ratio - starts // ratio
+    return np.repeat(np.arange(len(starts)), counts), flatten_ranges(starts // ratio, stops // ratio)
+
+
+def _new_entries(batch: PagedBatch, call: CompressedCall, device: torch.device) -> Tensor:
+    """Slots of the entries that a step completes, int64, in the order in which they are folded."""
+
+    def build(batch: PagedBatch) -> Tensor:
+        owners, blocks = _completed(batch, call.ratio)
+        return torch.from_numpy(entry_slots(batch, owners, blocks, call.ratio)).to(device)
+
+    return batch.derived(("completed", call.ratio), build)
