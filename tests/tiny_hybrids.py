@@ -35,7 +35,13 @@ _DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 4,
 }
 _MAMBA: dict[str, Any] = {"mamba_d_state": 12, "mamba_d_conv": 4, "mamba_expand": 2}
-_MAMBA_2: dict[str, Any] = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2}
+_MAMBA_2: dict[str, Any] = {
+    **_MAMBA,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 32,
+}
 _HEADS_OF_32: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
 """For configurations without `head_dim`, whose heads share the 64 hidden numbers."""
 _NO_ATTENTION: dict[str, Any] = {
@@ -205,6 +211,16 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
         "num_experts": 2,
         "use_mamba_kernels": False,
     },
+    "zamba": {
+        "model_type": "zamba",
+        **_MAMBA,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "attention_head_dim": 32,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 2,
+        "use_mamba_kernels": False,
+    },
     "bamba": {"model_type": "bamba", **_MAMBA_2, **_HEADS_OF_32, "attn_layer_indices": [1]},
     "falcon_h1": {"model_type": "falcon_h1", **_MAMBA_2, "mamba_d_ssm": 96, "mamba_n_heads": 6, "head_dim": 32},
     "granitemoehybrid": {
@@ -248,6 +264,43 @@ HYBRIDS: Mapping[str, dict[str, Any]] = {
         "full_attn_idxs": [1],
         "conv_L_cache": 3,
         "block_multiple_of": 8,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        **_HEADS_OF_32,
+        **_EXPERTS,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+    },
+    "lfm3": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 5,
+        "head_dim": 32,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"],
+        "sliding_window": 8,
+        "conv_L_cache": 5,
+    },
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        **_HEADS_OF_32,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+    },
+    "bailing_hybrid": {
+        **_LATENT,
+        "model_type": "bailing_hybrid",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+        "layer_group_size": 2,
     },
     "kimi_linear": {
         **_LATENT,
@@ -297,6 +350,32 @@ WINDOWED = (
     "llama4_text",
 )
 """Those with windows or chunks, which have a group of their own."""
+
+
+WITH_STATES = (
+    "mamba2",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "granitemoehybrid",
+    "zamba2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "kimi_linear",
+    "bailing_hybrid",
+    "jamba",
+    "mamba",
+    "falcon_mamba",
+    "zamba",
+    "minimax",
+    "recurrent_gemma",
+)
+"""Those with recurrent layers."""
 
 
 def published(name: str) -> dict[str, Any]:

@@ -179,11 +179,12 @@ def build_tiny(architecture: str, *, seed: int = 0, **overrides: Any) -> Any:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     finally:
         transformers_logging.set_verbosity(verbosity)
-    _draw_weights(model, seed)
+    draw_weights(model, seed)
     return model.eval()
 
 
-def _draw_weights(model: torch.nn.Module, seed: int) -> None:
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Give a model the wide random weights of its seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

@@ -1,9 +1,11 @@
-"""Train the tiny chat model that the package ships, on one CPU thread.
+"""Train one of the tiny chat models that the package ships, on one CPU thread.
 
     python training/train.py --minutes 40
+    python training/train.py --edition window --minutes 25
 
 Fetches the corpus (see corpus.py), trains a byte-level BPE tokenizer and then a
-small Llama model on it, and writes both, ready for ``from_pretrained``.
+small model on it, and writes both, ready for ``from_pretrained``. The editions
+other than the plain one (see editions.py) take the plain one's tokenizer.
 """
 
 from __future__ import annotations
@@ -29,17 +31,16 @@ from corpus import (
     load_novels,
     split_sentences,
 )
+from editions import CONTEXT, EDITIONS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
-OUT = Path(__file__).resolve().parent.parent / "src" / "quire" / "models" / "bundled"
-CONTEXT = 2048
 ROW_LENGTHS = {256: 0.68, 512: 0.17, 1024: 0.10, 2048: 0.05}  # and their shares of the batches
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -85,32 +86,7 @@ def batch(maker: SampleMaker, rows: int, length: int, chat: float = 0.7) -> tupl
     return torch.tensor([r.ids for r in made]), torch.tensor([r.labels for r in made])
 
 
-# --------------------------------------------------------------------------- model
-
-
-def new_model(vocab_size: int) -> LlamaForCausalLM:
-    """The model, with fresh weights."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
-        bos_token_id=SPECIAL_TOKENS.index("<|bos|>"),
-        eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():  # the branches start at zero, so that each block starts as the identity
-        for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.zero_()
-    return model
+# --------------------------------------------------------------------------- optimisers
 
 
 def orthogonalised(update: Tensor, steps: int = 5) -> Tensor:
@@ -149,7 +125,7 @@ class Muon(torch.optim.Optimizer):
                 weight.add_(update, alpha=-group["lr"] * scale)
 
 
-def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -165,7 +141,7 @@ def rate(done: float) -> float:
 # --------------------------------------------------------------------------- training
 
 
-def next_token_loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of the next token over the labelled positions; skips other logits."""
     hidden: Tensor = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     targets = labels[:, 1:]
@@ -185,7 +161,7 @@ def repeats(tokens: list[int], size: int = 5) -> list[bool]:
     return flags
 
 
-def repetition_loss(model: LlamaForCausalLM, maker: SampleMaker) -> Tensor:
+def repetition_loss(model: PreTrainedModel, maker: SampleMaker) -> Tensor:
     """The unlikelihood of what the model repeats when it answers greedily.
 
     A small model falls into loops at temperature zero. Here it answers a few questions,
@@ -210,7 +186,7 @@ def repetition_loss(model: LlamaForCausalLM, maker: SampleMaker) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> float:
+def evaluate(model: PreTrainedModel, batches: list[tuple[Tensor, Tensor]]) -> float:
     """The mean loss over fixed batches."""
     model.eval()
     losses = [next_token_loss(model, ids, labels).item() for ids, labels in batches]
@@ -219,7 +195,7 @@ def evaluate(model: LlamaForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> f
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     maker: SampleMaker,
     validation: dict[str, list[tuple[Tensor, Tensor]]],
     checkpoint: Callable[[], None],
@@ -271,7 +247,7 @@ def train(
     return {"steps": step, "tokens": tokens, "minutes": minutes, "train_loss": average}
 
 
-def report(model: LlamaForCausalLM, validation: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, float]:
+def report(model: PreTrainedModel, validation: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, float]:
     """Print and return the validation losses."""
     losses = {f"val_{name}": evaluate(model, batches) for name, batches in validation.items()}
     print("  ".join(f"{name} {loss:.3f}" for name, loss in losses.items()), flush=True)
@@ -281,7 +257,7 @@ def report(model: LlamaForCausalLM, validation: dict[str, list[tuple[Tensor, Ten
 # --------------------------------------------------------------------------- saving
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
     """Write the model (in bfloat16) and the tokenizer into a folder."""
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
@@ -306,7 +282,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def show_samples(model: LlamaForCausalLM, out: Path) -> None:
+def show_samples(model: PreTrainedModel, out: Path) -> None:
     """Print greedy answers of the saved model to a few questions."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
     for question in ["Tell me about Mr. Darcy.", "What happened at the ball?", "Hello!"]:
@@ -325,7 +301,8 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cache = Path(tempfile.gettempdir()) / "quire-corpus"
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for the model")
+    parser.add_argument("--edition", choices=EDITIONS, default="plain", help="which model to train")
+    parser.add_argument("--out", type=Path, help="folder for the model, in place of the edition's own")
     parser.add_argument("--cache", type=Path, default=cache, help="folder for the corpus package")
     parser.add_argument("--deb", type=Path, help="the corpus package, if already downloaded")
     parser.add_argument("--minutes", type=float, default=40.0, help="time to train for")
@@ -335,11 +312,11 @@ def arguments() -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="go on from the weights in --out, this share (0 to 1) into the schedule",
+        help="go on from the weights in the folder, this share (0 to 1) into the schedule",
     )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a step")
     parser.add_argument("--eval-every", type=int, default=200, help="steps between validations")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="size of the vocabulary")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="size of the vocabulary, of the plain edition")
     parser.add_argument("--seed", type=int, default=1813, help="seed of all randomness")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads to use")
     return parser.parse_args()
@@ -348,6 +325,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Fetch, train, measure, save."""
     args = arguments()
+    edition = EDITIONS[args.edition]
+    out: Path = args.out or edition.folder
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:
@@ -356,7 +335,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     sentences, held_out = held_out_split(novels)
-    tokenizer = train_tokenizer(sentences, args.vocab_size)
+    if args.edition == "plain":
+        tokenizer = train_tokenizer(sentences, args.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_file(str(EDITIONS["plain"].folder / "tokenizer.json"))
     lexicon = Lexicon.of(" ".join(sentences))
     maker = SampleMaker(sentences, lexicon, tokenizer, random.Random(args.seed))
     checker = SampleMaker(held_out, lexicon, tokenizer, random.Random(args.seed))
@@ -364,20 +346,20 @@ def main() -> int:
         "prose": [batch(checker, 4, 512, chat=0.0) for _ in range(6)],
         "chat": [batch(checker, 4, 512, chat=1.0) for _ in range(6)],
     }
-    model = new_model(args.vocab_size)
+    model = edition.new_model(tokenizer.get_vocab_size())
     if args.resume_at:
-        model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).train()
     print(
         f"{len(sentences)} sentences, {len(maker.encode(' '.join(sentences)))} tokens; "
         f"{sum(p.numel() for p in model.parameters())} parameters",
         flush=True,
     )
-    measured = train(model, maker, validation, lambda: save(model, tokenizer, args.out), args)
-    save(model, tokenizer, args.out)
-    saved = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)  # rounded to bfloat16
+    measured = train(model, maker, validation, lambda: save(model, tokenizer, out), args)
+    save(model, tokenizer, out)
+    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)  # rounded to bfloat16
     measured |= report(saved, validation)
     print(json.dumps(measured, indent=2))
-    show_samples(saved, args.out)
+    show_samples(saved, out)
     return 0
 
 

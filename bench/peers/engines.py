@@ -33,7 +33,15 @@ class Quire:
     package = "quire.engine.llm"
 
     def start(
-        self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
+        self,
+        *,
+        folder: str,
+        dtype: str,
+        threads: int,
+        kv_bytes: int,
+        max_model_len: int,
+        max_requests: int,
+        kv_dtype: str = "auto",
     ) -> None:
         """Load through the public `LLM`."""
         import torch
@@ -42,7 +50,13 @@ class Quire:
 
         torch.set_num_threads(threads)
         self.llm = LLM(
-            folder, skip_tokenizer_init=True, kv_memory=kv_bytes, dtype=dtype, device="cpu", max_model_len=max_model_len
+            folder,
+            skip_tokenizer_init=True,
+            kv_memory=kv_bytes,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            device="cpu",
+            max_model_len=max_model_len,
         )
 
     def run(self, prompts: list[list[int]], new: int) -> list[list[int]]:

@@ -17,13 +17,16 @@ import pytest
 
 from quire.cache import KVCache, PrefixHit
 from quire.cache.audit import audit
+from quire.cache.carried import Pieces
 from quire.errors import OutOfPages
 from quire.prefix.evict import POLICIES
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Tier
-from quire.testing import ContentOracle, small_plan
+from quire.testing import ContentOracle
+from quire.testing.content import slots_of_frames
 from tests.cache.plain_cache import PlainCache, Prefix, Sequence
 from tests.choices import Choices
+from tests.small_hybrids import hybrid_plan, tokens_read
 
 NAMESPACES = (Namespace(), Namespace(adapter="a"), Namespace(salt="a"), Namespace("a", "b"))
 WEIGHTS = {
@@ -35,7 +38,8 @@ WEIGHTS = {
     "finish": 3,
     "evict": 1,
     "clear": 1,
-    "look": 2,
+    "look": 4,
+    "mark": 1,
 }
 
 
@@ -45,8 +49,9 @@ class Flight:
 
     fence: int
     parts: list[tuple[Sequence, int, np.ndarray]]  # sequence, start, contents of its whole context
-    reads: list[list[np.ndarray]]
-    writes: list[np.ndarray]
+    reads: dict[int, list[np.ndarray]]
+    writes: dict[int, np.ndarray]
+    pieces: dict[int, Pieces]
 
 
 class CacheMachine:
@@ -56,19 +61,25 @@ class CacheMachine:
         page_size = choices.between(1, 4)
         num_pages = choices.between(3, 20)
         self.context = num_pages * page_size - choices.below(page_size)
-        plan = small_plan(
-            num_pages,
-            page_size,
-            context=self.context,
-            max_requests=choices.between(1, 5),
-            groups=("full", "second")[: choices.between(1, 2)],
-        )
+        plan = hybrid_plan(choices, num_pages, page_size, self.context, choices.between(1, 5))
         self.events: list[CacheEvent] = []
-        self.cache = KVCache(plan, eviction=choices.one_of(sorted(POLICIES)), emit=self.events.append)
+        self.cache = KVCache(
+            plan,
+            eviction=choices.one_of(sorted(POLICIES)),
+            emit=self.events.append,
+            checkpoint_interval=choices.between(1, 4 * page_size),
+        )
         self.groups = range(len(plan.groups))
-        for allocator in self.cache.frame_allocators:  # so that a page's id and its frames' ids differ
-            frames = allocator.alloc_pages(num_pages).tolist()
-            allocator.free_pages(np.array([frames.pop(choices.below(len(frames))) for _ in range(num_pages)]))
+        self.reads = [tokens_read(group.reach, page_size) for group in plan.groups]
+        for group in self.cache.groups:  # so that a page's id and its frames' ids differ
+            allocator: Any = group.frames.allocator
+            take, free = (
+                (allocator.alloc, allocator.free)
+                if group.reach.carried
+                else (allocator.alloc_pages, allocator.free_pages)
+            )
+            frames = take(group.num_frames).tolist()
+            free(np.array([frames.pop(choices.below(len(frames))) for _ in range(group.num_frames)]))
         self.model = PlainCache(num_pages, page_size)
         self.oracle = ContentOracle(self.cache)
         self.vocabulary = choices.between(1, 3)
@@ -94,6 +105,7 @@ class CacheMachine:
             "settle": bool(self.flights),
             "commit": any(s.committed < s.settled for s in live),
             "finish": bool(live),
+            "mark": bool(live),
         }.get(operation, True)
 
     def run(self, operation: str, choices: Choices) -> None:
@@ -125,13 +137,13 @@ class CacheMachine:
         if len(self.model.live) == self.cache.plan.max_requests:
             return
         now = self._match(tokens, namespace)
-        expected = hit if hit is not None and hit.match.version == self.cache.tree.version else now
+        expected = hit if hit is not None and self.cache.is_current(hit) else now
         self.happened["outdated hit"] += hit is not None and expected is now
         kv = self.cache.begin(_ids(tokens), namespace, hit=hit, priority=choices.below(3))
         assert kv.num_cached == expected.num_tokens
         cached = kv.num_cached
         self.model.live.append(
-            Sequence(kv, namespace, tokens, cached // self.model.page_size, cached, cached, cached, cached)
+            Sequence(kv, namespace, tokens, cached // self.model.page_size, cached, cached, cached, cached, cached)
         )
         self.prompt_tokens += len(tokens)
         self.hit_tokens += cached
@@ -147,22 +159,26 @@ class CacheMachine:
             return
         counts = [self._count(choices, s, most) for s in batch]
         wanted = sum(-(-(s.allocated + n) // size) + -s.allocated // size for s, n in zip(batch, counts, strict=True))
-        free, evictable = model.free(), model.evictable()
+        free = model.free()
         kvs = [s.kv for s in batch]
-        if wanted > free + evictable:
-            error = self._refused("full", lambda: self.cache.extend(kvs, counts))
-            assert (error.wanted, error.free, error.evictable) == (wanted, free, evictable)
+        short = self._short(batch, wanted)
+        if short:
+            error = self._refused(short[0][0], lambda: self.cache.extend(kvs, counts))
+            assert (error.group, error.wanted, error.free, error.evictable) == short[0]
             return
-        in_flight = [(group, self._read_frames(f, group)) for f in self.flights for group in self.groups]
+        in_flight = [(group, self._touched(f, group)) for f in self.flights for group in self.groups]
+        resident = [self._resident(group) for group in self.groups]
         moving = {int(page) for retired in self.cache.retired for page in retired.pages}
         self.cache.extend(kvs, counts)
         self._forgotten(max(0, wanted - free))
+        for group, before in enumerate(resident):
+            self.happened["dropped"] += len((before & self.model.cached) - self._resident(group))
         for s, count in zip(batch, counts, strict=True):
             pages = self.cache.page_ids(s.kv)[-(-s.allocated // size) :]
             assert not moving & set(pages.tolist()), "a page was handed out while a step could touch it"
             for group, frames in in_flight:
                 new = self.cache.frames.column(Tier.DEVICE, group)[pages]
-                assert not frames & set(new.tolist()), "a frame was handed out while a step could touch it"
+                assert not frames & set(new[new != 0].tolist()), "a frame was handed out while a step could touch it"
             s.allocated += count
         self.happened["batch"] += len(batch) > 1
         self.happened["decode"] += set(counts) == {1}
@@ -180,15 +196,21 @@ class CacheMachine:
         ends = np.array([s.launched for s in batch])
         kvs = [s.kv for s in batch]
         contents = [self.oracle.contents(s.namespace, s.tokens[: s.launched]) for s in batch]
-        reads = []
+        fence = self.cache.open_fence()
+        reads, writes, pieces = {}, {}, {}
         for group in self.groups:
+            carried = self.cache.launch(group, kvs, ends)
+            if carried is not None:
+                pieces[group] = carried
+                continue
             table = self.cache.page_table(kvs, ends, group)
             slots = (table[:, :, None] * size + np.arange(size)).reshape(len(batch), -1)
-            reads.append([row[:end] for row, end in zip(slots, ends, strict=True)])
-        writes = [self.cache.slots(kvs, starts, ends, group) for group in self.groups]
-        fence = self.cache.open_fence()
+            lows = [self.reads[group](start) for start in starts.tolist()]
+            reads[group] = [row[low:end] for row, low, end in zip(slots, lows, ends, strict=True)]
+            writes[group] = self.cache.slots(kvs, starts, ends, group)
         model.open.add(fence)
-        self.flights.append(Flight(fence, list(zip(batch, starts.tolist(), contents, strict=True)), reads, writes))
+        parts = list(zip(batch, starts.tolist(), contents, strict=True))
+        self.flights.append(Flight(fence, parts, reads, writes, pieces))
         self.happened["two in flight"] += len(self.flights) == 2
 
     def settle(self, choices: Choices) -> None:
@@ -196,11 +218,13 @@ class CacheMachine:
             return
         flight = self.flights.pop(0)
         new = np.concatenate([contents[start:] for _, start, contents in flight.parts])
-        for group in self.groups:
-            self.oracle.write(group, flight.writes[group], new)
+        for group, slots_written in flight.writes.items():
+            self.oracle.write(group, slots_written, new)
             for (_, _, contents), slots in zip(flight.parts, flight.reads[group], strict=True):
-                self.oracle.check(group, slots, contents)
+                self.oracle.check(group, slots, contents[len(contents) - len(slots) :])
                 self.num_read += len(slots)
+        for group, pieces in flight.pieces.items():
+            self._carry(group, pieces, flight)
         for s, _, contents in flight.parts:
             s.settled = len(contents)
         if choices.chance(50):
@@ -209,6 +233,30 @@ class CacheMachine:
                     self._commit(s, s.settled)
         self.cache.close_fence(flight.fence)
         self.model.close(flight.fence)
+
+    def _carry(self, group: int, pieces: Pieces, flight: Flight) -> None:
+        """Each piece continues what its request holds, and two of different requests write different frames."""
+        todo = list(zip(pieces.lengths.tolist(), pieces.sources.tolist(), pieces.targets.tolist(), strict=True))
+        writer: dict[int, Sequence] = {}
+        for s, start, contents in flight.parts:
+            at = start
+            while at < len(contents):
+                length, source, target = todo.pop(0)
+                assert bool(at) == bool(source), "a request begins with nothing, and with nothing else"
+                if at:
+                    self.oracle.check(group, _ids([source]), contents[at - 1 : at])
+                    self.num_read += 1
+                at += length
+                assert writer.setdefault(target, s) is s, "two requests write one frame"
+                self.oracle.write(group, _ids([target]), contents[at - 1 : at])
+            assert at == len(contents), "a piece goes beyond its request's tokens"
+        assert not todo
+
+    def mark(self, choices: Choices) -> None:
+        s = choices.one_of(self.model.live)
+        num_pages = choices.between(1, self.model.num_pages)
+        left = self.cache.will_leave(s.kv, num_pages)
+        assert left or num_pages <= s.pinned, "pages that have not settled are still to come"
 
     def commit(self, choices: Choices) -> None:
         behind = [s for s in self.model.live if s.committed < s.settled] or self.model.live
@@ -249,7 +297,7 @@ class CacheMachine:
     def check(self) -> None:
         audit(self.cache)
         self._check_events()
-        assert self._tree() == self.model.cached, "the tree does not hold what was committed and not evicted"
+        assert set(self._tree()) == self.model.cached, "the tree does not hold what was committed and not evicted"
         self.oracle.check_cached()
         self._check_rows()
         self._check_statistics()
@@ -286,14 +334,28 @@ class CacheMachine:
             assert (self.cache.allocated(s.kv), self.cache.committed(s.kv)) == (s.allocated, s.committed)
             assert self.cache.protected(s.kv) == s.pinned * size
         for group in self.groups if live else ():
-            slots = [self.oracle.slots_of(group, own)[: s.settled] for s, own in zip(live, pages, strict=True)]
+            if self.cache.groups[group].reach.carried:
+                self._check_carried(group)
+                continue
+            lows = [self.reads[group](s.committed // size * size) // size * size for s in live]
+            column = self.cache.frames.column(Tier.DEVICE, group)
+            slots = [slots_of_frames(column[own], size)[: s.settled] for s, own in zip(live, pages, strict=True)]
             table = self.cache.page_table(kvs, settled, group)
             by_table = (table[:, :, None] * size + np.arange(size)).reshape(len(live), -1)
-            for s, row, own in zip(live, by_table, slots, strict=True):
+            for s, row, own, low in zip(live, by_table, slots, lows, strict=True):
                 assert row[: s.settled].tolist() == own.tolist(), "the page table names other frames"
-                self.oracle.check(group, own, self.oracle.contents(s.namespace, s.tokens[: s.settled]))
+                self.oracle.check(group, own[low:], self.oracle.contents(s.namespace, s.tokens[: s.settled])[low:])
             packed = self.cache.slots(kvs, np.zeros_like(settled), settled, group)
             assert packed.tolist() == np.concatenate(slots).tolist()
+
+    def _check_carried(self, group: int) -> None:
+        """What a request carries is what its settled tokens give, where no step in flight rewrites it."""
+        carried: Any = self.cache.groups[group]
+        for s in self.model.live:
+            frame = carried._frame[s.kv.row : s.kv.row + 1]
+            if s.settled == s.launched > s.begun and frame[0]:
+                self.oracle.check(group, frame, self.oracle.contents(s.namespace, s.tokens[: s.settled])[-1:])
+                self.happened["carried"] += 1
 
     def _check_statistics(self) -> None:
         model, found = self.model, self.cache.statistics()
@@ -301,13 +363,16 @@ class CacheMachine:
         assert (found.duplicate_pages, found.evicted_pages) == (self.duplicates, self.evicted)
         assert (found.cached_pages, found.evictable_pages) == (len(model.cached), model.evictable())
         assert found.shared_pages == sum(count > 1 for count in model.leases().values())
-        for frames in found.frames.values():
-            assert (frames.free, frames.private, frames.cached, frames.moving) == (
-                model.free(),
-                model.private(),
-                len(model.cached),
-                model.moving(),
-            )
+        for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
+            owners = (frames.free, frames.private, frames.cached, frames.moving)
+            assert sum(owners) == frames.total and min(owners) >= 0
+            if group.reach.whole:
+                assert owners == (model.free(), model.private(), len(model.cached), model.moving())
+            else:
+                assert frames.cached == len(self._resident(group.index) & model.cached)
+            self.happened["revived"] = max(self.happened["revived"], frames.revived)
+            self.happened["left"] = max(self.happened["left"], frames.left)
+            self.happened["skipped"] = max(self.happened["skipped"], frames.skipped)
 
     # -- inside
 
@@ -316,12 +381,76 @@ class CacheMachine:
         model, size = self.model, self.model.page_size
         hit = self.cache.match(_ids(tokens), namespace)
         matched = model.matched(namespace, tokens)
-        usable = min(matched, (len(tokens) - 1) // size)
+        usable = self._resumable(namespace, tokens, min(matched, (len(tokens) - 1) // size))
         leased = model.leases()
         unpinned = sum(not leased[model.prefix(namespace, tokens, n)] for n in range(1, usable + 1))
-        assert (hit.num_pages, hit.num_tokens) == (usable, usable * size), "match is not the longest cached prefix"
-        assert (hit.held_back, hit.num_pinned) == ((matched - usable) * size, unpinned)
+        assert (hit.num_pages, hit.num_tokens) == (usable, usable * size), "match is not the longest usable prefix"
+        assert (hit.held_back, hit.pinned[-1]) == ((matched - usable) * size, unpinned)
+        assert bool(hit.limited_by) == (usable < min(matched, (len(tokens) - 1) // size))
+        self.happened["short of the match"] += bool(hit.limited_by)
         return hit
+
+    def _resumable(self, namespace: Namespace, tokens: list[int], limit: int) -> int:
+        """The most pages behind which every token that any group reads next is in a page that is resident there."""
+        size = self.model.page_size
+        resident = [self._resident(group) for group in self.groups]
+
+        def there(num_pages: int) -> bool:
+            end = num_pages * size
+            return all(
+                self.model.prefix(namespace, tokens, at // size + 1) in resident[group]
+                for group in self.groups
+                for at in range(self.reads[group](end), end)
+            )
+
+        return max(n for n in range(limit + 1) if there(n))
+
+    def _resident(self, group: int) -> set[Prefix]:
+        """Cached prefixes whose last page has a frame in that group, read off the tree and the frame table."""
+        column = self.cache.frames.column(Tier.DEVICE, group)
+        return {prefix for prefix, page in self._tree().items() if column[page]}
+
+    def _short(self, batch: list[Sequence], wanted: int) -> list[tuple[str, int, int, int]]:
+        """(group, wanted, free, evictable) of each group that is short, by counting what somebody reads."""
+        found = []
+        leased = self.model.leases()
+        for index, group in enumerate(self.cache.groups):
+            need = wanted
+            if group.reach.whole:
+                free, evictable = self.model.free(), self.model.evictable()
+            else:
+                need = group.wanted(np.array([s.kv.row for s in batch], dtype=np.int32), wanted)
+                free, evictable = group.num_free, len(self._idle(index, leased))
+            if need > free + evictable:
+                found.append((group.name, need, free, evictable))
+        if wanted > self.model.free() + self.model.evictable():
+            found.append(("pages", wanted, self.model.free(), self.model.evictable()))
+        return found
+
+    def _idle(self, group: int, leased: Counter[Prefix]) -> set[Prefix]:
+        """Resident prefixes that no request and no step in flight reads."""
+        size = self.model.page_size
+        held = {
+            page
+            for retired in self.cache.retired
+            for given in retired.given
+            if given.group == group
+            for page in given.unpinned.tolist()
+        }
+        if not self.cache.groups[group].reach.carried:
+            for s in self.model.live:
+                first = self.reads[group](s.committed // size * size) // size
+                held |= set(self.cache.page_ids(s.kv)[first : s.pinned].tolist())
+        else:
+            for s in self.model.live:
+                if s.launched == s.begun > 0 and not self._took_over(group, s):
+                    held.add(int(self.cache.page_ids(s.kv)[s.begun // size - 1]))
+        tree = self._tree()
+        return {prefix for prefix in self._resident(group) if tree[prefix] not in held}
+
+    def _took_over(self, group: int, s: Sequence) -> bool:
+        carried: Any = self.cache.groups[group]
+        return not len(carried.pinned(s.kv.row, carried._source[:0]))
 
     def _commit(self, s: Sequence, num_tokens: int) -> None:
         self.cache.commit(s.kv, _ids(s.tokens[:num_tokens]))
@@ -335,7 +464,7 @@ class CacheMachine:
 
     def _forgotten(self, expected: int, *, counted: bool = True) -> None:
         """As many pages as needed were evicted, and none that a lease holds. Which ones is the policy's business."""
-        now = self._tree()
+        now = set(self._tree())
         assert now <= self.model.cached
         gone = self.model.cached - now
         assert len(gone) == expected, "evicted more or less than needed"
@@ -350,19 +479,20 @@ class CacheMachine:
             operation()
         assert caught.value.group == group
         assert self._everything() == before, "a refused operation changed something"
-        self.happened["out of pages"] += group == "full"
+        self.happened["out of pages"] += group != "rows"
         return caught.value
 
-    def _tree(self) -> set[Prefix]:
-        """Every page prefix in the tree, read off its edges."""
+    def _tree(self) -> dict[Prefix, int]:
+        """Every page prefix in the tree with its page, read off its edges."""
         prefixes: dict[int, tuple[int, ...]] = {}
-        found: set[Prefix] = set()
+        found: dict[Prefix, int] = {}
         size = self.model.page_size
         for node in self.cache.tree.nodes():
             before = prefixes.get(id(node.parent), ())
             tokens = (*before, *struct.unpack(f"<{len(node.key) // 4}i", node.key))
             prefixes[id(node)] = tokens
-            found |= {(node.namespace, tokens[:end]) for end in range(len(before) + size, len(tokens) + 1, size)}
+            ends = range(len(before) + size, len(tokens) + 1, size)
+            found |= {(node.namespace, tokens[:end]): p for end, p in zip(ends, node.pages.tolist(), strict=True)}
         return found
 
     def _everything(self) -> tuple[object, ...]:
@@ -370,9 +500,12 @@ class CacheMachine:
         cache = self.cache
         columns = [cache.frames.column(Tier.DEVICE, group).tolist() for group in self.groups]
         rows = [cache.page_ids(s.kv).tolist() for s in self.model.live]
-        free = [
-            (a.num_free_pages, a.is_out(np.arange(a.num_pages + 1)).tolist())
-            for a in (cache.pages, *cache.frame_allocators)
+        free: list[object] = [
+            (g.num_free, g.num_evictable, g.frames.is_out(np.arange(g.num_frames + 1)).tolist()) for g in cache.groups
+        ]
+        free.append(cache.pages.is_out(np.arange(cache.plan.num_pages + 1)).tolist())
+        free += [
+            g.shelf.pins(np.arange(cache.plan.num_pages + 1)).tolist() for g in cache.groups if hasattr(g, "shelf")
         ]
         nodes = [(node.key, node.pages.tolist(), node.leases, node.hits, node.last_used) for node in cache.tree.nodes()]
         return columns, rows, free, nodes, cache.statistics(), len(self.events), cache.retired, len(cache.live_requests)
@@ -412,7 +545,10 @@ class CacheMachine:
             return []
         return [left.pop(choices.below(len(left))) for _ in range(choices.between(1, len(left)))]
 
-    def _read_frames(self, flight: Flight, group: int) -> set[int]:
+    def _touched(self, flight: Flight, group: int) -> set[int]:
+        if group in flight.pieces:
+            pieces = flight.pieces[group]
+            return {*pieces.sources.tolist(), *pieces.targets.tolist()}
         return {int(slot) // self.model.page_size for slots in flight.reads[group] for slot in slots}
 
     def _hash(self, prefix: Prefix) -> bytes:

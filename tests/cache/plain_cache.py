@@ -26,6 +26,7 @@ class Sequence:
     launched: int
     settled: int
     committed: int
+    begun: int  # tokens of the hit
 
 
 @dataclass

@@ -11,20 +11,31 @@ import pytest
 from quire.cache import KVCache
 from quire.cache.audit import audit
 from quire.errors import AuditFailure
+from quire.spec.group import ReachSpec
 from quire.testing import small_plan
 
 
 def a_cache() -> tuple[KVCache, Any]:
     """One cached branch of two edges, a running request on it with a private page, free pages."""
-    cache = KVCache(small_plan(10, 2))
+    reaches = (ReachSpec(), ReachSpec("window", 3), ReachSpec("state"))
+    plan = small_plan(10, 2, groups=("full", "window", "state"), reaches=reaches, frames=(10, 10, 10))
+    cache = KVCache(plan)
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
         kv = cache.begin(np.array(tokens, dtype=np.int32))
         cache.extend([kv], [4 - kv.num_cached])
+        run(cache, kv, 4)
         cache.finish(kv, np.array(tokens, dtype=np.int32))
     kv = cache.begin(np.array([1, 2, 3, 4, 7], dtype=np.int32))
-    cache.extend([kv], [1])
+    cache.extend([kv], [5 - kv.num_cached])
+    run(cache, kv, 5)
     audit(cache)
     return cache, kv
+
+
+def run(cache: KVCache, kv: Any, end: int) -> None:
+    fence = cache.open_fence()
+    cache.launch(2, [kv], np.array([end]))
+    cache.close_fence(fence)
 
 
 def nodes(cache: KVCache) -> list[Any]:
@@ -48,7 +59,47 @@ def leak_a_page(cache: KVCache, kv: Any) -> None:
 
 
 def leak_a_frame(cache: KVCache, kv: Any) -> None:
-    cache.frame_allocators[0].alloc_pages(1)
+    cache.groups[0].frames.allocator.alloc_pages(1)
+
+
+def leak_a_carried_frame(cache: KVCache, kv: Any) -> None:
+    carried(cache)._frame[kv.row] = 0
+
+
+def carry_a_page_s_frame(cache: KVCache, kv: Any) -> None:
+    column = carried(cache).frames.column
+    carried(cache)._frame[kv.row] = column[column != 0][0]
+
+
+def forget_a_pin(cache: KVCache, kv: Any) -> None:
+    shelf = cache.groups[1].shelf
+    shelf._pins[np.flatnonzero(shelf._pins)[0]] -= 1
+
+
+def pin_twice(cache: KVCache, kv: Any) -> None:
+    shelf = cache.groups[1].shelf
+    shelf._pins[np.flatnonzero(shelf._pins)[0]] += 1
+
+
+def lose_a_place_on_the_shelf(cache: KVCache, kv: Any) -> None:
+    shelf = cache.groups[2].shelf
+    shelf._ticket[np.flatnonzero(shelf._ticket)[0]] = 0
+
+
+def miscount_the_shelf(cache: KVCache, kv: Any) -> None:
+    cache.groups[2].shelf.num_evictable += 1
+
+
+def drop_a_frame_that_is_read(cache: KVCache, kv: Any) -> None:
+    cache.groups[1].frames.drop(cache.page_ids(kv)[-1:])
+
+
+def drop_a_frame_of_a_whole_group(cache: KVCache, kv: Any) -> None:
+    cache.groups[0].frames.drop(cache.page_ids(kv)[:1])
+
+
+def carried(cache: KVCache) -> Any:
+    return cache.groups[2]
 
 
 def bind_a_frame_twice(cache: KVCache, kv: Any) -> None:
@@ -102,10 +153,18 @@ def keep_a_root(cache: KVCache, kv: Any) -> None:
 BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [
     (lose_a_page, "no owner|owners"),
     (own_a_page_twice, "has 2 owners"),
-    (free_a_cached_page, "has 2 owners|is free and its frame"),
+    (free_a_cached_page, "has 2 owners|is free and has a frame"),
     (leak_a_page, "no owner"),
     (leak_a_frame, "frames"),
-    (bind_a_frame_twice, "bound to two pages"),
+    (leak_a_carried_frame, "in use !="),
+    (carry_a_page_s_frame, "serves two"),
+    (forget_a_pin, "pins and"),
+    (pin_twice, "pins and"),
+    (lose_a_place_on_the_shelf, "on the shelf"),
+    (miscount_the_shelf, "miscounts"),
+    (drop_a_frame_that_is_read, "reads a page that has no frame"),
+    (drop_a_frame_of_a_whole_group, "is out and has no frame"),
+    (bind_a_frame_twice, "serves two"),
     (bind_the_padding_page, "padding page"),
     (commit_beyond_what_is_allocated, "out of order"),
     (commit_less_than_is_protected, "out of order"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import count
 from typing import Any
 
@@ -13,16 +14,19 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
+from quire.plan.plan import PlanSettings
+from quire.plan.planner import make_plan
 from quire.scheduler.sampling_params import SamplingParams
 
 AUDIT_EVERY = 7
+AMPLE = 16 * 2**20  # bytes
 
 
 def core_for(model: LoadedModel, *, pages: int | None = None, page_size: int = 16, **settings: Any) -> EngineCore:
     """An engine on a model that is loaded already, with room for exactly `pages` pages."""
-    per_page = sum(group.layout.bytes_per_frame for group in model.groups(page_size))
-    memory = 64 * 2**20 if pages is None else per_page * (pages + 1)
-    config = engine_config(model=model.name, page_size=page_size, kv_memory=memory, **settings)
+    if pages is not None:
+        return tight_core(model, num_tokens=pages * page_size, page_size=page_size, **settings)
+    config = engine_config(model=model.name, page_size=page_size, kv_memory=AMPLE, **settings)
     return EngineCore(config, model=model)
 
 
@@ -68,3 +72,26 @@ def shared_prompts(seed: int, *, shared: int, tails: Sequence[int], vocabulary: 
     rng = np.random.default_rng(seed)
     prefix = rng.integers(1, vocabulary - 1, shared).tolist()
     return [prefix + rng.integers(1, vocabulary - 1, tail).tolist() for tail in tails]
+
+
+def tight_core(model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, **settings: Any) -> EngineCore:
+    """An engine whose pools hold `num_tokens` tokens, `window_tokens` of them in window pools, where it has any."""
+    config = engine_config(model=model.name, **settings)
+    reaches = [group.reach.kind for group in model.groups(config.page_size)]
+    ratio = None
+    if window_tokens and "full" in reaches and {"window", "chunk"} & set(reaches):
+        ratio = Fraction(window_tokens, num_tokens)
+    asked = PlanSettings(
+        kv_memory=2**30,
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        chunk=config.max_num_batched_tokens,
+        max_requests=config.max_running_requests,
+        swa_full_tokens_ratio=ratio,
+        max_mamba_cache_size=config.max_mamba_cache_size,
+    )
+    memory = make_plan(model.spec, asked).bytes_for(num_tokens)
+    found = config.model_copy(
+        update={"kv_memory": memory, "swa_full_tokens_ratio": None if ratio is None else float(ratio)}
+    )
+    return EngineCore(found, model=model)

@@ -38,7 +38,7 @@ def test_cold_then_warm(case: tuple[LoadedModel, list[list[int]]], page_size: in
     hits = warm["hit_tokens"] - cold["hit_tokens"]
     reusable = sum((len(prompt) - 1) // page_size * page_size for prompt in PROMPTS)
     assert hits == reusable > 0
-    assert warm["frames"]["full"]["private"] == 0
+    assert all(frames["private"] == 0 for frames in warm["frames"].values())
 
 
 def test_starved(case: tuple[LoadedModel, list[list[int]]]) -> None:
@@ -56,9 +56,10 @@ def test_starved(case: tuple[LoadedModel, list[list[int]]]) -> None:
         assert run(core, PROMPTS, GREEDY, f"turn{turn}") == expected
     statistics = core.statistics()
     assert statistics["evicted_pages"] > 0
-    assert statistics["preemptions"] > 0
+    dropped = sum(frames["dropped"] for frames in statistics["frames"].values())
+    assert statistics["preemptions"] + dropped > 0  # a window pool admits fewer at once, and is short instead
     assert statistics["hit_tokens"] > 0
-    assert statistics["frames"]["full"]["private"] == 0
+    assert all(frames["private"] == 0 for frames in statistics["frames"].values())
 
 
 def test_tokens_vary(case: tuple[LoadedModel, list[list[int]]]) -> None:

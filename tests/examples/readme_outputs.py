@@ -51,6 +51,12 @@ def doctor() -> str:
     return text[text.index("\nCPU ") + 1 :]
 
 
+def doctor_kv_all() -> str:
+    """What one format after the other costs: the table at the end."""
+    text = output_of("doctor", "--kv-dtype", "fp8_e4m3,fp8_e5m2,mxfp8,nvfp4,fp4_e2m1")
+    return text[text.index("\nKV dtype ") + 1 :]
+
+
 def serve() -> str:
     """What the server says when it is ready."""
     server = subprocess.Popen((*QUIRE, "serve"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
@@ -74,6 +80,8 @@ def _wait_until_healthy() -> None:
 OUTPUTS: dict[str, Callable[[], str]] = {
     "demo": lambda: output_of("demo"),
     "doctor": doctor,
+    "doctor-kv": lambda: output_of("doctor", "--kv-dtype", "fp8_e4m3,nvfp4"),
+    "doctor-kv-all": doctor_kv_all,
     **{name: partial(output_of, *command.split()) for name, command in PLANS.items()},
     "plan-sweep": sweep,
     "serve": serve,

@@ -24,9 +24,16 @@ MEANINGS = {
     "skip_tokenizer_init": "token ids in, token ids out",
     "device": "`cpu`, `cuda`, `cuda:N`; `auto` is the first GPU, else the CPU",
     "dtype": "`float32`, `float16`, `bfloat16`; `auto` is the model's own",
+    "kv_dtype": "how keys and values are stored: `fp8_e4m3`, `fp8_e5m2`, `mxfp8`, `nvfp4`, `fp4_e2m1`, or a plain "
+    "dtype; `auto` is what the model computes in",
     "page_size": "tokens in a page, and the shortest prefix that can be shared",
     "kv_memory": "bytes of the KV pools (`2GiB`); by default a quarter of the free memory, at most 4 GiB, on a CPU, "
     "and 80 % of what is free after loading on a GPU",
+    "window_pool": "windows have a pool of their own, and free what they have passed",
+    "swa_full_tokens_ratio": "tokens of window pools per token of full ones; by default what the load asks for",
+    "mamba_full_memory_ratio": "bytes of states per byte of the other pools; by default what the load asks for",
+    "max_mamba_cache_size": "states; by default what the load asks for",
+    "checkpoint_interval": "tokens between states that a request leaves on its way, where frames are to spare",
     "max_model_len": "longest sequence, prompt and output; by default the model's context",
     "max_running_requests": "sequences that hold memory at once",
     "max_num_batched_tokens": "tokens in one step; longer prompts are computed in chunks",
@@ -45,15 +52,16 @@ FLAGS |= {"enable_prefix_caching": "prefix_caching"}
 
 def models() -> str:
     """Model types by status, from the table that loading refuses by."""
-    from tests.tiny_hybrids import HYBRIDS, WINDOWED  # these load transformers
+    from tests.engine.test_hybrid_tokens import SERVED  # these load transformers
+    from tests.tiny_hybrids import HYBRIDS
     from tests.tiny_latents import LATENTS
     from tests.tiny_models import ARCHITECTURES
 
     rows = support_table()
     verified = [row.model_type for row in rows if row.status == "verified"]
-    hybrids = (HYBRIDS[name] for name in (*WINDOWED, "deepseek_v4", "minimax_m3"))
+    hybrids = [{**HYBRIDS, **LATENTS}[name] for name in SERVED]
     compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *hybrids)}
-    assert compared <= set(verified)
+    assert compared <= set(verified), compared - set(verified)
     others = [name for name in verified if name not in compared]
     lines = [
         f"**Compared with transformers' `generate` in every `make test`:** {_names(sorted(compared))}.",
@@ -66,6 +74,13 @@ def models() -> str:
     reasons = dict.fromkeys(row.reason for row in rows if row.status == "refused")
     lines += [f"| {reason} | {_names([r.model_type for r in rows if r.reason == reason])} |" for reason in reasons]
     return "\n".join(lines)
+
+
+def hybrids() -> str:
+    """Tiny models of hybrid architectures: their pools, what is reused, and the measured difference of logits."""
+    from tests.engine.logit_differences import table  # loads transformers
+
+    return table()
 
 
 def error_codes() -> str:
@@ -90,7 +105,12 @@ def settings() -> str:
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"models": models, "errors": error_codes, "settings": settings}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "models": models,
+    "hybrids": hybrids,
+    "errors": error_codes,
+    "settings": settings,
+}
 
 
 def generated(text: str) -> str:

@@ -7,6 +7,15 @@ when the exact need does, so it sorts later. Pages are therefore compared throug
 
 Running out is `OutOfPages` here and an empty answer there. A recorded `free_segment`, a contiguous part of a row, is
 our `free`, which finds the pages by itself.
+
+Of two sides, the full side is compared likewise, both availabilities after every operation, and the number of tokens
+that have a window. A recorded free of pages whose windows were gone names them apart; our `free` finds that out. Which
+window a token gets is recorded for single tokens only, and compared through a one-to-one map: freed windows come back
+in ascending order here and in the order of the tokens there. A decode that would have leaked was not recorded but
+marked; ours is called, and refuses.
+
+Of states every id agrees. A recorded group that has used up what it set aside goes on with what is free; ours ends
+first.
 """
 
 from __future__ import annotations
@@ -22,7 +31,9 @@ import pytest
 from quire.errors import OutOfPages
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
+    MambaSlotAllocator,
     PagedTokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
 
@@ -31,12 +42,16 @@ GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_ops_0.5.23.jso
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason=f"no recorded traces: {GOLDEN.name} is not beside the repo")
 
 
-def cases() -> list[dict[str, Any]]:
+def cases(*names: str) -> list[dict[str, Any]]:
     if not GOLDEN.exists():
         return []
     with gzip.open(GOLDEN, "rt") as file:
         recorded = json.load(file)["cases"]
-    return [case for case in recorded if case["allocator"] in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")]
+    return [case for case in recorded if case["allocator"] in names]
+
+
+def case_id(case: dict[str, Any]) -> str:
+    return f"page{case['page_size']}-seed{case['seed']}"
 
 
 def build(case: dict[str, Any]) -> BaseTokenToKVPoolAllocator:
@@ -106,7 +121,56 @@ class Replay:
             del self.ours[page]
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"page{case['page_size']}-seed{case['seed']}")
+class ReplayTwoSides(Replay):
+    """The same over a full and a window side, with a map of window slots beside that of pages."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.both = SWATokenToKVPoolAllocator(
+            case["size"], case["size_swa"], case["page_size"], need_sort=case["need_sort"]
+        )
+        self.allocator = self.both  # type: ignore[assignment]
+        self.size = case["page_size"]
+        self.ours = {0: 0, -1: -1}
+        self.windows: dict[int, int] = {}  # recorded window slot -> ours
+        self.tokens: set[int] = set()  # our slots that hold one
+
+    def _apply(self, entry: dict[str, Any]) -> np.ndarray | None:
+        match entry["op"]:
+            case "free_swa":
+                slots = self._translate(entry["idx"])
+                gone = set(self.both.translate(slots).tolist())
+                self.both.free_swa(slots)
+                self._forget_windows(gone)
+            case "free_full+free":
+                self._free(entry["full_only"] + entry["both"])
+            case _:
+                return super()._apply(entry)
+        return None
+
+    def _free(self, slots: list[int]) -> None:
+        gone = set(self.both.translate(self._translate(slots)).tolist())
+        pages = set((self._translate(slots) // self.size).tolist())
+        super()._free(slots)
+        self.tokens = {slot for slot in self.tokens if slot // self.size not in pages}
+        self._forget_windows(gone)
+
+    def _forget_windows(self, gone: set[int]) -> None:
+        self.windows = {theirs: ours for theirs, ours in self.windows.items() if ours not in gone}
+
+    def compare_windows(self, entry: dict[str, Any]) -> None:
+        assert [self.both.full_available_size(), self.both.swa_available_size()] == entry["available"]
+        if entry.get("swa_of_out"):
+            ours = self.both.translate(self._translate(entry["out"])).tolist()
+            self.windows |= dict(zip(entry["swa_of_out"], ours, strict=True))
+            assert len(set(self.windows.values())) == len(self.windows), "two recorded windows are one of ours"
+        if entry["op"].startswith("alloc") and entry["out"]:
+            self.tokens |= set(self._translate(entry["out"]).tolist())
+        if "mapping_nonzero" in entry:
+            mapped = self.both.translate(sorted(self.tokens)) >= self.size
+            assert np.count_nonzero(mapped) == entry["mapping_nonzero"][0]
+
+
+@pytest.mark.parametrize("case", cases("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"), ids=case_id)
 def test_a_recorded_trace(case: dict[str, Any]) -> None:
     replay = Replay(case)
     ran_out = 0
@@ -115,3 +179,50 @@ def test_a_recorded_trace(case: dict[str, Any]) -> None:
         assert replay.allocator.available_size() == entry["available"], f"after operation {number}, {entry['op']}"
     assert len(case["log"]) >= 160
     assert ran_out == sum(entry["op"].startswith("alloc") and entry["out"] is None for entry in case["log"])
+
+
+@pytest.mark.parametrize("case", cases("SWATokenToKVPoolAllocator"), ids=case_id)
+def test_a_recorded_trace_of_two_sides(case: dict[str, Any]) -> None:
+    replay = ReplayTwoSides(case)
+    ran_out = 0
+    for entry in case["log"]:
+        ran_out += replay.run(entry)
+        replay.compare_windows(entry)
+    assert len(case["log"]) >= 160
+    assert ran_out == sum(entry["op"].startswith("alloc") and entry["out"] is None for entry in case["log"]) > 0
+
+
+@pytest.mark.parametrize("case", cases("MambaSlotAllocator"), ids=lambda case: f"seed{case['seed']}")
+def test_a_recorded_trace_of_states(case: dict[str, Any]) -> None:
+    allocator = MambaSlotAllocator(case["size"])
+    ran_out = 0
+
+    def one() -> list[list[int]]:
+        nonlocal ran_out
+        try:
+            return [allocator.alloc(1).tolist()]
+        except OutOfPages:
+            ran_out += 1
+            return []
+
+    for number, entry in enumerate(case["log"]):
+        match entry["op"]:
+            case "alloc":
+                try:
+                    assert allocator.alloc(entry["n"]).tolist() == entry["out"]
+                except OutOfPages:
+                    ran_out += 1
+                    assert entry["out"] is None
+            case "alloc_group":
+                reserve = entry["reserve"] if entry["reserve"] <= allocator.available_size() else 0
+                taken: list[list[int]] = []
+                with allocator.alloc_group(reserve):
+                    for _ in range(min(reserve, entry["used"])):
+                        taken += one()
+                for _ in range(entry["used"] - reserve):
+                    taken += one()
+                assert taken == entry["out"]
+            case "free":
+                allocator.free(entry["idx"])
+        assert allocator.available_size() == entry["available"], f"after operation {number}, {entry['op']}"
+    assert len(case["log"]) >= 160 and ran_out > 20

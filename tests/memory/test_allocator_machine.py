@@ -1,8 +1,10 @@
-"""The stateful check of both allocators against plain sets."""
+"""The stateful checks of the allocators against plain models."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,37 +13,59 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.choices import Choices
 from tests.memory.machine import OPERATIONS, AllocatorMachine, run_allocator
+from tests.memory.mamba_machine import MambaMachine, run_mamba
+from tests.memory.swa_machine import SWAMachine, run_swa
+
+Run = Callable[[int, int], Counter[str]]
+
+MACHINES: list[tuple[Run, tuple[str, ...], tuple[str, ...]]] = [
+    (run_allocator, OPERATIONS, ("out of pages", "taken")),
+    (run_swa, SWAMachine.OPERATIONS, SWAMachine.EVENTS),
+    (run_mamba, MambaMachine.OPERATIONS, MambaMachine.EVENTS),
+]
+every_machine = pytest.mark.parametrize(
+    ("run", "operations", "events"), MACHINES, ids=[run.__name__ for run, _, _ in MACHINES]
+)
 
 
-def check_seeds(seeds: range, steps: int) -> None:
+def check_seeds(run: Run, operations: tuple[str, ...], events: tuple[str, ...], seeds: range, steps: int) -> None:
     happened: Counter[str] = Counter()
     for seed in seeds:
-        happened += run_allocator(seed, steps)
-    assert min(happened[name] for name in (*OPERATIONS, "out of pages", "taken")) > len(seeds)
+        happened += run(seed, steps)
+    assert min(happened[name] for name in operations) > len(seeds)
+    assert min(happened[name] for name in events) > len(seeds) // 10
 
 
-def test_ten_thousand_steps() -> None:
-    check_seeds(range(100), 100)
+@every_machine
+def test_ten_thousand_steps(run: Run, operations: tuple[str, ...], events: tuple[str, ...]) -> None:
+    check_seeds(run, operations, events, range(100), 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_hundred_thousand_steps() -> None:
-    check_seeds(range(1_000, 2_000), 200)
+@every_machine
+def test_two_hundred_thousand_steps(run: Run, operations: tuple[str, ...], events: tuple[str, ...]) -> None:
+    check_seeds(run, operations, events, range(1_000, 2_000), 200)
 
 
-class DrawnAllocatorMachine(RuleBasedStateMachine):
+def drawn(machine: Callable[[Choices], Any], operations: tuple[str, ...]) -> Any:
     """The same machine with hypothesis choosing."""
 
-    @initialize(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        self.machine = AllocatorMachine(Choices.drawn(data))
+    class Drawn(RuleBasedStateMachine):
+        @initialize(data=st.data())
+        def start(self, data: st.DataObject) -> None:
+            self.machine = machine(Choices.drawn(data))
 
-    @rule(name=st.sampled_from(sorted(set(OPERATIONS))), data=st.data())
-    def step(self, name: str, data: st.DataObject) -> None:
-        getattr(self.machine, name)(Choices.drawn(data))
-        self.machine.check()
+        @rule(name=st.sampled_from(sorted(set(operations))), data=st.data())
+        def step(self, name: str, data: st.DataObject) -> None:
+            getattr(self.machine, name)(Choices.drawn(data))
+            self.machine.check()
+
+    case = Drawn.TestCase
+    case.settings = settings(max_examples=40, stateful_step_count=25)
+    return case
 
 
-DrawnAllocatorMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
-TestDrawnAllocatorMachine = DrawnAllocatorMachine.TestCase
+TestDrawnAllocatorMachine = drawn(AllocatorMachine, OPERATIONS)
+TestDrawnSWAMachine = drawn(SWAMachine, SWAMachine.OPERATIONS)
+TestDrawnMambaMachine = drawn(MambaMachine, MambaMachine.OPERATIONS)

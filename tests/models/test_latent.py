@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -114,3 +116,13 @@ def test_pieces_of_any_size_select_the_same(size, tmp_path, monkeypatch):
     model = load_model(save_latent("glm_moe_dsa", tmp_path))
     reference = build_latent("glm_moe_dsa", attn_implementation="eager")
     assert Schedule().largest_error(model, reference) < 1e-4
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
+    folder = save_latent("deepseek_v3", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.KimiK2Config"}}))
+    model = load_model(folder)
+    assert type(model._model).__name__ == "DeepseekV3ForCausalLM"
+    assert {type(call) for call in model.spec.calls} == {LatentCall}

@@ -140,9 +140,9 @@ class TestArchitectures:
     @pytest.mark.parametrize(
         ("kind", "reason"),
         [
-            ("mamba2", "needs recurrent state, which this version does not hold"),
-            ("qwen3_next", "needs recurrent state"),
-            ("jamba", "needs recurrent state"),
+            ("rwkv", "does not continue from a state held elsewhere"),
+            ("zaya", "mixes keys and values of neighbouring tokens"),
+            ("inkling_text", "adds a bias by distance"),
             ("bloom", "which transformers does not let another implementation replace"),
             ("dots3_note_text", "slides windows over latents"),
             ("bert", "is an encoder or encoder-decoder"),
@@ -155,8 +155,8 @@ class TestArchitectures:
         assert reason in message
 
     def test_refused_inside_a_wrapper(self, folder):
-        write_config(folder, {"model_type": "llama", "text_config": {"model_type": "qwen3_next"}})
-        assert "is of type 'qwen3_next', which needs recurrent state" in refusal(folder, UnsupportedModel)
+        write_config(folder, {"model_type": "llama", "text_config": {"model_type": "inkling_text"}})
+        assert "is of type 'inkling_text', which adds a bias by distance" in refusal(folder, UnsupportedModel)
 
     def test_unknown_type(self, folder):
         edit_config(folder, model_type="llama9")

@@ -1,13 +1,14 @@
 """Mistakes that engines of this kind have shipped, each as a change to the real code. Every one must be noticed.
 
 A mutant is a function that breaks something, a sentence that says what goes wrong for a user, and the check that has to
-fail: the stateful check of the cache, of the allocators, of the scheduler, the table of eviction orders, or the second
-planner. Add one when a bug was found that no check had seen.
+fail: the stateful check of the cache, of the allocators, of windows, of states, of stored rows, of the scheduler, the
+table of eviction orders, or the second planner. Add one when a bug was found that no check had seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +17,22 @@ import pytest
 
 from quire.cache import kv_cache
 from quire.cache.fences import Fences
+from quire.cache.groups import WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
-from quire.memory.allocator import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator
+from quire.kernels import stored
+from quire.kernels.stored import StoredRows
+from quire.memory import frames as frame_table
+from quire.memory.allocator import (
+    BaseTokenToKVPoolAllocator,
+    MambaSlotAllocator,
+    PagedTokenToKVPoolAllocator,
+    PageFrames,
+    SWATokenToKVPoolAllocator,
+)
+from quire.memory.allocator import mamba as mamba_slots
 from quire.memory.allocator.free_list import FreeList
+from quire.memory.frames import FrameTable
 from quire.plan import configurator
 from quire.plan.budget import MemoryPlan
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
@@ -111,7 +124,7 @@ def finish_frees_protected_pages(patch: Patch) -> None:
     def retire(cache: KVCache, retired: Any) -> None:
         if retired.lease is not None:
             shared = cache.tree.path_pages(retired.lease)
-            retired = kv_cache.Retired(np.concatenate((shared[-1:], retired.pages)), retired.lease)
+            retired = replace(retired, pages=np.concatenate((shared[-1:], retired.pages)))
         real(cache, retired)
 
     patch.setattr(KVCache, "_retire", retire)
@@ -218,7 +231,7 @@ def tail_page_leaks(patch: Patch) -> None:
 
     def retire(cache: KVCache, retired: Any) -> None:
         pages = retired.pages if retired.lease is None else retired.pages[:-1]
-        real(cache, kv_cache.Retired(pages, retired.lease))
+        real(cache, replace(retired, pages=pages))
 
     patch.setattr(KVCache, "_retire", retire)
 
@@ -300,9 +313,9 @@ def extend_stops_half_way(patch: Patch) -> None:
 def pages_leak_when_frames_run_out(patch: Patch) -> None:
     real = KVCache._make_room
 
-    def make_room(cache: KVCache, wanted: int) -> None:
+    def make_room(cache: KVCache, rows: Any, wanted: int) -> None:
         try:
-            real(cache, wanted)
+            real(cache, rows, wanted)
         except OutOfPages:
             cache.pages.alloc_pages(min(1, cache.pages.num_free_pages))
             raise
@@ -314,16 +327,16 @@ def pages_leak_when_frames_run_out(patch: Patch) -> None:
 def evict_before_refusing(patch: Patch) -> None:
     real = KVCache._make_room
 
-    def make_room(cache: KVCache, wanted: int) -> None:
+    def make_room(cache: KVCache, rows: Any, wanted: int) -> None:
         cache.evict(max(0, wanted - cache.num_free_pages))
-        real(cache, wanted)
+        real(cache, rows, wanted)
 
     patch.setattr(KVCache, "_make_room", make_room)
 
 
 @mutant("cache", "a request that would fit after eviction is refused")
 def evictable_pages_do_not_count(patch: Patch) -> None:
-    patch.setattr(KVCache, "num_available_pages", property(lambda cache: max(0, cache.num_free_pages)))
+    patch.setattr(WholeGroup, "num_evictable", property(lambda group: 0))
 
 
 @mutant("cache", "more is evicted than was needed")
@@ -372,14 +385,14 @@ def restored_state_is_a_view(patch: Patch) -> None:
 
 @mutant("allocators", "a page freed twice is handed out twice")
 def double_free_is_accepted(patch: Patch) -> None:
-    patch.setattr(BaseTokenToKVPoolAllocator, "_check_out", lambda allocator, pages: None)
+    patch.setattr(BaseTokenToKVPoolAllocator, "check_out", lambda allocator, pages: None)
 
 
 @mutant("allocators", "slots of one page given back together count as several pages")
 def free_does_not_merge_slots_of_a_page(patch: Patch) -> None:
     patch.setattr(
         PagedTokenToKVPoolAllocator,
-        "_pages_of",
+        "pages_of",
         lambda allocator, slots: (slots // allocator.page_size).astype(np.int32),
     )
 
@@ -394,6 +407,184 @@ def group_frees_at_once(patch: Patch) -> None:
         allocator._group = group
 
     patch.setattr(BaseTokenToKVPoolAllocator, "free_pages", free_pages)
+
+
+# -- windows: two sides with one id
+
+
+@mutant("windows", "each time the full side is short, window pages are lost for good")
+def window_side_leaks_when_full_is_short(patch: Patch) -> None:
+    def check_room(both: SWATokenToKVPoolAllocator, num_pages: int) -> None:
+        taken = both.swa_attn_allocator.alloc_pages(num_pages)
+        both.full_attn_allocator.check_room(num_pages)
+        both.swa_attn_allocator.free_pages(taken)
+
+    patch.setattr(SWATokenToKVPoolAllocator, "_check_room", check_room)
+
+
+@mutant("windows", "each time the window side is short, a decode loses pages of the full side for good")
+def full_side_leaks_when_window_is_short(patch: Patch) -> None:
+    patch.setattr(SWATokenToKVPoolAllocator, "_check_room", lambda both, num_pages: None)
+
+
+@mutant("windows", "a page that was freed still maps to a window page that is now another request's")
+def free_does_not_clear_the_mapping(patch: Patch) -> None:
+    def drop(group: PageFrames, pages: Any) -> Any:
+        had = pages[group.resident(pages)]
+        group.allocator.free_pages(np.sort(group.column[had]))
+        return had
+
+    patch.setattr(PageFrames, "drop", drop)
+
+
+@mutant("windows", "a request that leaves a window behind loses the page itself, which others still read in full")
+def free_swa_frees_the_full_side_too(patch: Patch) -> None:
+    patch.setattr(SWATokenToKVPoolAllocator, "free_swa", SWATokenToKVPoolAllocator.free)
+
+
+@mutant("windows", "the map is cleared before anyone has read which window pages to free: they are lost for good")
+def full_side_is_freed_first(patch: Patch) -> None:
+    real = SWATokenToKVPoolAllocator.drop
+
+    def free(both: SWATokenToKVPoolAllocator, free_index: Any) -> None:
+        pages = both._pages_out(free_index)
+        both.full_attn_allocator.free_pages(pages)
+        both.frames.unbind(both.tier, both.group, pages)
+        real(both, pages)
+
+    patch.setattr(SWATokenToKVPoolAllocator, "free", free)
+
+
+@mutant("windows", "a prompt that arrives with its tail only takes window pages for all of it")
+def a_tail_maps_every_page(patch: Patch) -> None:
+    real = SWATokenToKVPoolAllocator.alloc_extend_swa_tail
+
+    def tail(both: Any, prefix: Any, seq: Any, last: Any, total: Any, swa_tail_len: int) -> Any:
+        return real(both, prefix, seq, last, total, seq[0] - prefix[0] if swa_tail_len else 0)
+
+    patch.setattr(SWATokenToKVPoolAllocator, "alloc_extend_swa_tail", tail)
+
+
+@mutant("windows", "the page in which a tail begins has no window, so its first tokens are written to the padding page")
+def a_tail_is_rounded_down(patch: Patch) -> None:
+    real = SWATokenToKVPoolAllocator.alloc_extend_swa_tail
+
+    def tail(both: Any, prefix: Any, seq: Any, last: Any, total: Any, swa_tail_len: int) -> Any:
+        begins = -(-(seq[0] - swa_tail_len) // both.page_size) * both.page_size
+        return real(both, prefix, seq, last, total, max(0, seq[0] - begins))
+
+    patch.setattr(SWATokenToKVPoolAllocator, "alloc_extend_swa_tail", tail)
+
+
+@mutant("windows", "a window freed twice is silently accepted, and some day it is another request's")
+def a_window_is_freed_twice(patch: Patch) -> None:
+    def free_swa(both: SWATokenToKVPoolAllocator, free_index: Any) -> None:
+        both.drop(both._pages_out(free_index))
+
+    patch.setattr(SWATokenToKVPoolAllocator, "free_swa", free_swa)
+
+
+@mutant(
+    "windows", "a sequence goes on inside a page whose window is gone, and all such sequences share the padding page"
+)
+def tokens_without_a_window(patch: Patch) -> None:
+    patch.setattr(SWATokenToKVPoolAllocator, "_check_windows", lambda both, last_loc: None)
+
+
+@mutant("windows", "no slot translates to the padding page, where it is read as if it were a token")
+def no_slot_is_a_slot(patch: Patch) -> None:
+    patch.setattr(frame_table, "_nothing", lambda num_pages: np.zeros(num_pages + 2, dtype=np.int32))
+
+
+@mutant("windows", "windows freed since a snapshot stay gone after it is restored, though their pages are out")
+def a_snapshot_forgets_the_map(patch: Patch) -> None:
+    def restore_state(both: SWATokenToKVPoolAllocator, state: Any) -> None:
+        both.full_attn_allocator.restore_state(state.full)
+        both.swa_attn_allocator.restore_state(state.swa)
+
+    patch.setattr(SWATokenToKVPoolAllocator, "restore_state", restore_state)
+
+
+@mutant("windows", "admission sees the room of the full side only, and requests meet a full window side later")
+def only_the_full_side_counts(patch: Patch) -> None:
+    def available(both: SWATokenToKVPoolAllocator) -> int:
+        return both.full_available_size()
+
+    patch.setattr(SWATokenToKVPoolAllocator, "available_size", available)
+
+
+@mutant("windows", "a frame handed to another page is still the first one's too, and is freed twice")
+def a_frame_moves_and_stays(patch: Patch) -> None:
+    real = FrameTable.move
+
+    def move(table: FrameTable, tier: Any, group: int, old_pages: Any, new_pages: Any) -> None:
+        frames = table.column(tier, group)[old_pages]
+        real(table, tier, group, old_pages, new_pages)
+        table.column(tier, group)[old_pages] = frames
+
+    patch.setattr(FrameTable, "move", move)
+
+
+# -- states
+
+
+@mutant("states", "slots set aside for a batch and not used are lost for good")
+def group_end_forgets_unused_slots(patch: Patch) -> None:
+    patch.setattr(MambaSlotAllocator, "alloc_group_end", lambda slots: setattr(slots, "_group", None))
+
+
+@mutant("states", "when matching a batch fails, the slots that were set aside for it are never free again")
+def a_failed_block_leaves_its_group_open(patch: Patch) -> None:
+    @contextmanager
+    def alloc_group(slots: MambaSlotAllocator, num_requests: int) -> Any:
+        slots.alloc_group_begin(num_requests)
+        yield
+        slots.alloc_group_end()
+
+    patch.setattr(MambaSlotAllocator, "alloc_group", alloc_group)
+
+
+@mutant("states", "slot 0 is handed out, and padded sequences overwrite a state")
+def slot_zero_is_handed_out(patch: Patch) -> None:
+    real = MambaSlotAllocator.clear
+
+    def clear(slots: MambaSlotAllocator) -> None:
+        real(slots)
+        slots._free = FreeList(np.arange(slots.size, dtype=np.int32), slots.size)
+
+    patch.setattr(MambaSlotAllocator, "clear", clear)
+
+
+@mutant("states", "a state freed twice is handed out twice, and two sequences overwrite each other")
+def double_free_of_a_state_is_accepted(patch: Patch) -> None:
+    real = mamba_slots.check_given_back
+
+    def check(ids: Any, out: Any, *, group: str, noun: str) -> None:
+        real(ids, np.arange(len(out)) > 0, group=group, noun=noun)
+
+    patch.setattr(mamba_slots, "check_given_back", check)
+
+
+@mutant("states", "a batch takes more than was set aside for it, from slots that admission has promised to others")
+def a_group_takes_from_the_free_list(patch: Patch) -> None:
+    real = MambaSlotAllocator.alloc
+
+    def alloc(slots: MambaSlotAllocator, need_size: int) -> Any:
+        group = slots._group
+        if group is None or need_size <= len(group):
+            return real(slots, need_size)
+        slots._group = None
+        try:
+            return real(slots, need_size)
+        finally:
+            slots._group = group
+
+    patch.setattr(MambaSlotAllocator, "alloc", alloc)
+
+
+@mutant("states", "slots that are only set aside count as free, and a second batch counts on them")
+def set_aside_counts_as_free(patch: Patch) -> None:
+    patch.setattr(MambaSlotAllocator, "available_size", lambda slots: slots.num_free + slots.num_set_aside)
 
 
 # -- events and policies
@@ -488,6 +679,66 @@ def preemption_makes_output_prompt(patch: Patch) -> None:
         request.num_prompt_tokens = request.num_tokens
 
     patch.setattr(Scheduler, "_preempt", preempt)
+
+
+# -- stored rows
+
+
+@mutant("stored", "vectors are read with the scales of those that were in their slots before")
+def scales_are_not_written(patch: Patch) -> None:
+    real = StoredRows.write
+
+    def write(rows: StoredRows, slots: Any, new: Any) -> Any:
+        before = None if rows._scales is None else rows._scales.clone()
+        found = real(rows, slots, new)
+        if rows._scales is not None:
+            rows._scales.copy_(before)
+        return found
+
+    patch.setattr(StoredRows, "write", write)
+
+
+@mutant("stored", "scattered vectors are read with the scales of the first ones of the pool")
+def scales_are_not_gathered(patch: Patch) -> None:
+    real = stored._gathered
+
+    def gathered(rows: Any, index: Any, name: str) -> Any:
+        return rows[: len(index)] if name.endswith("scales") else real(rows, index, name)
+
+    patch.setattr(stored, "_gathered", gathered)
+
+
+@mutant("stored", "a vector at the end of a run is read with the scale of one at its beginning")
+def scales_are_read_from_slot_zero(patch: Patch) -> None:
+    real = StoredRows.read
+
+    def read(rows: StoredRows, start: int, stop: int, dtype: Any) -> Any:
+        scales = rows._scales
+        rows._scales = None if scales is None else scales.roll(start, 0)
+        found = real(rows, start, stop, dtype)
+        rows._scales = scales
+        return found
+
+    patch.setattr(StoredRows, "read", read)
+
+
+@mutant("stored", "a token is exact in the step that computes it and rounded after it: answers depend on the chunks")
+def new_rows_are_not_rounded(patch: Patch) -> None:
+    real = StoredRows.write
+
+    def write(rows: StoredRows, slots: Any, new: Any) -> Any:
+        real(rows, slots, new)
+        return new
+
+    patch.setattr(StoredRows, "write", write)
+
+
+@mutant("stored", "values are decoded over the keys that attention is about to read")
+def fields_share_scratch_memory(patch: Patch) -> None:
+    real = StoredRows._decoded
+    patch.setattr(
+        StoredRows, "_decoded", lambda rows, numbers, scales, dtype, name: real(rows, numbers, scales, dtype, "one")
+    )
 
 
 # -- planning

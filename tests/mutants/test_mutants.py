@@ -9,20 +9,44 @@ import pytest
 from quire.errors import QuireError
 from quire.plan import planner
 from tests.cache.machine import run_cache
+from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
+from tests.memory.mamba_machine import run_mamba
+from tests.memory.swa_machine import run_swa
+from tests.mutants import hybrid_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
+from tests.prefix.test_shelf import check_shelf_order
 from tests.scheduler.machine import run_scheduler
+from tests.scheduler.test_hybrid_reuse import (
+    check_one_state,
+    check_shared_prefixes,
+    test_checkpoints_never_take_the_place_of_a_request,
+    test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
+    test_windows_go_before_pages_and_come_back,
+)
 
 NOTICED = (AssertionError, QuireError, pytest.fail.Exception)
 """What a check raises. A mutant that ends in another error has only become invalid code."""
 
+REUSE: tuple[Callable[[], object], ...] = (
+    test_checkpoints_never_take_the_place_of_a_request,
+    test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
+    test_windows_go_before_pages_and_come_back,
+    lambda: check_one_state("state"),
+    lambda: check_shared_prefixes("window and state", 16, 48),
+)
 RUNS: dict[str, Iterable[Callable[[], object]]] = {
-    "cache": [lambda seed=seed: run_cache(seed, 150) for seed in range(20)],
+    "cache": [lambda seed=seed: run_cache(seed, 150) for seed in range(40)],
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
+    "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
+    "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "scheduler": [lambda seed=seed: run_scheduler(seed) for seed in range(30)],
     "policies": [check_eviction_orders],
+    "shelf": [check_shelf_order],
+    "reuse": REUSE,
+    "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
 
@@ -57,5 +81,6 @@ def test_without_a_mutant_all_is_well(killer: str) -> None:
 
 
 def test_names_and_sentences_are_all_different() -> None:
+    assert hybrid_mutants.a_window_is_a_page_too_short.__name__ in {mutant.name for mutant in MUTANTS}
     assert len({mutant.name for mutant in MUTANTS}) == len({mutant.wrong for mutant in MUTANTS}) == len(MUTANTS)
     assert {mutant.killer for mutant in MUTANTS} == set(RUNS)

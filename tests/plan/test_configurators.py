@@ -137,14 +137,18 @@ def test_a_window_pool_that_holds_no_request_is_refused() -> None:
     assert found.swa_max_total_num_tokens == 1056
 
 
-@pytest.mark.parametrize(("size", "runs"), [(2, False), (3, True)])
-def test_states_for_less_than_one_request_are_refused(size: int, runs: bool) -> None:
+@pytest.mark.parametrize(("size", "requests"), [(1, 1), (2, 1), (3, 1), (6, 2)])
+def test_fewer_states_than_a_request_uses_are_for_one_request(size: int, requests: int) -> None:
+    """It runs with the one it writes; checkpoints are optional work."""
     solve = configurator(FULL, STATE, max_mamba_cache_size=size)
-    if runs:
-        assert solve.calculate_pool_sizes(GIB, 16).max_running_requests == 1
-    else:
-        with pytest.raises(PlanError, match="2 state slots would remain, and one request uses 3"):
-            solve.calculate_pool_sizes(GIB, 16)
+    assert solve.calculate_pool_sizes(GIB, 16).max_running_requests == requests
+
+
+def test_no_state_is_refused() -> None:
+    solve = configurator(FULL, STATE, mamba_full_memory_ratio=Fraction(1, 10**6))
+    with pytest.raises(PlanError, match="no state slot would remain") as caught:
+        solve.calculate_pool_sizes(GIB, 16)
+    assert "raise the KV memory or the ratio" in caught.value.fix
 
 
 def test_states_and_drafted_states_are_solved_for_together() -> None:

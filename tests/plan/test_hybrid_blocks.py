@@ -7,7 +7,7 @@ a state of one layer, and has the fewest tokens, a multiple of 16, that make it 
 
 Drafting n tokens adds n rows to the convolution, so that a refused draft can be taken back.
 
-Ours keep frames of two sizes instead: a page stays 16 tokens, and a prefix can be reused from 64 tokens on.
+Ours keep frames of two sizes instead: a page stays 16 tokens, and a prefix can be reused from 16 tokens on.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_our_page_does_not_grow_to_the_size_of_a_state(model: str) -> None:
     settings = PlanSettings(kv_memory=32 * 2**30, kv_dtype=row.kv_dtype, parallel=Parallelism(tp=int(printed["tp"])))
     plan = make_plan(spec_of(row), settings)
     assert plan.page_size == 16
-    assert plan.minimum_reusable_prefix == 64
+    assert plan.minimum_reusable_prefix == 16
     assert int(printed["printed_block_size"]) >= 8 * plan.minimum_reusable_prefix
     kinds = {pool.group.reach.kind: pool.bytes_per_frame for pool in plan.config.pools}
     assert kinds.keys() == {"full", "state"}

@@ -22,8 +22,9 @@ from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.events import Namespace
-from quire.testing import FakeModel, FakeStep, small_plan
+from quire.testing import FakeModel, FakeStep
 from tests.choices import Choices
+from tests.small_hybrids import hybrid_plan
 
 NAMESPACES = (Namespace(), Namespace(salt="a"))
 
@@ -33,13 +34,20 @@ class SchedulerMachine:
 
     def __init__(self, choices: Choices) -> None:
         page_size = choices.between(1, 4)
-        self.plan = small_plan(
-            choices.between(3, 16), page_size, context=choices.between(8, 40), max_requests=choices.between(1, 5)
+        self.plan = hybrid_plan(
+            choices,
+            choices.between(3, 16),
+            page_size,
+            context=choices.between(8, 40),
+            max_requests=choices.between(1, 5),
         )
         self.overlap = choices.chance(50)
         self.max_tokens = choices.between(1, 8)
         self.cache = KVCache(
-            self.plan, eviction=choices.one_of(sorted(EVICTION)), share_prefixes=not choices.chance(10)
+            self.plan,
+            eviction=choices.one_of(sorted(EVICTION)),
+            share_prefixes=not choices.chance(10),
+            checkpoint_interval=choices.between(1, 12),
         )
         self.scheduler = Scheduler(
             self.cache,

@@ -84,7 +84,9 @@ def test_who_waits_says_why_with_numbers() -> None:
     engine.add("a", [1, 2, 3, 4, 5, 6, 7])
     b = engine.add("b", [4, 5, 6])
     engine.step()
-    assert b.wait_reason == "needs 2 pages and 1 in reserve; 2 are available, 1 running requests hold the rest"
+    assert (
+        b.wait_reason == "needs 2 pages of 'full' and 1 in reserve; 2 are available, 1 running requests hold the rest"
+    )
     engine.run()
     assert b.finish_reason == "length"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layout import PER_PAGE, DType, Field, PageLayout
 
 
@@ -64,10 +66,18 @@ def test_equal_layouts_have_one_fingerprint() -> None:
         {"layers": (0, 2, 1)},
         {"per": 2},
         {"per": PER_PAGE},
+        {"kv_format": KV_FORMATS["mxfp8"]},
     ],
 )
 def test_every_part_of_a_field_changes_the_fingerprint(changes: dict[str, Any]) -> None:
     assert PageLayout(4, (field(**changes),)).fingerprint() != PageLayout(4, (field(),)).fingerprint()
+
+
+def test_what_bytes_mean_changes_the_fingerprint() -> None:
+    """Two fields of the same shapes and types, encoded in blocks of other sizes."""
+    formats = [KV_FORMATS["fp4_e2m1"], replace(KV_FORMATS["fp4_e2m1"], block=32), KV_FORMATS["nvfp4"]]
+    layouts = [PageLayout(4, (field(kv_format=kv_format),)) for kv_format in formats]
+    assert len({layout.fingerprint() for layout in layouts}) == len(formats)
 
 
 def test_page_size_and_order_change_the_fingerprint() -> None:

@@ -3,6 +3,7 @@
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
 a row's protected pages are its lease's path                        what it reads is what it pinned
+a page's pins are its readers, and without any it is on the shelf   per group whose frames may go before their pages
 a node's leases are the leases at or below it                       nothing pinned is evicted, nothing else is kept
 the tree's counters are the sums over its nodes
 """
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.cache.carried import CarriedGroup
+from quire.cache.groups import GroupCache, PassingGroup
 from quire.errors import AuditFailure
 from quire.prefix.node import Lease, Node
 from quire.spec.ids import Ids, Tier
@@ -69,25 +72,71 @@ def _page_owners(cache: KVCache) -> Iterator[str]:
 
 
 def _frames(cache: KVCache) -> Iterator[str]:
-    """Per group: a page that is out has one frame, no frame serves two pages, and frames out are frames bound."""
-    out = cache.pages.is_out(np.arange(cache.plan.num_pages + 1, dtype=np.int32))
-    for group, allocator in enumerate(cache.frame_allocators):
-        name = cache.plan.groups[group].name
-        column = cache.frames.column(Tier.DEVICE, group)
+    """Per group: no frame serves two, frames out are those of pages and of requests, and pages have what they must."""
+    for index, group in enumerate(cache.groups):
+        column = cache.frames.column(Tier.DEVICE, index)
         bound = column[column != 0]
+        carried = _carried(cache, index, group)
+        used = np.concatenate((bound, carried))
         if column[0] != 0:
-            yield f"group '{name}': the padding page is bound to frame {int(column[0])}"
-        if len(np.unique(bound)) != len(bound):
-            yield f"group '{name}': a frame is bound to two pages"
-        if not np.array_equal(column != 0, out):
-            page = int(np.flatnonzero((column != 0) != out)[0])
-            state = "out" if out[page] else "free"
-            yield f"group '{name}': page {page} is {state} and its frame is {int(column[page])}"
-        if not allocator.is_out(bound).all():
-            yield f"group '{name}': a bound frame is free"
-        free, total = allocator.num_free_pages, cache.plan.frames_of(group)
-        if free + len(bound) != total:
-            yield f"group '{name}': {free} free + {len(bound)} bound != {total} frames"
+            yield f"group '{group.name}': the padding page is bound to frame {int(column[0])}"
+        if len(np.unique(used)) != len(used):
+            yield f"group '{group.name}': a frame serves two"
+        if not group.frames.is_out(used).all():
+            yield f"group '{group.name}': a frame in use is free"
+        if group.num_free + len(used) != group.num_frames:
+            yield f"group '{group.name}': {group.num_free} free + {len(used)} in use != {group.num_frames} frames"
+        yield from _residency(cache, group, column)
+        yield from _shelf(cache, index, group, column)
+
+
+def _residency(cache: KVCache, group: GroupCache, column: Ids) -> Iterator[str]:
+    """A free page has no frame. One that is out has one, where a group is read as a whole or somebody reads it."""
+    out = cache.pages.is_out(np.arange(cache.plan.num_pages + 1, dtype=np.int32))
+    if (column != 0)[~out].any():
+        yield f"group '{group.name}': page {int(np.flatnonzero((column != 0) & ~out)[0])} is free and has a frame"
+    if group.reach.whole and not (column != 0)[out].all():
+        yield f"group '{group.name}': page {int(np.flatnonzero((column == 0) & out)[0])} is out and has no frame"
+    if group.reach.whole or group.reach.carried:
+        return
+    for kv in cache.live_requests:
+        pages = cache.page_ids(kv)[group.reach.needed(cache.committed(kv) // cache.page_size).start :]
+        if not (column[pages] != 0).all():
+            yield f"group '{group.name}': row {kv.row} reads a page that has no frame"
+
+
+def _shelf(cache: KVCache, index: int, group: GroupCache, column: Ids) -> Iterator[str]:
+    """Where frames may go before their pages: a page is pinned as often as requests read it, and else on the shelf."""
+    if not isinstance(group, (PassingGroup, CarriedGroup)):
+        return
+    every = np.arange(cache.plan.num_pages + 1, dtype=np.int32)
+    pins = np.zeros(len(every), dtype=np.int32)
+    for kv in cache.live_requests:
+        pages = cache.page_ids(kv)[: kv.lease.num_pages]
+        np.add.at(pins, group.pinned(kv.row, pages), 1)
+    for retired in cache.retired:
+        for given in retired.given:
+            if given.group == index:
+                np.add.at(pins, given.unpinned, 1)
+    if not np.array_equal(pins, group.shelf.pins(every)):
+        page = int(np.flatnonzero(pins != group.shelf.pins(every))[0])
+        yield f"group '{group.name}': page {page} has {group.shelf.pins(every)[page]} pins and {pins[page]} readers"
+    cached = np.zeros(len(every), dtype=np.bool_)
+    cached[_concatenate([node.pages for node in cache.tree.nodes()])] = True
+    idle = cached & (column != 0) & (pins == 0)
+    if not np.array_equal(idle, group.shelf.on_shelf(every)):
+        page = int(np.flatnonzero(idle != group.shelf.on_shelf(every))[0])
+        yield f"group '{group.name}': page {page} is {'not ' if idle[page] else ''}on the shelf"
+    if group.num_evictable != int(idle.sum()) or group.shelf.num_pinned != int((pins > 0).sum()):
+        yield f"group '{group.name}' miscounts: {group.num_evictable} evictable, {group.shelf.num_pinned} pinned"
+
+
+def _carried(cache: KVCache, index: int, group: GroupCache) -> Ids:
+    """Frames that requests own, and those of theirs that wait for a step in flight."""
+    parts = [given.frames for retired in cache.retired for given in retired.given if given.group == index]
+    if isinstance(group, CarriedGroup):
+        parts += [group.frames_of(kv.row) for kv in cache.live_requests]
+    return _concatenate(parts)
 
 
 def _requests(cache: KVCache) -> Iterator[str]:

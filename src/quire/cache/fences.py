@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from quire.cache.groups import NO_PAGES, Given
 from quire.prefix.node import Lease
 from quire.spec.ids import Ids
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Private pages that nobody needs any more, and the lease that kept the pages before them."""
+    """Private pages that nobody needs any more, the lease that kept the pages before them, and what was given up in
+    single groups."""
 
-    pages: Ids
+    pages: Ids = field(default_factory=lambda: NO_PAGES)
     lease: Lease | None = None
+    given: tuple[Given, ...] = ()
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether there is nothing to give back."""
+        return not len(self.pages) and self.lease is None and not self.given
 
 
 class Fences:

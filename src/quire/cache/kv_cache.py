@@ -22,41 +22,50 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.audit import audit
+from quire.cache.carried import CarriedGroup, Pieces
 from quire.cache.fences import Fences, Retired
+from quire.cache.groups import GroupCache, PassingGroup, RowPages, WholeGroup
 from quire.cache.request_kv import RequestKV
 from quire.cache.statistics import CacheStatistics, FrameCounts
 from quire.errors import InvalidInput, LeaseError, OutOfPages
-from quire.memory.allocator import (
-    BaseTokenToKVPoolAllocator,
-    PagedTokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-)
+from quire.memory.allocator import carried_frames, page_allocator, passing_frames, whole_frames
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import eviction_policy
 from quire.prefix.radix_cache import Match, RadixCache
 from quire.prefix.reach import reach_of
+from quire.prefix.shelf import Rank
 from quire.spec.events import CacheEvent, Namespace
-from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
 
 Lengths = npt.NDArray[np.int64]
 NAMESPACE = Namespace()
+CHECKPOINT_INTERVAL = 512
+"""Tokens between the places where a request leaves what it carries, if frames for that are to spare."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """How much of a prompt is cached, in whole pages, and why not more. A snapshot; `begin` makes it last.
 
-    `num_tokens` can be reused. `num_pinned` pages of them are evictable now, and will not be once a request begins
-    here. `held_back` tokens matched too and are computed again, because the last token of a prompt always is.
+    `num_tokens` can be reused. `held_back` tokens matched too and are computed again: the last token of a prompt
+    always is, and `limited_by` names a group that could not resume further on ("" where none stood in the way).
+    `pinned` are, per group and then for pages, the evictable ones that will not be once a request begins here.
     """
 
     match: Match
     num_tokens: int
     num_pages: int
-    num_pinned: int
     held_back: int
+    limited_by: str
+    pinned: tuple[int, ...]
+    num_dropped: int  # frames that cached pages had lost until then
+
+    @property
+    def num_matched(self) -> int:
+        """Pages of the prompt that are cached in one group or another."""
+        return self.match.num_pages
 
 
 class KVCache:
@@ -70,6 +79,7 @@ class KVCache:
         share_prefixes: bool = True,
         emit: Callable[[CacheEvent], None] | None = None,
         model_identity: bytes = b"",
+        checkpoint_interval: int = CHECKPOINT_INTERVAL,
     ) -> None:
         self.plan = plan
         self.page_size = plan.page_size
@@ -78,11 +88,8 @@ class KVCache:
             plan.page_size, eviction_policy(eviction), emit=emit, identity=_identity(plan, model_identity)
         )
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
-        self.pages = _allocator(plan, plan.num_pages, "pages")
-        self.frame_allocators = tuple(
-            _allocator(plan, plan.frames_of(index), group.name) for index, group in enumerate(plan.groups)
-        )
-        self._reaches = tuple(reach_of(group.reach) for group in plan.groups)
+        self.pages = page_allocator(plan.num_pages, plan.page_size, "pages")
+        self.groups = tuple(self._group(index, checkpoint_interval) for index in range(len(plan.groups)))
         self._fences = Fences()
         self._free_rows = list(range(plan.max_requests - 1, -1, -1))
         self._rows = np.zeros((plan.max_requests, plan.pages_per_row), dtype=np.int32)
@@ -101,20 +108,28 @@ class KVCache:
         At most all but one token: the last one is always computed, since its output is what the request came for.
         """
         found = self.tree.match(namespace, tokens)
-        limit = max(0, len(tokens) - 1) // self.page_size
-        usable = self._resumable(found.pages)[:limit]
+        limit = min(found.num_pages, max(0, len(tokens) - 1) // self.page_size)
+        resumable = [group.resumable(found.pages) for group in self.groups]
+        usable = np.logical_and.reduce(resumable)[:limit]
         num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
-        pinned = depth = 0
+        limited = (
+            ""
+            if num_pages == limit
+            else next(g.name for g, r in zip(self.groups, resumable, strict=True) if not r[limit - 1])
+        )
+        evictable = depth = 0
         for node in found.path:
             if depth < num_pages and not node.leases:
-                pinned += min(len(node.pages), num_pages - depth)
+                evictable += min(len(node.pages), num_pages - depth)
             depth += len(node.pages)
+        hit = found.pages[:num_pages]
+        pinned = (*(group.would_pin(hit, evictable) for group in self.groups), evictable)
         held_back = (found.num_pages - num_pages) * self.page_size
-        return PrefixHit(found, num_pages * self.page_size, num_pages, pinned, held_back)
+        return PrefixHit(found, num_pages * self.page_size, num_pages, held_back, limited, pinned, self._num_dropped)
 
     def is_current(self, hit: PrefixHit) -> bool:
-        """Whether a hit still holds: no edge was cut since. It may have become longer."""
-        return hit.match.version == self.tree.version
+        """Whether a hit still holds: no edge was cut since, and no page lost a frame. It may have become longer."""
+        return hit.match.version == self.tree.version and hit.num_dropped == self._num_dropped
 
     def begin(
         self,
@@ -138,7 +153,11 @@ class KVCache:
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens)
-        self._rows[row, : hit.num_pages] = hit.match.pages[: hit.num_pages]
+        pages = hit.match.pages[: hit.num_pages]
+        self._rows[row, : hit.num_pages] = pages
+        for group in self.groups:
+            group.begin(row, pages)
+        self._mark_ends(kv, hit, len(tokens))
         self._allocated[row] = self._committed[row] = hit.num_tokens
         self._live[row] = kv
         if not resumed:
@@ -159,7 +178,7 @@ class KVCache:
         after = before + np.asarray(counts, dtype=np.int64)
         if (after < before).any() or after.max(initial=0) > self.plan.context:
             raise InvalidInput(f"a request grows, and to at most the context of {self.plan.context:,} tokens.")
-        self._make_room(self._new_pages(before, after))
+        self._make_room(rows, self._new_pages(before, after))
         last = self._last_slots(rows, before)
         if (after - before == 1).all():
             slots = self.pages.alloc_decode(after, last)
@@ -170,8 +189,8 @@ class KVCache:
         starts = positions % self.page_size == 0
         new_pages = slots[starts] // np.int32(self.page_size)
         self._rows[owners[starts], positions[starts] // self.page_size] = new_pages
-        for group, allocator in enumerate(self.frame_allocators):
-            self.frames.bind(Tier.DEVICE, group, new_pages, allocator.alloc_pages(len(new_pages)))
+        for group in self.groups:
+            group.grow(rows, new_pages)
         self._allocated[rows] = after
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
@@ -185,21 +204,23 @@ class KVCache:
         """
         row = self._row_of(kv)
         assert self._committed[row] <= len(tokens) <= self._allocated[row], "commit outside the allocated tokens"
+        start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
         self._committed[row] = len(tokens)
-        if not self.share_prefixes:
-            return
-        start, end = kv.lease.num_pages, len(tokens) // self.page_size
         if end == start:
             return
-        inserted = self.tree.insert(
-            kv.lease, tokens[start * self.page_size : end * self.page_size], self._rows[row, start:end]
-        )
+        pages = self._rows[row]
+        if not self.share_prefixes:
+            given = [part for group in self.groups for part in group.passed(RowPages(row, pages, end))]
+            self._retire(Retired(given=tuple(given)))
+            return
+        inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
+        duplicates = inserted.duplicates.copy()  # a view of the row that is rewritten next
+        pages[start:end] = inserted.pages
         self._committed_pages += end - start
-        if len(inserted.duplicates):
-            self._duplicate_pages += len(inserted.duplicates)
-            duplicates = inserted.duplicates.copy()  # a view of the row that is rewritten next
-            self._rows[row, start:end] = inserted.pages
-            self._retire(Retired(duplicates))
+        self._duplicate_pages += len(duplicates)
+        whole = RowPages(row, pages, end)
+        given = [part for group in self.groups for part in group.commit(whole, start, duplicates, kv.marks)]
+        self._retire(Retired(duplicates, given=tuple(given)))
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None) -> None:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
@@ -211,13 +232,14 @@ class KVCache:
         if tokens is not None:
             self.commit(kv, tokens)
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
-        retired = Retired(self._rows[row, first:last].copy(), kv.lease)
+        pages = self._rows[row, :last].copy()
+        given = [part for group in self.groups for part in group.finish(RowPages(row, pages, first))]
         self._rows[row, :last] = 0
         self._allocated[row] = self._committed[row] = 0
         del self._live[row]
         self._free_rows.append(row)
         kv.row = -1
-        self._retire(retired)
+        self._retire(Retired(pages[first:], kv.lease, tuple(given)))
 
     def evict(self, num_pages: int) -> int:
         """Forget up to `num_pages` cached pages that no request holds; returns how many were."""
@@ -233,6 +255,13 @@ class KVCache:
         self._give_back(pages)
         return len(pages)
 
+    def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
+        """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
+        `num_pages` pages. From now on it means to: another one waits for that prefix."""
+        row = self._row_of(kv)
+        kv.marks.setdefault(num_pages, Rank.USED)
+        return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self.groups)
+
     # -- steps in flight
 
     def open_fence(self) -> int:
@@ -243,6 +272,16 @@ class KVCache:
         """That step has settled."""
         for retired in self._fences.close(fence):
             self._release(retired)
+
+    def launch(self, group: int, kvs: Sequence[RequestKV], ends: Lengths) -> Pieces | None:
+        """What the step being launched does in that group with the frames that requests carry, which moves them on to
+        `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`."""
+        carried = self.groups[group]
+        if not isinstance(carried, CarriedGroup):
+            return None
+        pieces, given = carried.launch(kvs, ends, leaves=self.share_prefixes)
+        self._retire(Retired(given=tuple(given)))
+        return pieces
 
     @property
     def steps_in_flight(self) -> int:
@@ -283,15 +322,53 @@ class KVCache:
         frames = self.frames.column(Tier.DEVICE, group)[self._rows[rows, positions // self.page_size]]
         return (frames * np.int32(self.page_size) + positions % self.page_size).astype(np.int32)
 
+    def at_once(self, kv: RequestKV, count: int) -> int:
+        """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
+        a request gives back what it has passed: the rest fits when these have settled."""
+        slack = -int(self._allocated[self._row_of(kv)]) % self.page_size
+        passing = [g.num_free + g.num_evictable for g in self.groups if not g.reach.whole and not g.reach.carried]
+        return max(1, min(count, slack + min(passing) * self.page_size)) if passing else count
+
     @property
     def num_free_pages(self) -> int:
-        """Pages free now, in the group that has the fewest."""
-        return min(self.pages.num_free_pages, *(a.num_free_pages for a in self.frame_allocators))
+        """Pages free now."""
+        return self.pages.num_free_pages
 
     @property
     def num_available_pages(self) -> int:
         """Pages that `extend` could find: free ones and evictable ones."""
         return self.num_free_pages + self.tree.num_evictable
+
+    def why_not(self, hit: PrefixHit, num_pages: int, running: Sequence[tuple[RequestKV, int]], reserve: int) -> str:
+        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
+
+        It must fit beside what `running` requests take beyond what they have until each has the pages that go with it,
+        and `reserve` pages more for each of them.
+        """
+        rows = self._rows_of([kv for kv, _ in running])
+        reached = np.fromiter((pages for _, pages in running), dtype=np.int64, count=len(running))
+        have = -(-self._allocated[rows] // self.page_size)
+        spare = len(running) * reserve
+        available = self.num_available_pages
+        claims = [
+            (
+                group.name,
+                group.num_free + group.num_evictable,
+                group.needs(num_pages, hit.num_pages),
+                group.owed(rows, have, reached),
+                group.reserve(spare),
+            )
+            for group in self.groups
+        ]
+        claims.append(("all groups", available, num_pages - hit.num_pages, int((reached - have).sum()), spare))
+        for (name, available, own, owed, spare), pinned in zip(claims, hit.pinned, strict=True):
+            left = available - pinned - owed
+            if own + spare > left:
+                return (
+                    f"needs {own} pages of '{name}' and {spare} in reserve; {max(0, left)} are available, "
+                    f"{len(running)} running requests hold the rest"
+                )
+        return ""
 
     @property
     def live_requests(self) -> tuple[RequestKV, ...]:
@@ -309,18 +386,7 @@ class KVCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""
-        cached, moving = self.tree.num_pages, sum(len(retired.pages) for retired in self.retired)
-        frames = {
-            group.name: FrameCounts(
-                total=self.plan.frames_of(index),
-                free=allocator.num_free_pages,
-                private=self.plan.frames_of(index) - allocator.num_free_pages - cached - moving,
-                cached=cached,
-                moving=moving,
-                quarantined=0,
-            )
-            for index, (group, allocator) in enumerate(zip(self.plan.groups, self.frame_allocators, strict=True))
-        }
+        frames = {group.name: self._frame_counts(index, group) for index, group in enumerate(self.groups)}
         return CacheStatistics(
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,
@@ -330,7 +396,7 @@ class KVCache:
             evictions=self._evictions,
             shared_pages=self.tree.num_shared,
             peak_shared_pages=self._peak_shared,
-            cached_pages=cached,
+            cached_pages=self.tree.num_pages,
             evictable_pages=self.tree.num_evictable,
             num_pages=self.plan.num_pages,
             page_size=self.page_size,
@@ -339,37 +405,96 @@ class KVCache:
 
     # -- inside
 
-    def _resumable(self, pages: Ids) -> Bools:
-        """Per page of a cached path: whether every group could resume right after it."""
-        usable = np.ones(len(pages), dtype=np.bool_)
-        for group, reach in enumerate(self._reaches):
-            usable &= reach.resumable(self.frames.resident(Tier.DEVICE, group, pages))
-        return usable
+    @property
+    def _num_dropped(self) -> int:
+        return sum(group.dropped_frames for group in self.groups)
+
+    def _group(self, index: int, interval: int) -> GroupCache:
+        plan, spec = self.plan, self.plan.groups[index]
+        reach = reach_of(spec.reach, plan.page_size)
+        num_frames = plan.frames_of(index)
+        if reach.carried:
+            return CarriedGroup(
+                index,
+                reach,
+                carried_frames(self.frames, index, num_frames, spec.name),
+                page_size=plan.page_size,
+                max_requests=plan.max_requests,
+                grid=interval,
+            )
+        if reach.whole:
+            whole = whole_frames(self.frames, index, num_frames, self.pages, spec.name)
+            return WholeGroup(index, reach, whole, self.tree)
+        passing = passing_frames(self.frames, index, num_frames, self.pages, spec.name)
+        return PassingGroup(index, reach, passing, self.tree, plan.max_requests)
+
+    def _mark_ends(self, kv: RequestKV, hit: PrefixHit, num_tokens: int) -> None:
+        """Where a request leaves resume points: at its prompt's end, and where its prompt parts from what is cached."""
+        end = max(0, num_tokens - 1) // self.page_size
+        if end > hit.num_pages:
+            kv.marks[end] = Rank.MARKED
+        if min(hit.num_matched, end) > hit.num_pages:
+            kv.marks[min(hit.num_matched, end)] = Rank.USED
 
     def _new_pages(self, before: Lengths, after: Lengths) -> int:
         size = self.page_size
         return int((-(-after // size) - -(-before // size)).sum())
 
-    def _make_room(self, wanted: int) -> None:
-        """Evict until `wanted` pages are free in every group, or raise OutOfPages before anything is evicted."""
-        free = self.num_free_pages
-        if wanted <= free:
-            return
-        if wanted > self.num_available_pages:
-            raise OutOfPages(
-                group=self.plan.groups[0].name,
-                wanted=wanted,
-                free=free,
-                evictable=self.num_available_pages - free,
-                held_by=f"{len(self._live)} running requests hold the rest of {self.plan.num_pages}",
-            )
-        self.evict(wanted - free)
+    def _make_room(self, rows: Ids, num_new: int) -> None:
+        """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
+
+        Whole pages go where pages are short, or frames of a group that has all of them; where another group is short,
+        its frames of cached pages go, and the pages stay.
+        """
+        wanted = [group.wanted(rows, num_new) for group in self.groups]
+        free, evictable = self.pages.num_free_pages, self.tree.num_evictable
+        short = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(self.groups, wanted, strict=True)]
+        short.append(("pages", num_new, free, evictable))
+        for name, n, have, more in short:
+            if n > have + more:
+                raise OutOfPages(
+                    group=name,
+                    wanted=n,
+                    free=have,
+                    evictable=more,
+                    held_by=f"{len(self._live)} running requests hold the rest",
+                )
+        whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
+        missing = max(num_new - free, *whole, 0)
+        if missing > 0:
+            self.evict(missing)
+        for group, n in zip(self.groups, wanted, strict=True):
+            if n > group.num_free:
+                group.evict(n - group.num_free)
+
+    def _frame_counts(self, index: int, group: GroupCache) -> FrameCounts:
+        column = self.frames.column(Tier.DEVICE, index)
+        moving = 0
+        for retired in self.retired:
+            moving += int(np.count_nonzero(column[retired.pages]))
+            moving += sum(len(g.frames) + len(g.dropped) for g in retired.given if g.group == index)
+        return FrameCounts(
+            total=group.num_frames,
+            free=group.num_free,
+            private=group.num_frames - group.num_free - group.num_cached - moving,
+            cached=group.num_cached,
+            moving=moving,
+            quarantined=0,
+            dropped=group.dropped_frames,
+            revived=group.revived_frames,
+            left=group.left,
+            skipped=group.skipped,
+        )
 
     def _retire(self, retired: Retired) -> None:
+        if retired.is_nothing:
+            return
         if self._fences.retire(retired):
             self._release(retired)
 
     def _release(self, retired: Retired) -> None:
+        for given in retired.given:
+            self.groups[given.group].give_back(given)
         if retired.lease is not None:
             self.tree.release(retired.lease)
         self._give_back(retired.pages)
@@ -378,8 +503,8 @@ class KVCache:
         if not len(pages):
             return
         pages = np.sort(pages)
-        for group, allocator in enumerate(self.frame_allocators):
-            allocator.free_pages(np.sort(self.frames.unbind(Tier.DEVICE, group, pages)))
+        for group in self.groups:
+            group.forget(pages)
         self.pages.free_pages(pages)
 
     def _last_slots(self, rows: Ids, lengths: Lengths) -> Lengths:
@@ -408,9 +533,3 @@ def _identity(plan: MemoryPlan, model: bytes) -> bytes:
     """What a page's bytes depend on besides its tokens and namespace: the model, and every group's layout."""
     layouts = "".join(group.layout.fingerprint() for group in plan.groups)
     return hashlib.sha256(len(model).to_bytes(8, "little") + model + layouts.encode()).digest()
-
-
-def _allocator(plan: MemoryPlan, num_ids: int, name: str) -> BaseTokenToKVPoolAllocator:
-    if plan.page_size == 1:
-        return TokenToKVPoolAllocator(num_ids, name=name)
-    return PagedTokenToKVPoolAllocator(num_ids * plan.page_size, plan.page_size, name=name)

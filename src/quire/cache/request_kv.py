@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.prefix.node import Lease
+from quire.prefix.shelf import Rank
 from quire.spec.events import Namespace
 
 
@@ -16,13 +17,14 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = ("lease", "namespace", "num_cached", "row")
+    __slots__ = ("lease", "marks", "namespace", "num_cached", "row")
 
     def __init__(self, row: int, namespace: Namespace, lease: Lease, num_cached: int) -> None:
         self.row = row
         self.namespace = namespace
         self.lease = lease
         self.num_cached = num_cached  # tokens of the hit it began with
+        self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones
 
     @property
     def alive(self) -> bool:

@@ -10,6 +10,10 @@ class FrameCounts:
     """Frames of one (group, tier) by owner; they sum to `total`, always.
 
     `moving` frames were given up while a launched step could still touch them; they are free once it has settled.
+
+    Counters since the start: `dropped` frames of cached pages that stayed, `revived` ones that such pages got back from
+    requests that had computed them again; frames that requests `left` for others to begin on, and places where they
+    `skipped` that because no frame was to spare.
     """
 
     total: int
@@ -18,6 +22,10 @@ class FrameCounts:
     cached: int
     moving: int
     quarantined: int
+    dropped: int = 0
+    revived: int = 0
+    left: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

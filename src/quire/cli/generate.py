@@ -15,6 +15,7 @@ from quire.cli.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KvDtypeOption,
     KvMemoryOption,
     MaxModelLenOption,
     ModelOption,
@@ -37,6 +38,7 @@ def generate(
     dtype: DtypeOption = None,
     max_model_len: MaxModelLenOption = None,
     page_size: PageSizeOption = None,
+    kv_dtype: KvDtypeOption = None,
     kv_memory: KvMemoryOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -57,6 +59,7 @@ def generate(
             dtype=dtype,
             max_model_len=max_model_len,
             page_size=page_size,
+            kv_dtype=kv_dtype,
             kv_memory=kv_memory,
         )
         text = sys.stdin.read() if prompt == "-" else prompt

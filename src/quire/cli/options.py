@@ -25,6 +25,13 @@ MaxModelLenOption = Annotated[
     typer.Option(help="Longest sequence, prompt and output, in tokens. (default: the model's context)"),
 ]
 PageSizeOption = Annotated[int | None, typer.Option(help="Tokens in a page. (default: 16)", rich_help_panel=MEMORY)]
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, fp8_e4m3, fp8_e5m2, mxfp8, nvfp4 or fp4_e2m1: how the cache is stored. (default: auto)",
+        rich_help_panel=MEMORY,
+    ),
+]
 KvMemoryOption = Annotated[
     str | None,
     typer.Option(
@@ -39,6 +46,37 @@ PrefixCachingOption = Annotated[
     bool,
     typer.Option(
         "--prefix-caching/--no-prefix-caching", help="Share the pages of common prefixes.", rich_help_panel=MEMORY
+    ),
+]
+SwaRatioOption = Annotated[
+    float | None,
+    typer.Option(
+        "--swa-full-tokens-ratio",
+        help="Tokens of window pools per token of full ones. (default: what the load asks for)",
+        rich_help_panel=MEMORY,
+    ),
+]
+MambaRatioOption = Annotated[
+    float | None,
+    typer.Option(
+        "--mamba-full-memory-ratio",
+        help="Bytes of states per byte of other pools. (default: what the load asks for)",
+        rich_help_panel=MEMORY,
+    ),
+]
+MambaSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-mamba-cache-size", help="States. (default: what the load asks for)", rich_help_panel=MEMORY, min=1
+    ),
+]
+CheckpointOption = Annotated[
+    int | None,
+    typer.Option(
+        "--checkpoint-interval",
+        help="Tokens between states that a request leaves on its way. (default: 512)",
+        rich_help_panel=MEMORY,
+        min=1,
     ),
 ]
 MaxRunningOption = Annotated[

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidInput, UnsupportedModel
+from quire.models.registry import REFUSED
 from quire.plan.advice import least_memory
 from quire.plan.budget import format_bytes, parse_bytes, parse_tokens
 from quire.plan.devices import Device, find_device
@@ -21,7 +22,6 @@ from quire.plan.reserve import Speculation
 from quire.plan.source import read_model_config
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families.known import KNOWN
-from quire.spec.layers import AttentionCall
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.spec.weights import WeightEstimate, read_weights
@@ -57,10 +57,8 @@ class PlannedModel:
 
     def _noted(self, plan: Plan) -> Plan:
         settings = plan.settings
-        later = settings.speculation is not None or settings.kv_dtype != "auto" or settings.parallel != Parallelism()
-        ahead = (
-            ("the engine of this version runs on one device, unquantised and without speculation.",) if later else ()
-        )
+        later = settings.speculation is not None or settings.parallel != Parallelism()
+        ahead = ("the engine of this version runs on one device and without speculation.",) if later else ()
         return replace(plan, notes=(*self.notes, *ahead, *plan.notes))
 
 
@@ -84,7 +82,7 @@ def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | Non
     if reader.kind not in KNOWN:
         notes.append(f"model type '{reader.kind}' is not known; its fields alone were believed.")
     notes += _declared(reader)
-    notes += _served(spec)
+    notes += _served(config)
     return PlannedModel(name=name, found=found, spec=spec, weights=weights, notes=tuple(notes))
 
 
@@ -96,13 +94,12 @@ def _declared(reader: ConfigReader) -> list[str]:
     return [f"the checkpoint declares a cache of {bits} bits; --kv-dtype fp8 plans it."] if bits == 8 else []
 
 
-def _served(spec: ModelSpec) -> list[str]:
-    """Where this version's engine does not run a model on the pools of its plan, and what it does instead."""
-    if not spec.is_plain:
-        return ["this version plans this model's pools and does not serve from them yet; README says what it serves."]
-    if any(isinstance(call, AttentionCall) and (call.window or call.index_dim) for call in spec.calls):
-        return ["this version serves windows from one pool that keeps them whole: see --no-window-pool."]
-    return []
+def _served(config: Mapping[str, Any]) -> list[str]:
+    """Whether this version's engine refuses the model whose pools are planned."""
+    text = config.get("text_config")
+    kinds = [str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)]
+    reasons = [REFUSED[kind] for kind in kinds if kind in REFUSED]
+    return [f"this version plans this model and does not serve it, because it {reason}." for reason in reasons[:1]]
 
 
 def plan_settings(words: Mapping[str, Any]) -> PlanSettings:

@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from quire.cache.kv_cache import CHECKPOINT_INTERVAL
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
+from quire.spec.kv_format import kv_format
+from quire.spec.layout import DType
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
 """The tiny model that comes with the package."""
@@ -17,11 +20,17 @@ BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
 class EngineConfig(BaseModel):
     """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
 
+    `kv_dtype` is how keys, values and latents are stored: `auto` as the model computes them, or a `KVFormat` by name.
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
     own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
     would mostly wait, else as many as torch would take.
+
+    Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
+    other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
+    bytes of states per byte of other pools, `max_mamba_cache_size` states, all by default what the load asks for; and
+    `checkpoint_interval` is the tokens between states that a request leaves on its way, where frames are to spare.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -32,11 +41,17 @@ class EngineConfig(BaseModel):
     skip_tokenizer_init: bool = False
     device: str = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_dtype: str = "auto"
     page_size: int = Field(default=16, ge=1, le=1024)
     kv_memory: int | None = Field(default=None)
     max_model_len: int | None = Field(default=None, ge=1)
     max_running_requests: int = Field(default=256, ge=1, le=65_536)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
+    window_pool: bool = True
+    swa_full_tokens_ratio: float | None = Field(default=None, gt=0, le=1)
+    mamba_full_memory_ratio: float | None = Field(default=None, gt=0)
+    max_mamba_cache_size: int | None = Field(default=None, ge=1)
+    checkpoint_interval: int = Field(default=CHECKPOINT_INTERVAL, ge=1)
     policy: Literal["fcfs", "lpm"] = "fcfs"
     eviction: Literal["lru", "lfu", "slru", "fifo", "mru", "filo", "priority"] = "lru"
     enable_prefix_caching: bool = True
@@ -49,6 +64,11 @@ class EngineConfig(BaseModel):
     @classmethod
     def _bytes(cls, value: str | int | None) -> int | None:
         return None if value is None or value == "auto" else parse_bytes(value)
+
+    @field_validator("kv_dtype")
+    @classmethod
+    def _format(cls, value: str) -> str:
+        return value if value == "auto" else kv_format(value, DType.FLOAT32).name
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

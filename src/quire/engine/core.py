@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -60,13 +61,14 @@ class EngineCore:
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
             model_identity=self.model.identity,
+            checkpoint_interval=config.checkpoint_interval,
         )
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
-            max_running=config.max_running_requests,
+            max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
         )
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
@@ -80,6 +82,11 @@ class EngineCore:
     def context_length(self) -> int:
         """The longest sequence, prompt and output together, in tokens."""
         return self.plan.context
+
+    @property
+    def max_running_requests(self) -> int:
+        """Requests that may run at once: as configured, or as many as the plan has room for."""
+        return min(self.config.max_running_requests, self.plan.max_requests)
 
     def add(self, message: EngineRequest) -> None:
         """Queue a sequence. Raises QuireError if it can never run; then nothing has changed."""
@@ -178,7 +185,7 @@ class EngineCore:
             "bytes_per_token": self.plan.bytes_per_page / self.plan.page_size,
             "largest_request": self.plan.largest_request,
             "context": self.plan.context,
-            "max_running_requests": self.config.max_running_requests,
+            "max_running_requests": self.max_running_requests,
             "device": str(self.device),
             "dtype": self.model.spec.dtype.value,
             "architecture": self.model.spec.architecture,
@@ -232,12 +239,16 @@ class EngineCore:
     def _plan(self) -> Plan:
         spec, config = self.model.spec, self.config
         settings = PlanSettings(
+            kv_dtype=config.kv_dtype,
             page_size=config.page_size,
             context=config.max_model_len,
             chunk=config.max_num_batched_tokens,
             shares=config.enable_prefix_caching,
             max_requests=config.max_running_requests,
-            window_pool=False,  # the runner computes on one group, in which windows are kept whole
+            swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
+            mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
+            max_mamba_cache_size=config.max_mamba_cache_size,
+            window_pool=config.window_pool,
         )
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
@@ -251,6 +262,11 @@ class EngineCore:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
         return default_kv_bytes(host_memory().available)
+
+
+def _fraction(value: float | None) -> Fraction | None:
+    """A ratio as it was written, not as floating point keeps it."""
+    return None if value is None else Fraction(str(value))
 
 
 def default_kv_bytes(available: int) -> int:

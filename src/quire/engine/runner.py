@@ -12,10 +12,12 @@ from quire.cache import KVCache
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.batch import PagedBatch
+from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.request import Request
+from quire.spec.ids import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,13 @@ class ModelRunner:
         works = batch.works
         starts = np.array([work.start for work in works], dtype=np.int64)
         counts = np.array([work.count for work in works], dtype=np.int64)
-        batches = [self._paged(batch, starts, counts, group) for group in range(len(self.pools))]
         offsets = np.cumsum(counts)
         positions = np.arange(int(offsets[-1])) + np.repeat(starts - (offsets - counts), counts)
         sampled = tuple(work for work in works if work.samples)
         rows = offsets[[work.samples for work in works]] - 1
         fence = self._cache.open_fence()
         try:
+            batches = [self._of_group(batch, starts, counts, group) for group in range(len(self.pools))]
             logits = self._model.forward(
                 self._input_ids(batch, offsets, previous),
                 torch.from_numpy(positions).to(self._device, non_blocking=True),
@@ -86,13 +88,15 @@ class ModelRunner:
             raise
         return Step(batch, fence, sampled, drawn, {work.request.request_id: row for row, work in enumerate(sampled)})
 
-    def _paged(self, batch: Batch, starts: np.ndarray, counts: np.ndarray, group: int) -> PagedBatch:
+    def _of_group(self, batch: Batch, starts: np.ndarray, counts: np.ndarray, group: int) -> PagedBatch | StateBatch:
+        """Where one group's frames for this step are."""
         kvs = [work.kv for work in batch.works]
         ends = starts + counts
-        query_starts = np.zeros(len(kvs) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_starts[1:])
+        pieces = self._cache.launch(group, kvs, ends)
+        if pieces is not None:
+            return StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets)
         return PagedBatch(
-            query_starts=query_starts,
+            query_starts=_starts(counts),
             context_lens=ends.astype(np.int32),
             frames=self._cache.page_table(kvs, ends, group),
             slots=self._cache.slots(kvs, starts, ends, group),
@@ -115,3 +119,10 @@ class ModelRunner:
             where, row = torch.tensor(future, device=self._device).T
             tensor[where] = previous.drawn.tokens[row]
         return tensor
+
+
+def _starts(counts: np.ndarray) -> Ids:
+    """Where each run of rows begins, and where the last one ends."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from quire.kernels.workspace import Workspace
 from quire.spec.kv_format import KVFormat
 from quire.spec.layout import DType
+
+_workspace = Workspace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,33 @@ def encode(values: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
     return _stored((blocks / _factors(scales)).flatten(-2), kv_format), scales
 
 
-def decode(stored: Tensor, scales: Tensor | None, kv_format: KVFormat, dtype: torch.dtype) -> Tensor:
+def decode(
+    stored: Tensor, scales: Tensor | None, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """The numbers `[..., width]` in `dtype` of what `encode` returned; the product with a scale is taken in float32.
 
-    A finite number that `dtype` cannot hold after rounding (float16, at the end of its range) saturates.
+    A finite number that `dtype` cannot hold after rounding (float16, at the end of its range) saturates. `out`, a
+    contiguous tensor of the result's shape and type, is filled and returned where it is given.
     """
-    numbers = _unpacked_e2m1(stored) if kv_format.bits == 4 else stored
-    return numbers.to(dtype) if scales is None else _multiplied(numbers, scales, dtype)
+    if scales is None:
+        return _numbers(stored, kv_format, dtype, out)
+    if dtype is torch.float32:
+        return _multiply(_numbers(stored, kv_format, dtype, out), scales, dtype)
+    shape = (*stored.shape[:-1], stored.shape[-1] * (2 if kv_format.bits == 4 else 1))
+    wide = _workspace.take("wide", torch.float32, stored.device, *shape)
+    _multiply(_numbers(stored, kv_format, torch.float32, wide), scales, dtype)
+    return wide.to(dtype) if out is None else out.copy_(wide)
+
+
+def largest_of(kv_format: KVFormat) -> float:
+    """The largest number of a format: what is beyond it is stored as this."""
+    grid = _grid(kv_format)
+    if grid is None:
+        return torch.finfo(_storage_dtype(kv_format)).max
+    if kv_format.scale is None:
+        return grid.largest
+    scale = {DType.FLOAT8_E4M3: _E4M3.largest, DType.UINT8: 2.0**_E8M0_BIAS}.get(kv_format.scale, math.inf)
+    return min(grid.largest * scale, torch.finfo(torch.float32).max)
 
 
 def encode_blocks(values: Tensor, block: int, scale: DType = DType.FLOAT32) -> tuple[Tensor, Tensor]:
@@ -85,7 +109,9 @@ def encode_blocks(values: Tensor, block: int, scale: DType = DType.FLOAT32) -> t
 
 def decode_blocks(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers `[..., width]` in `dtype` of what `encode_blocks` returned, whatever its block and scale."""
-    return _multiplied(stored, scales, dtype)
+    block = stored.shape[-1] // max(scales.shape[-1], 1)
+    kv_format = KVFormat(name="", storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=DType(_name_of(scales.dtype)))
+    return decode(stored, scales, kv_format, dtype)
 
 
 # -- scales
@@ -129,11 +155,12 @@ def _factors(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if exponents else scales).float().unsqueeze(-1)
 
 
-def _multiplied(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`numbers` `[..., width]` times the scales of their blocks, in `dtype`."""
-    blocks = numbers.float().reshape(*scales.shape, numbers.shape[-1] // max(scales.shape[-1], 1))
+def _multiply(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`numbers` float32 `[..., width]`, times the scales of their blocks, in place; in the range of `dtype`."""
+    blocks = numbers.view(*scales.shape, numbers.shape[-1] // max(scales.shape[-1], 1))
     limit = torch.finfo(dtype).max
-    return (blocks * _factors(scales)).flatten(-2).clamp_(-limit, limit).to(dtype)
+    blocks.mul_(_factors(scales)).clamp_(-limit, limit)
+    return numbers
 
 
 # -- elements
@@ -153,9 +180,17 @@ def _stored(numbers: Tensor, kv_format: KVFormat) -> Tensor:
     if grid is not None:
         # The conversion alone makes infinities of large numbers in E5M2.
         numbers = numbers.clamp(-grid.largest, grid.largest)
+    return numbers.to(_storage_dtype(kv_format))
+
+
+def _storage_dtype(kv_format: KVFormat) -> torch.dtype:
     dtype = getattr(torch, kv_format.storage.value)
     assert isinstance(dtype, torch.dtype)
-    return numbers.to(dtype)
+    return dtype
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _packed_e2m1(numbers: Tensor) -> Tensor:
@@ -170,6 +205,14 @@ def _packed_e2m1(numbers: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
+def _numbers(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """The elements of `stored` as numbers in `dtype`, without their scales; in `out` where it is given."""
+    if kv_format.encodes and dtype in _PAIR and _fits_tables(stored, kv_format):
+        return _looked_up(stored, kv_format, dtype, out)
+    numbers = _unpacked_e2m1(stored) if kv_format.bits == 4 else stored
+    return numbers.to(dtype) if out is None else out.copy_(numbers)
+
+
 def _unpacked_e2m1(stored: Tensor) -> Tensor:
     """The float32 numbers `[..., 2 * stored_width]` of packed codes."""
     codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
@@ -177,3 +220,38 @@ def _unpacked_e2m1(stored: Tensor) -> Tensor:
     # too; only the biases differ, by 6. A table would have to be on the device first.
     numbers = ((codes & 8) << 4) | ((codes & 7) << 2)
     return numbers.view(torch.float8_e4m3fn).float() * 2.0**6
+
+
+# -- tables for the CPU, which converts FP8 number by number: pairs of numbers are looked up, ten times sooner
+
+_PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
+"""The integer as large as two numbers of a type."""
+
+
+def _fits_tables(stored: Tensor, kv_format: KVFormat) -> bool:
+    """Whether `stored` is on the CPU and, FP8, can be read as pairs of bytes."""
+    aligned = stored.shape[-1] % 2 == stored.storage_offset() % 2 == 0
+    return stored.device.type == "cpu" and (kv_format.bits == 4 or aligned)
+
+
+def _looked_up(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """`_numbers` by a table: of two bytes for FP8, of one for FP4, whose bytes hold two numbers anyway."""
+    codes = stored.contiguous().flatten().view(torch.uint8 if kv_format.bits == 4 else torch.uint16)
+    index = _workspace.take("index", torch.int32, stored.device, len(codes)).copy_(codes)
+    table = _pairs(kv_format.storage, dtype)
+    if out is None:
+        out = torch.empty(*stored.shape[:-1], stored.shape[-1] * 8 // kv_format.bits, dtype=dtype)
+    torch.index_select(table, 0, index, out=out.view(-1).view(table.dtype))
+    return out
+
+
+@cache
+def _pairs(storage: DType, dtype: torch.dtype) -> Tensor:
+    """The two numbers of every code in `dtype`, side by side in an integer: `[2 ** 16]` for FP8, `[2 ** 8]` for FP4."""
+    with torch.inference_mode(False):
+        if storage is DType.UINT8:
+            numbers = _unpacked_e2m1(torch.arange(2**8, dtype=torch.int32).to(torch.uint8).unsqueeze(1))
+        else:
+            codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+            numbers = codes.view(torch.uint8).view(getattr(torch, storage.value))
+        return numbers.to(dtype).flatten().view(_PAIR[dtype])

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.spec.ids import Ids
+
+Rows = slice | Tensor
+"""Rows of a flat batch: consecutive ones, or int64 `[n]` on the device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRun:
+    """Pieces of one length that are computed together: `count` pieces of `length` rows each, in the order of `rows`.
+
+    `sources` and `targets` are int64 `[count]` on the device, the frames their states come from and go to.
+    """
+
+    rows: Rows
+    count: int
+    length: int
+    sources: Tensor
+    targets: Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -18,27 +36,67 @@ class StateBatch:
     with the state in frame `sources[i]` (int32; 0: none, the state is all zeros) and leave theirs in frame
     `targets[i]`, which may be the same frame. The pieces of one sequence are neighbours, in order, and a piece may
     begin with what the piece before it left: a sequence that leaves a state on its way is cut there. No other two
-    pieces of a step share a frame that one of them writes.
+    pieces of a step share a frame that one of them writes. Rows from `starts[-1]` on belong to nobody.
     """
 
     starts: Ids
     sources: Ids
     targets: Ids
-    _on_device: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False, init=False)
+    _runs: dict[torch.device, tuple[StateRun, ...]] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         assert len(self.starts) == len(self.sources) + 1 == len(self.targets) + 1
+        assert (np.diff(self.starts) > 0).all(), "a piece has rows"
         assert (self.targets > 0).all(), "frame 0 is nobody's state"
 
-    def on(self, name: str, device: torch.device) -> Tensor:
-        """`sources` or `targets` as int64 on `device`; copied there once per step."""
-        found = self._on_device.get((name, device))
+    def runs(self, device: torch.device) -> tuple[StateRun, ...]:
+        """The pieces as runs, each after those whose states it begins with. Built once per step.
+
+        Pieces of one row that wait for nothing, or for the same round of pieces, are one run; longer pieces are runs
+        of their own, so that what a sequence computes does not depend on the lengths of others.
+        """
+        found = self._runs.get(device)
         if found is None:
-            array: Ids = getattr(self, name)
-            found = self._on_device[name, device] = torch.from_numpy(array.astype("int64")).to(
-                device, non_blocking=True
-            )
+            found = self._runs[device] = tuple(self._plan(device))
         return found
+
+    def _plan(self, device: torch.device) -> list[StateRun]:
+        starts, sources, targets = (
+            torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+            for array in (self.starts, self.sources, self.targets)
+        )
+        lengths, rounds = np.diff(self.starts), self._rounds()
+        runs: list[StateRun] = []
+        for number in range(int(rounds.max(initial=-1)) + 1):
+            single = np.flatnonzero((rounds == number) & (lengths == 1))
+            if len(single):
+                pieces = _consecutive(single)
+                if pieces is None:
+                    index = torch.from_numpy(single).to(device, non_blocking=True)
+                    runs.append(StateRun(starts[index], len(single), 1, sources[index], targets[index]))
+                else:
+                    first = int(self.starts[single[0]])
+                    rows = slice(first, first + len(single))
+                    runs.append(StateRun(rows, len(single), 1, sources[pieces], targets[pieces]))
+            for piece in np.flatnonzero((rounds == number) & (lengths > 1)).tolist():
+                rows = slice(int(self.starts[piece]), int(self.starts[piece + 1]))
+                own = slice(piece, piece + 1)
+                runs.append(StateRun(rows, 1, int(lengths[piece]), sources[own], targets[own]))
+        return runs
+
+    def _rounds(self) -> Ids:
+        """Per piece, how many pieces must be computed before it because it begins with what they left."""
+        rounds = np.zeros(len(self.sources), dtype=np.int32)
+        follows = (self.sources[1:] == self.targets[:-1]) & (self.sources[1:] != 0)
+        for piece in np.flatnonzero(follows).tolist():
+            rounds[piece + 1] = rounds[piece] + 1
+        return rounds
+
+
+def _consecutive(numbers: np.ndarray) -> slice | None:
+    """`numbers`, ascending, as a slice; None where some are left out."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    return slice(first, last + 1) if last - first + 1 == len(numbers) else None
 
 
 def read_states(pool_layer: Tensor, sources: Tensor) -> Tensor:

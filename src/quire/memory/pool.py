@@ -29,6 +29,7 @@ class Pool:
         self.device = torch.device(device)
         self._fields: list[tuple[Field, Tensor]] = []
         self._layers: dict[tuple[str, int], Tensor] = {}
+        self._field_of: dict[tuple[str, int], Field] = {}
         try:
             for field in layout.fields:
                 self._build(field)
@@ -45,6 +46,7 @@ class Pool:
         self._fields.append((field, tensor))
         for index, layer in enumerate(field.layers):
             self._layers[field.name, layer] = tensor[index]
+            self._field_of[field.name, layer] = field
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +56,10 @@ class Pool:
     def layer(self, name: str, layer: int) -> Tensor:
         """`[num_frames + 1, entries, *shape]` of one layer: a view, for kernels to read and write in place."""
         return self._layers[name, layer]
+
+    def field(self, name: str, layer: int) -> Field:
+        """The field `name` that `layer` owns."""
+        return self._field_of[name, layer]
 
     def has(self, name: str, layer: int) -> bool:
         """Whether `layer` owns a field `name` here."""

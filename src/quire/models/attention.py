@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from quire.errors import UnsupportedModel
 from quire.kernels.attention import PagedBatch, paged_attention
 from quire.kernels.stored import StoredRows
-from quire.models.forward import RecordingForward, RunningForward, current_forward
+from quire.models.forward import ComparingForward, RecordingForward, RunningForward, current_forward
 from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
@@ -75,7 +75,12 @@ def _attention(
     )
     attention: OwnAttention = getattr(module, OWN_ATTENTION, None) or _PlainAttention(module)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention(current_forward(), query, key, value, options).unsqueeze(0), None
+    forward = current_forward()
+    if isinstance(forward, ComparingForward):
+        out = forward.compared(lambda running: attention(running, query, key, value, options))
+    else:
+        out = attention(forward, query, key, value, options)
+    return out.unsqueeze(0), None
 
 
 class _PlainAttention:

@@ -105,7 +105,7 @@ def _run_step(
         torch.from_numpy(positions).to(model.device),
         [
             states
-            if group.reach.kind == "state"
+            if group.reach.carried
             else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size, group.layout.page_size)
             for i, group in enumerate(groups)
         ],

@@ -7,7 +7,7 @@ call within the forward pass: layers may share a module, and a module may be cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +19,7 @@ from quire.kernels.state import StateBatch
 from quire.kernels.stored import StoredRows
 from quire.memory.pool import Pool
 from quire.spec.layers import Call
+from quire.spec.layout import scales_of
 
 
 class RunningForward:
@@ -28,6 +29,7 @@ class RunningForward:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
         self.shared: dict[str, Any] = {}  # what layers left for later ones of this pass, by their kind
+        self.others: tuple[RunningForward, ...] = ()  # passes that keep what this one keeps, on pools of their own
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""
@@ -36,27 +38,74 @@ class RunningForward:
 
     def rows(self, name: str, ordinal: int) -> tuple[StoredRows, PagedBatch]:
         """The rows of a field with entries per token, and the batch of its group."""
-        layer, batch = self._find(name, ordinal)
+        pool, batch = self._find(name, ordinal)
         assert isinstance(batch, PagedBatch)
-        return StoredRows(layer), batch
+        return stored_rows(pool, name, ordinal), batch
 
     def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
         """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""
-        layer, batch = self._find(name, ordinal)
+        pool, batch = self._find(name, ordinal)
         assert isinstance(batch, PagedBatch)
-        return layer.squeeze(1), batch
+        return pool.layer(name, ordinal).squeeze(1), batch
 
-    def states(self, name: str, ordinal: int) -> tuple[Tensor, StateBatch]:
-        """The pool's layer of a field of states, and the batch of its group."""
-        layer, batch = self._find(name, ordinal)
-        assert isinstance(batch, StateBatch)
-        return layer, batch
+    def states(self, ordinal: int) -> tuple[dict[str, Tensor], StateBatch]:
+        """The pool's layer of each field of states that a call keeps, by name, and the batch of their group."""
+        for pool, batch in self._groups:
+            if isinstance(batch, StateBatch):
+                found = {
+                    field.name: pool.layer(field.name, ordinal)
+                    for field in pool.layout.fields
+                    if pool.has(field.name, ordinal)
+                }
+                if found:
+                    return found, batch
+        raise AssertionError(f"call {ordinal} of the forward pass keeps no states")
 
-    def _find(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch | StateBatch]:
+    def _find(self, name: str, ordinal: int) -> tuple[Pool, PagedBatch | StateBatch]:
         for pool, batch in self._groups:
             if pool.has(name, ordinal):
-                return pool.layer(name, ordinal), batch
+                return pool, batch
         raise AssertionError(f"call {ordinal} of the forward pass keeps no '{name}'")
+
+
+def stored_rows(pool: Pool, name: str, ordinal: int) -> StoredRows:
+    """The rows of a field, stored as its pool's layout says, with the field of their scales if they have any."""
+    kv_format = pool.field(name, ordinal).kv_format
+    scaled = kv_format is not None and kv_format.scale is not None
+    scales = pool.layer(scales_of(name), ordinal) if scaled else None
+    return StoredRows(pool.layer(name, ordinal), scales, kv_format, name=name)
+
+
+class ComparingForward(RunningForward):
+    """A forward pass that computes every attention call on other pools too, from the same inputs, and reports both.
+
+    `others` have pools of the same calls, in other formats; what a call keeps of this pass it keeps there too, and what
+    it gives there goes to `on_outputs(ordinal, output, outputs of the others)` and nowhere else. A call that keeps
+    nothing, of a layer that reads another's, is not reported.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        batches: Sequence[PagedBatch | StateBatch],
+        others: Sequence[RunningForward],
+        on_outputs: Callable[[int, Tensor, Sequence[Tensor]], None],
+    ) -> None:
+        super().__init__(pools, batches)
+        self.others = tuple(others)
+        self._on_outputs = on_outputs
+
+    def compared(self, attend: Callable[[RunningForward], Tensor]) -> Tensor:
+        """What `attend`, one call, gives on these pools."""
+        ordinal = self.ordinal
+        out = attend(self)
+        found = []
+        for other in self.others:
+            other.ordinal = ordinal
+            found.append(attend(other))
+        if self.ordinal > ordinal:
+            self._on_outputs(ordinal, out, found)
+        return out
 
 
 class RecordingForward:
@@ -84,8 +133,13 @@ def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
         _forward.reset(token)
 
 
+def active_forward() -> RunningForward | RecordingForward | None:
+    """The forward pass that is going on, if any. Outside one, a model computes as it would by itself."""
+    return _forward.get()
+
+
 def in_forward() -> bool:
-    """Whether a forward pass is going on. Outside one, a model computes as it would by itself."""
+    """Whether a forward pass is going on."""
     return _forward.get() is not None
 
 

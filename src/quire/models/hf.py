@@ -32,21 +32,29 @@ from quire.models.compressed import install_compressors
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
-from quire.models.registry import refuse_unsupported
+from quire.models.mixers import install_mixers
+from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
 from quire.models.sparse import install_indexers, no_mask
 from quire.spec.group import GroupSpec
-from quire.spec.kv_format import plain_format
+from quire.spec.kv_format import KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, Part
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
-INSTALLS = (install_latents, install_sharing, install_chunks, install_compressors, install_block_indexers)
-"""What lets modules with attention of their own keep and read it on the pools."""
+INSTALLS = (
+    install_mixers,
+    install_latents,
+    install_sharing,
+    install_chunks,
+    install_compressors,
+    install_block_indexers,
+)
+"""What lets modules that keep something of their own keep and read it on the pools."""
 
 
 class LoadedModel:
@@ -66,7 +74,7 @@ class LoadedModel:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
         self._num_layers = int(text_config.num_hidden_layers)
-        context_length = getattr(text_config, "max_position_embeddings", None) or max_length
+        context_length = getattr(text_config, "max_position_embeddings", None) or max_length or self._endless()
         if context_length is None:
             raise UnsupportedModel(
                 f"the configuration of '{name}' has no 'max_position_embeddings', the longest context it was made for.",
@@ -96,11 +104,16 @@ class LoadedModel:
         if check:
             self.check()
 
-    def groups(self, page_size: int, *, window_pool: bool = True) -> tuple[GroupSpec, ...]:
-        """The groups `forward` computes on. Without `window_pool`, windows are kept whole, in the full group."""
-        return self.spec.groups(page_size, window_pool=window_pool)
+    def groups(
+        self, page_size: int, kv_format: KVFormat | None = None, *, window_pool: bool = True
+    ) -> tuple[GroupSpec, ...]:
+        """The groups `forward` computes on. Without `window_pool`, windows are kept whole, in the full group.
 
-    @torch.inference_mode()
+        `kv_format` is the model's own dtype by default; pools of any do, since their layouts say how they are stored.
+        Raises InvalidInput where the format does not fit the model's widths.
+        """
+        return self.spec.groups(page_size, kv_format, window_pool=window_pool)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -114,7 +127,11 @@ class LoadedModel:
         `input_ids` and `positions` are int64 `[T]`; `batches[i]` describes them for group i, whose frames are in
         `pools[i]`. All tensors are on the model's device.
         """
-        running = RunningForward(pools, batches)
+        return self.run(RunningForward(pools, batches), input_ids, positions, rows)
+
+    @torch.inference_mode()
+    def run(self, running: RunningForward, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """`forward` as `running`, which holds the pools and batches."""
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         with forward_pass(running):
             logits: Tensor = self._model(
@@ -154,6 +171,13 @@ class LoadedModel:
     def check(self) -> None:
         """Raise ModelCheckFailed unless a mixed step on scattered frames gives the model's own logits."""
         check_forward(self)
+
+    def _endless(self) -> int | None:
+        """The context that planning gives a model whose layers have no end of their own: states, windows."""
+        try:
+            return ModelSpec.from_config(self.config).context_length
+        except UnsupportedModel:
+            return None
 
     def _read_spec(self) -> ModelSpec:
         """What planning reads off the configuration; where it cannot, and shapes say everything, what was seen."""
@@ -237,6 +261,7 @@ def load_model(
 def refuse_unknown(config: dict[str, Any], name: str) -> None:
     """Raise UnsupportedModel where transformers has no causal language model for the configuration."""
     kind = config.get("model_type")
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not kind or not isinstance(kind, str):
         raise UnsupportedModel(
             f"the configuration of '{name}' names no 'model_type'.", fix="restore config.json from the original."
@@ -255,7 +280,7 @@ def refuse_unknown(config: dict[str, Any], name: str) -> None:
 
 def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     with reading(source, "the configuration"):
-        config = AutoConfig.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
+        config = _transformers_config(source)
     try:
         with reading(source, "the weights"):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -288,6 +313,16 @@ def _says_everything(call: Call) -> bool:
     if isinstance(call, LatentCall):
         return not call.sparse
     return isinstance(call, AttentionCall) and not call.index_dim
+
+
+def _transformers_config(source: ModelSource) -> Any:
+    """The configuration as transformers reads it; of a type that is another one's by another name, as the other's."""
+    raw = source.read_config()
+    other = ALIASES.get(str(raw.get("model_type")))
+    if other is None:
+        return AutoConfig.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
+    own = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(other, **own)
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from quire.kernels.partial import native_on_cpu
 
+_BARE = ("dt_proj",)
+"""Linear layers whose weight the code around them multiplies itself: the small one for step sizes of Mamba 1."""
+
 
 def widen_linears(model: torch.nn.Module) -> int:
     """Keep the weights of `model`'s linear layers in float32 where the CPU has no native products of their dtype.
@@ -19,8 +22,8 @@ def widen_linears(model: torch.nn.Module) -> int:
     layers changed. Embeddings that share a weight with a layer keep it as it was.
     """
     widened = 0
-    for module in model.modules():
-        if type(module) is not torch.nn.Linear or module.weight.device.type != "cpu":
+    for name, module in model.named_modules():
+        if name.endswith(_BARE) or type(module) is not torch.nn.Linear or module.weight.device.type != "cpu":
             continue
         if native_on_cpu(module.weight.dtype):
             continue

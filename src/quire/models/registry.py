@@ -8,7 +8,10 @@ from typing import Any
 
 from quire.errors import UnsupportedModel
 
-RECURRENT = "needs recurrent state, which this version does not hold"
+RECURRENT = "computes its recurrence in code of its own, which does not continue from a state held elsewhere"
+CONVOLVED = "mixes keys and values of neighbouring tokens before attention, which this version does not hold"
+BIASED = "adds a bias by distance to its attention, which paged attention does not see"
+INDEXED = "selects tokens with an indexer, whose keys this version does not hold"
 SLIDING_LATENTS = "slides windows over latents of another rank, which this version does not hold"
 NO_LANGUAGE_MODEL = "has no causal language model in transformers, whose code Quire runs"
 NO_INTERFACE = "computes attention in code of its own, which transformers does not let another implementation replace"
@@ -16,23 +19,24 @@ ENCODER = "is an encoder or encoder-decoder; Quire serves decoder-only language 
 OWN_MASK = "builds an attention mask of its own, which paged attention does not see"
 
 _VERIFIED = """
-    afmoe apertus arcee aria_text axk1 axk2 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx
-    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe
-    flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm
-    glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
-    granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
-    hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum
-    mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi nanochat
-    nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-    solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet cohere cohere2 cohere2_moe
+    ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama dots1 emu3 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text
+    gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode
+    gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe
+    kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash mamba mamba2 mellum
+    mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi
+    nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu zamba zamba2
 """
 
 _REFUSED = {
-    RECURRENT: """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling inkling2 inkling2_text inkling_text jamba
-        kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text
-        qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
-    """,
+    RECURRENT: "rwkv xlstm",
+    CONVOLVED: "zaya",
+    BIASED: "inkling inkling2 inkling2_text inkling_text",
+    INDEXED: "qwen4_exp qwen4_exp_text",
     SLIDING_LATENTS: "dots3_note dots3_note_text",
     NO_LANGUAGE_MODEL: "glm5_next mistral_large4",
     NO_INTERFACE: "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet",
@@ -52,6 +56,10 @@ REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REFUSED.items()
 """Model types that are refused, with the reason."""
 
 
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Types that published configurations name and transformers does not: the same architecture by another name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """One row of the support table. `status` is "verified" or "refused"."""
@@ -63,7 +71,7 @@ class Support:
 
 def support_table() -> tuple[Support, ...]:
     """Every model type with a known status, by name. Types outside it are decided by the check at load."""
-    rows = [Support(kind, "verified") for kind in VERIFIED]
+    rows = [Support(kind, "verified") for kind in VERIFIED | {a for a, kind in ALIASES.items() if kind in VERIFIED}]
     rows += [Support(kind, "refused", reason) for kind, reason in REFUSED.items()]
     return tuple(sorted(rows, key=lambda row: row.model_type))
 

@@ -14,6 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 FRAME_STATES = ("free", "private", "cached", "moving", "quarantined")
+FRAME_COUNTERS = {
+    "dropped": "Frames of cached pages that were dropped while their pages stayed.",
+    "revived": "Frames that such pages got back from requests that had computed them again.",
+    "left": "Frames that requests left for others to begin on.",
+    "skipped": "Places where a request left none, because no frame was to spare.",
+}
 
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
@@ -58,7 +64,13 @@ class EngineCollector(Collector):
         for key, text in GAUGES.items():
             if key in statistics:
                 yield GaugeMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
-        yield self._frames(statistics.get("frames", {}))
+        groups = statistics.get("frames", {})
+        yield self._frames(groups)
+        for name, text in FRAME_COUNTERS.items():
+            family = CounterMetricFamily(f"quire_frames_{name}", text, labels=("group",))
+            for group, frames in groups.items():
+                family.add_metric((group,), float(frames.get(name, 0)))
+            yield family
 
     def _frames(self, groups: Mapping[str, Mapping[str, Any]]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(

@@ -141,12 +141,19 @@ class PoolOptions:
         Its window, the page the window's start falls into, and the reserve of a step.
         """
         step = page_size * self.token_ranks
-        return reach.tokens + step + get_alloc_reserve_per_decode(self.speculation, step)
+        return reach.tokens + step + ragged(reach, step) + get_alloc_reserve_per_decode(self.speculation, step)
 
     @property
     def states_per_request(self) -> int:
-        """States that one request uses: the one it writes and, where prefixes are kept, two checkpoints."""
+        """States that one request uses: the one it writes and, where prefixes are kept, two checkpoints.
+
+        With fewer it runs all the same, and leaves no checkpoints for others to begin on.
+        """
         return 3 if self.shares else 1
+
+    def requests_in(self, slots: int) -> int:
+        """Requests that that many states are for."""
+        return max(min(1, slots), slots // self.states_per_request)
 
 
 class MemoryPoolConfigurator:
@@ -165,7 +172,7 @@ class MemoryPoolConfigurator:
         rules = self._rules(page_size, available_bytes=available_bytes)
         step = page_size * self.options.token_ranks
         coeff, bias = _line(rules, available_bytes)
-        if available_bytes <= bias:
+        if available_bytes < bias:
             tokens = 0
         elif coeff:
             tokens = floor_to_page(int((available_bytes - bias) / coeff), step)
@@ -286,7 +293,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
         step = config.page_size * self.options.token_ranks
         windows = [pool for pool in config.pools if _slides(pool.group)]
         for pool in windows:
-            need = pool.group.reach.tokens + step
+            need = pool.group.reach.tokens + step + ragged(pool.group.reach, step)
             if not self.options.windows_only and pool.frames * step <= need:
                 raise PlanError(
                     f"the pool '{pool.name}' would hold {pool.frames * step:,} tokens, and one request needs more than "
@@ -373,20 +380,18 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         ]
 
     def _running(self, slots: int) -> int:
-        most = slots // self.options.states_per_request
+        most = self.options.requests_in(slots)
         asked = self.options.max_running_requests
         return most if asked is None else min(most, asked)
 
     def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
         config = super()._check(config)
         state = next(pool for pool in config.pools if pool.group.reach.kind == "state")
-        need = self.options.states_per_request
-        if state.frames < need:
+        if state.frames < 1:
             raise PlanError(
-                f"{state.frames} state slots would remain, and one request uses {need} (one it writes"
-                + (", two checkpoints)." if need > 1 else ")."),
-                fix=f"give at least {format_bytes((need + PADDING) * state.bytes_per_frame)} to states: raise the KV "
-                "memory or the ratio of states, or turn prefix caching off.",
+                f"no state slot would remain, and one request writes one of {format_bytes(state.bytes_per_frame)}.",
+                fix=f"give at least {format_bytes((1 + PADDING) * state.bytes_per_frame)} to states: raise the KV "
+                "memory or the ratio of states.",
             )
         return replace(config, state_slots=state.frames, max_running_requests=self._running(state.frames))
 
@@ -447,6 +452,11 @@ def _line(
         if len(growing) <= last or at * growing[-1].per_token >= growing[-1].minimum:
             return coeff, bias
         resting.append(growing.pop())
+
+
+def ragged(reach: ReachSpec, step: int) -> int:
+    """Tokens of the two pages that a chunk shares with its neighbours, where chunks begin inside pages of `step`."""
+    return 2 * step if reach.kind == "chunk" and reach.tokens % step else 0
 
 
 def _slides(group: GroupSpec) -> bool:

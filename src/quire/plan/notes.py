@@ -33,6 +33,11 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
         notes.append(f"capped at {cap:,} tokens; every pool follows the cap.")
     if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
         notes.append(f"{plan.max_running_requests:,} requests may run at once: there are states for no more.")
+    if plan.state_slots is not None and plan.state_slots < options.states_per_request:
+        notes.append(
+            f"{plan.state_slots} states are fewer than the {options.states_per_request} that one request uses: it runs "
+            "with one, and leaves checkpoints only where one is to spare."
+        )
     step = plan.page_size * parallel.dcp
     for pool in plan.config.pools:
         room = pool.frames * step - pool.group.reach.tokens - step

@@ -5,7 +5,6 @@ The plan that is printed, the pools that are built and the requests that are adm
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -18,7 +17,6 @@ from quire.plan.reserve import Speculation
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
-_STATE_GRID = 64  # tokens between places where a recurrence can leave its state: the chunk of its scan
 _LARGEST_GRAPH = 256  # requests
 
 
@@ -125,7 +123,7 @@ class Plan:
         asked = self.settings.concurrency or self.settings.max_requests
         if self.state_slots is None:
             return asked
-        return min(asked, self.state_slots // self.configurator.options.states_per_request * self.settings.parallel.dp)
+        return min(asked, self.configurator.options.requests_in(self.state_slots) * self.settings.parallel.dp)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -141,11 +139,9 @@ class Plan:
     def minimum_reusable_prefix(self) -> int | None:
         """Tokens that two prompts must share before anything is reused; None where prefixes are not kept.
 
-        A page, and with states a place where a state can be left, too.
+        A page: a state, too, can be left at the end of any.
         """
-        if not self.settings.shares:
-            return None
-        return self._step if self.state_slots is None else math.lcm(_STATE_GRID, self._step)
+        return self._step if self.settings.shares else None
 
     def requests_at(self, length: int) -> int:
         """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
@@ -165,7 +161,7 @@ class Plan:
                 kept = self.configurator.options.window_tokens(pool.group.reach, self.page_size)
                 found.append(pool.frames // min(pages, pages_for(kept, self._step)))
         if self.state_slots is not None:
-            found.append(self.state_slots // self.configurator.options.states_per_request)
+            found.append(self.configurator.options.requests_in(self.state_slots))
         return min(found) * self.settings.parallel.dp
 
     @property

@@ -155,11 +155,8 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
 def _prefix_why(plan: Plan) -> str:
     if plan.minimum_reusable_prefix is None:
         return "nothing is reused: prefix caching is off"
-    if plan.state_slots is None:
-        return f"one page: {plan.minimum_reusable_prefix:,} tokens"
-    return (
-        f"{plan.minimum_reusable_prefix:,} tokens: a state can be left every 64 tokens and at the end of a page, so "
-        "at the least common multiple of both"
+    return f"one page: {plan.minimum_reusable_prefix:,} tokens" + (
+        "; a state can be left at the end of any" if plan.state_slots is not None else ""
     )
 
 

@@ -120,7 +120,7 @@ class Scheduler:
 
     def _work(self, request: Request, limit: int) -> Work:
         assert request.kv is not None
-        count = min(request.num_ready, limit)
+        count = self._cache.at_once(request.kv, min(request.num_ready, limit))
         start = request.num_launched
         return Work(request, request.kv, start, count, samples=start + count == request.num_known)
 
@@ -164,19 +164,19 @@ class Scheduler:
 
         deferred = 0
         for request in list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens)):
-            left = self._max_tokens - batch.num_tokens
-            if not left or deferred >= self._max_running:
+            if deferred >= self._max_running:
                 return
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return
             hit = match(request)
-            leader = self._leader(request, hit)
+            leader = self._leader(request, hit)  # also where nothing is left of the step: it hears of who waits for it
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader.request_id} is computing"
                 deferred += 1
                 continue
-            if not self._fits(request, hit):
+            left = self._max_tokens - batch.num_tokens
+            if not left or not self._fits(request, hit):
                 return
             self._begin(batch, request, hit, left)
 
@@ -205,28 +205,17 @@ class Scheduler:
             if other.kv is None or other.namespace != request.namespace or not other.in_prefill:
                 continue
             shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
-            if shared > hit.num_pages and shared > other.kv.lease.num_pages:
+            if shared > hit.num_pages and self._cache.will_leave(other.kv, shared):
                 return other
         return None
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
         plan, size = self._cache.plan, self._cache.page_size
-        needed = plan.pages_of(request.num_tokens + plan.tokens_per_step) - hit.num_pages
-        promised = sum(
-            pages_for(other.num_known, size) - pages_for(self._cache.allocated(other.kv), size)
-            for other in self._running
-            if other.kv is not None
-        )
-        available = self._cache.num_available_pages - hit.num_pinned - promised
-        headroom = len(self._running) * pages_for(plan.tokens_per_step, size)
-        if needed + headroom <= available:
-            return True
-        request.wait_reason = (
-            f"needs {needed} pages and {headroom} in reserve; {max(0, available)} are available, "
-            f"{len(self._running)} running requests hold the rest"
-        )
-        return False
+        running = [(other.kv, pages_for(other.num_known, size)) for other in self._running if other.kv is not None]
+        needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
+        request.wait_reason = self._cache.why_not(hit, needed, running, pages_for(plan.tokens_per_step, size))
+        return not request.wait_reason
 
     def _finish(self, request: Request, *, keep: bool) -> None:
         if request.state is RequestState.RUNNING:

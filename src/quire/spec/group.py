@@ -14,6 +14,11 @@ class ReachSpec:
     kind: str = "full"
     tokens: int = 0
 
+    @property
+    def carried(self) -> bool:
+        """Whether a request carries one frame along that it rewrites, instead of writing one for each page."""
+        return self.kind == "state"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.errors import InvalidInput
-from quire.spec.layout import DType
+from quire.spec.dtype import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,16 @@ class KVFormat:
     bits: int
     block: int = 0
     scale: DType | None = None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether numbers have to be encoded and decoded, rather than converted at most."""
+        return self.bits <= 8
+
+    @property
+    def identity(self) -> str:
+        """What bytes of this format mean, without its name: two formats that differ here cannot read each other."""
+        return f"{self.storage.value}/{self.bits}/{self.block}/{self.scale.value if self.scale is not None else ''}"
 
     def stored_width(self, width: int) -> int:
         """Elements of `storage` that a vector of `width` numbers takes. Raises InvalidInput where blocks do not fit."""

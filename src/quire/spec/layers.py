@@ -13,7 +13,7 @@ from typing import Protocol
 from quire.errors import InvalidInput
 from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KVFormat
-from quire.spec.layout import PER_PAGE, DType
+from quire.spec.layout import PER_PAGE, DType, scales_of
 
 FULL_GROUP = "full"
 WINDOW_GROUP = "window"
@@ -28,7 +28,7 @@ _COMPRESSED_BLOCK = 64  # numbers of a compressed latent that share one scale by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One array of one layer: `shape` per entry, one entry per `per` tokens."""
+    """One array of one layer: `shape` per entry, one entry per `per` tokens. `kv_format` as in `Field`."""
 
     group: str
     reach: ReachSpec
@@ -36,6 +36,7 @@ class Part:
     shape: tuple[int, ...]
     dtype: DType
     per: int = 1
+    kv_format: KVFormat | None = None
 
 
 class Call(Protocol):
@@ -68,12 +69,27 @@ def formatted(
 ) -> tuple[Part, ...]:
     """The parts of vectors `shape` stored as `kv_format`: the numbers, and their scales where it has them."""
     *outer, width = shape
-    stored = (*outer, kv_format.stored_width(width))
-    parts = [Part(group=group, reach=reach, name=name, shape=stored, dtype=kv_format.storage, per=per)]
+    part = partial(Part, group=group, reach=reach, per=per)
+    parts = [
+        part(
+            name=name,
+            shape=(*outer, kv_format.stored_width(width)),
+            dtype=kv_format.storage,
+            kv_format=kv_format if kv_format.encodes else None,
+        )
+    ]
     if kv_format.scale is not None:
-        scales = (*outer, kv_format.scale_width(width))
-        parts.append(Part(group=group, reach=reach, name=f"{name}_scale", shape=scales, dtype=kv_format.scale, per=per))
+        parts.append(part(name=scales_of(name), shape=(*outer, kv_format.scale_width(width)), dtype=kv_format.scale))
     return tuple(parts)
+
+
+def fp8_row(width: int, most: int, scale: DType) -> KVFormat:
+    """E4M3 numbers of a row `width` long, in as few equal blocks of at most `most` numbers as there can be.
+
+    The rows of sparse and compressed latents and the keys of indexers are stored so, whatever the format of the rest.
+    """
+    block = -(-width // -(-width // most))
+    return KVFormat(name=f"fp8_e4m3 by {block}", storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +246,10 @@ class CompressedCall:
         if _is_fp8_row(kv_format):
             scales = -(-self.nope_dim // (8 * _COMPRESSED_BLOCK)) * 8
             part = partial(Part, group=group, reach=reach, per=per)
+            row = fp8_row(self.nope_dim, _COMPRESSED_BLOCK, DType.UINT8)
             return (
-                part(name=f"{prefix}latent", shape=(self.nope_dim,), dtype=DType.FLOAT8_E4M3),
-                part(name=f"{prefix}latent_scale", shape=(scales,), dtype=DType.UINT8),
+                part(name=f"{prefix}latent", shape=(self.nope_dim,), dtype=row.storage, kv_format=row),
+                part(name=scales_of(f"{prefix}latent"), shape=(scales,), dtype=DType.UINT8),
                 part(name=f"{prefix}rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),
             )
         return (
@@ -275,7 +292,8 @@ def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 
 def _scaled_fp8(name: str, width: int, group: str, per: int = 1) -> tuple[Part, ...]:
     """FP8 numbers with one float32 scale per 128."""
     scales = -(-width // _LATENT_BLOCK)
+    row = fp8_row(width, _LATENT_BLOCK, DType.FLOAT32)
     return (
-        Part(group=group, reach=_FULL, name=name, shape=(width,), dtype=DType.FLOAT8_E4M3, per=per),
-        Part(group=group, reach=_FULL, name=f"{name}_scale", shape=(scales,), dtype=DType.FLOAT32, per=per),
+        Part(group=group, reach=_FULL, name=name, shape=(width,), dtype=row.storage, per=per, kv_format=row),
+        Part(group=group, reach=_FULL, name=scales_of(name), shape=(scales,), dtype=DType.FLOAT32, per=per),
     )

@@ -5,38 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class DType(StrEnum):
-    """Element types a pool can hold. The names are those of `torch`, so that `memory` can map them without a table."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT8_E4M3 = "float8_e4m3fn"
-    FLOAT8_E5M2 = "float8_e5m2"
-    INT32 = "int32"
-    UINT8 = "uint8"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _ITEMSIZE[self]
-
-
-_ITEMSIZE = {
-    DType.FLOAT32: 4,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.FLOAT8_E4M3: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.INT32: 4,
-    DType.UINT8: 1,
-}
+from quire.spec.dtype import DType as DType
+from quire.spec.kv_format import KVFormat
 
 PER_PAGE = 0
 """`Field.per` of a field that has one entry per page, whatever the page size."""
+
+
+def scales_of(name: str) -> str:
+    """The name of the field that holds the scales of field `name`."""
+    return f"{name}_scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +24,9 @@ class Field:
 
     `layers` are the ordinals of the attention (or state) calls of one forward pass that own a copy: the pool keys its
     tensors by them, because several calls may share one module and one module may be called twice. `per` is the number
-    of tokens one entry covers (1: one entry per token, 4: one per four, `PER_PAGE`: one per page).
+    of tokens one entry covers (1: one entry per token, 4: one per four, `PER_PAGE`: one per page). `kv_format` says how
+    vectors are encoded, where they are: `shape` is then what they take, and their scales are in the field named
+    `scales_of(name)` of the same layers, if the format has any.
     """
 
     name: str
@@ -53,6 +34,7 @@ class Field:
     dtype: DType
     layers: tuple[int, ...]
     per: int = 1
+    kv_format: KVFormat | None = None
 
     def entries(self, page_size: int) -> int:
         """Entries of one layer in one frame."""
@@ -104,4 +86,6 @@ class PageLayout:
         digest = hashlib.sha256(f"quire-layout-1|{self.page_size}".encode())
         for f in self.fields:
             digest.update(f"|{f.name}|{f.shape}|{f.dtype.value}|{f.layers}|{f.per}".encode())
+            if f.kv_format is not None:
+                digest.update(f"|{f.kv_format.identity}".encode())
         return digest.hexdigest()

@@ -171,7 +171,14 @@ def _layout(page_size: int, parts: Mapping[Part, Sequence[int]], architecture: s
                 fix=f"use a page size that is a multiple of {max(p.per for p in parts)}.",
             )
     fields = tuple(
-        Field(name=part.name, shape=part.shape, dtype=part.dtype, layers=tuple(layers), per=part.per)
+        Field(
+            name=part.name,
+            shape=part.shape,
+            dtype=part.dtype,
+            layers=tuple(layers),
+            per=part.per,
+            kv_format=part.kv_format,
+        )
         for part, layers in parts.items()
     )
     return PageLayout(page_size, fields)

@@ -1,9 +1,10 @@
 """ContentOracle: what every token slot of a cache holds, as a name for the content instead of bytes.
 
 A key or value computed for a token depends on the whole prefix before it, so the content of a slot is named by
-(namespace, all tokens up to and including this one). Two contents are equal exactly if their names are. Whoever stands
-in for the device calls `write` where it would store keys and values, and `check` where it would read them: a wrong,
-stale, short or foreign page shows at once, without a model.
+(namespace, all tokens up to and including this one). Two contents are equal exactly if their names are. What a request
+carries along is named by the last token that went into it, and is one slot to a frame. Whoever stands in for the device
+calls `write` where it would store something, and `check` where it would read it: a wrong, stale, short or foreign page
+shows at once, without a model.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ class ContentOracle:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._names: dict[tuple[object, int], int] = {}
-        slots = (cache.plan.num_pages + 1) * cache.page_size
-        self._held = np.zeros((len(cache.plan.groups), slots), dtype=np.int64)  # [groups, slots]
+        self._per_frame = [1 if group.reach.carried else cache.page_size for group in cache.groups]
+        self._held = [
+            np.zeros((cache.plan.frames_of(index) + 1) * slots, dtype=np.int64)
+            for index, slots in enumerate(self._per_frame)
+        ]
 
     def contents(self, namespace: Namespace, tokens: Iterable[int]) -> Contents:
         """The name of each token's content, int64 `[num_tokens]`."""
@@ -44,15 +48,15 @@ class ContentOracle:
 
     def write(self, group: int, slots: Ids, contents: Contents) -> None:
         """The device stores these contents in these slots."""
-        self._held[group, slots] = contents
+        self._held[group][slots] = contents
 
     def check(self, group: int, slots: Ids, contents: Contents) -> None:
         """The device reads these slots and expects these contents. Raises AssertionError where one is another."""
         assert len(slots) == len(contents)
-        wrong = np.flatnonzero(self._held[group, slots] != contents)
+        wrong = np.flatnonzero(self._held[group][slots] != contents)
         if len(wrong):
             at = int(wrong[0])
-            held = int(self._held[group, slots[at]])
+            held = int(self._held[group][slots[at]])
             what = "nothing" if held == NOTHING else f"content {held}"
             raise AssertionError(
                 f"token {at} should read content {int(contents[at])} in slot {int(slots[at])} of group {group}, "
@@ -60,17 +64,15 @@ class ContentOracle:
             )
 
     def check_cached(self) -> None:
-        """Every cached page is complete and holds what its place in the tree promises. O(cached tokens)."""
-        cached = list(self._cached())
-        if not cached:
-            return
-        page_ids, contents = (np.concatenate(parts) for parts in zip(*cached, strict=True))
-        for group in range(len(self._held)):
-            self.check(group, self.slots_of(group, page_ids), contents)
-
-    def slots_of(self, group: int, page_ids: Ids) -> Ids:
-        """All slots of these pages' frames, in order."""
-        return slots_of_frames(self._cache.frames.column(Tier.DEVICE, group)[page_ids], self._cache.page_size)
+        """What is cached of every page holds what its place in the tree promises. O(cached tokens)."""
+        size = self._cache.page_size
+        for page_ids, contents in self._cached():
+            of_pages = contents.reshape(len(page_ids), size)
+            for group, slots in enumerate(self._per_frame):
+                column = self._cache.frames.column(Tier.DEVICE, group)
+                there = column[page_ids] != 0
+                frames = column[page_ids[there]]
+                self.check(group, slots_of_frames(frames, slots), of_pages[there][:, size - slots :].reshape(-1))
 
     def _cached(self) -> Iterator[tuple[Ids, Contents]]:
         """Each edge of the tree: its pages and what they should hold."""

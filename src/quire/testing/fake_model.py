@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.cache import KVCache
+from quire.cache.carried import Pieces
+from quire.cache.request_kv import RequestKV
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.request import Request
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.testing.content import ContentOracle, slots_of_frames
+
+NO_SLOTS: Ids = np.empty(0, dtype=np.int32)
 
 
 def next_token(namespace: Namespace, tokens: Sequence[int] | Ids, vocabulary: int) -> int:
@@ -38,7 +42,8 @@ class FakeStep:
     previous: FakeStep | None
     known: list[Ids]  # per work: the request's tokens on the host at launch
     writes: list[Ids]  # per group: slots of the works' tokens, packed
-    reads: list[list[Ids]]  # per group, per work: slots of its whole context
+    reads: list[list[Ids]]  # per group, per work: slots of its context, from the first page it reads on
+    pieces: dict[int, Pieces]  # by group of which requests carry a frame
     drawn: list[int | None] = field(default_factory=list)
 
 
@@ -55,30 +60,55 @@ class FakeModel:
         kvs = [work.kv for work in batch.works]
         starts = np.array([work.start for work in batch.works], dtype=np.int64)
         ends = starts + np.array([work.count for work in batch.works], dtype=np.int64)
-        writes, reads = [], []
-        for group in range(len(self._cache.plan.groups)):
-            writes.append(self._cache.slots(kvs, starts, ends, group))
-            table = self._cache.page_table(kvs, ends, group)
-            reads.append(
-                [
-                    slots_of_frames(frames, self._cache.page_size)[: int(end)]
-                    for frames, end in zip(table, ends, strict=True)
-                ]
-            )
+        fence = self._cache.open_fence()
+        writes, reads, pieces = [], [], {}
+        for index in range(len(self._cache.groups)):
+            carried = self._cache.launch(index, kvs, ends)
+            if carried is not None:
+                pieces[index] = carried
+            writes.append(self._cache.slots(kvs, starts, ends, index) if carried is None else NO_SLOTS)
+            reads.append(self._reads(index, kvs, starts, ends) if carried is None else [])
         known = [work.request.tokens.copy() for work in batch.works]
-        return FakeStep(batch, self._cache.open_fence(), previous, known, writes, reads)
+        return FakeStep(batch, fence, previous, known, writes, reads, pieces)
+
+    def _reads(self, index: int, kvs: list[RequestKV], starts: np.ndarray, ends: np.ndarray) -> list[Ids]:
+        size, reach = self._cache.page_size, self._cache.groups[index].reach
+        table = self._cache.page_table(kvs, ends, index)
+        firsts = [reach.needed(start // size).start for start in starts.tolist()]
+        return [
+            slots_of_frames(frames[first:], size)[: int(end) - first * size]
+            for frames, first, end in zip(table, firsts, ends, strict=True)
+        ]
 
     def execute(self, step: FakeStep) -> list[int | None]:
         """Run a launched step on the device; returns the token of each work, None where it draws none."""
         inputs = [self._contents(step, index) for index in range(len(step.known))]
         new = [contents[work.start :] for work, contents in zip(step.batch.works, inputs, strict=True)]
         for group, reads in enumerate(step.reads):
+            if group in step.pieces:
+                self._carry(group, step.pieces[group], step, inputs)
+                continue
             self.oracle.write(group, step.writes[group], np.concatenate(new))
             for slots, contents in zip(reads, inputs, strict=True):
-                self.oracle.check(group, slots, contents)
+                self.oracle.check(group, slots, contents[len(contents) - len(slots) :])
         step.drawn = [self._draw(step, index) for index in range(len(step.known))]
         step.previous = None
         return step.drawn
+
+    def _carry(self, group: int, pieces: Pieces, step: FakeStep, inputs: list[np.ndarray]) -> None:
+        """Each piece reads what its request holds so far, if that is anything, and writes what it holds then."""
+        at = 0
+        for work, contents in zip(step.batch.works, inputs, strict=True):
+            position = work.start
+            while position < work.start + work.count:
+                if position:
+                    self.oracle.check(group, pieces.sources[at : at + 1], contents[position - 1 : position])
+                else:
+                    assert pieces.sources[at] == 0, "a request began with what another one holds"
+                position += int(pieces.lengths[at])
+                self.oracle.write(group, pieces.targets[at : at + 1], contents[position - 1 : position])
+                at += 1
+        assert at == len(pieces.lengths), "pieces that belong to no request"
 
     def solo(self, request: Request) -> list[int]:
         """The output of the request as if nothing else existed, by the definition and without a cache."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import InvalidFree, InvalidInput, OutOfPages
-from quire.memory.allocator.free_list import FreeList
+from quire.errors import InvalidInput, OutOfPages
+from quire.memory.allocator.free_list import FreeList, check_given_back
 from quire.spec.ids import Bools, Ids
 
 IntArray = npt.ArrayLike
@@ -58,6 +58,16 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Pages that `alloc_pages` could hand out now."""
         return len(self._free) + self._num_released
 
+    @property
+    def num_frames(self) -> int:
+        """As `num_pages`, where its pages are the frames of a group."""
+        return self.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """As `num_free_pages`."""
+        return self.num_free_pages
+
     def available_size(self) -> int:
         """Tokens that could be handed out now, in whole pages."""
         return self.num_free_pages * self.page_size
@@ -95,7 +105,7 @@ class BaseTokenToKVPoolAllocator(ABC):
 
         Raises OutOfPages, changing nothing.
         """
-        self._check_room(num_pages)
+        self.check_room(num_pages)
         if num_pages > len(self._free):
             self._merge_released()
         pages = self._free.take(num_pages)
@@ -130,7 +140,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens), no loop over sequences. Raises OutOfPages,
         changing nothing.
         """
-        prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc)
+        prefix, seq, last = self.check_lengths(prefix_lens, seq_lens, last_loc)
         counts = seq - prefix
         total = int(counts.sum())
         if extend_num_tokens is not None and extend_num_tokens != total:
@@ -156,7 +166,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         Only sequences that cross into a new page (`seq % P == 1`) cost an id. Raises OutOfPages, changing nothing.
         """
         seq = np.asarray(seq_lens, dtype=np.int64)
-        prefix, seq, last = self._check_lengths(seq - 1, seq, last_loc)
+        prefix, seq, last = self.check_lengths(seq - 1, seq, last_loc)
         crosses = prefix % self.page_size == 0
         pages = self.alloc_pages(int(np.count_nonzero(crosses)))
         slots: Ids = (last + 1).astype(np.int32)
@@ -171,13 +181,13 @@ class BaseTokenToKVPoolAllocator(ABC):
         Raises InvalidFree, changing nothing, if any of them is not out.
         """
         slots = np.asarray(free_index, dtype=np.int64).reshape(-1)
-        self.free_pages(self._pages_of(slots))
+        self.free_pages(self.pages_of(slots))
 
     def free_pages(self, page_ids: Ids | npt.NDArray[np.int64]) -> None:
         """Give back distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
+        self.check_out(page_ids)
         if not len(page_ids):
             return
-        self._check_out(page_ids)
         self._out[page_ids] = False
         pages = page_ids.astype(np.int32)
         if self._group is not None:
@@ -212,8 +222,8 @@ class BaseTokenToKVPoolAllocator(ABC):
     # -- for the two kinds
 
     @abstractmethod
-    def _pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The pages to give back for these slots, unchecked: not narrowed, so that a foreign id stays foreign."""
+    def pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pages that `free` gives back for these slots, unchecked: not narrowed, so a foreign id stays foreign."""
 
     @abstractmethod
     def _put_back(self, pages: Ids) -> None:
@@ -222,17 +232,19 @@ class BaseTokenToKVPoolAllocator(ABC):
     def _group_order(self, pages: Ids) -> Ids:
         return pages
 
-    # -- checks
+    # -- checks: each raises before anything has changed
 
-    def _check_room(self, num_pages: int) -> None:
+    def check_room(self, num_pages: int) -> None:
+        """Raises OutOfPages where `alloc_pages(num_pages)` would."""
         if num_pages < 0:
             raise InvalidInput(f"cannot allocate {num_pages} pages.")
         if num_pages > self.num_free_pages:
             raise OutOfPages(group=self.name, wanted=num_pages, free=self.num_free_pages)
 
-    def _check_lengths(
+    def check_lengths(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The three as int64 arrays. Raises InvalidInput where `alloc_extend` would."""
         prefix = np.asarray(prefix_lens, dtype=np.int64).reshape(-1)
         seq = np.asarray(seq_lens, dtype=np.int64).reshape(-1)
         last = np.asarray(last_loc, dtype=np.int64).reshape(-1)
@@ -250,23 +262,9 @@ class BaseTokenToKVPoolAllocator(ABC):
             )
         return prefix, seq, last
 
-    def _check_out(self, pages: Ids | npt.NDArray[np.int64]) -> None:
-        low, high = int(pages.min()), int(pages.max())
-        if low < 1 or high > self.num_pages:
-            raise InvalidFree(
-                f"group '{self.name}': page {low if low < 1 else high} given back, but this pool hands out pages 1 to "
-                f"{self.num_pages}."
-            )
-        if not self._out[pages].all():
-            wrong = pages[~self._out[pages]]
-            raise InvalidFree(
-                f"group '{self.name}': page {int(wrong[0])} given back, but it is not out (freed twice?)."
-            )
-        if len(pages) > 1:
-            ordered = np.sort(pages)
-            twice = ordered[1:][ordered[1:] == ordered[:-1]]
-            if len(twice):
-                raise InvalidFree(f"group '{self.name}': page {int(twice[0])} given back twice in one call.")
+    def check_out(self, page_ids: Ids | npt.NDArray[np.int64]) -> None:
+        """Raises InvalidFree where `free_pages(page_ids)` would."""
+        check_given_back(page_ids, self._out, group=self.name)
 
     def _released_ids(self) -> Ids:
         return np.concatenate(self._released) if self._released else np.empty(0, dtype=np.int32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from quire.spec.ids import Ids
+from quire.errors import InvalidFree
+from quire.spec.ids import Bools, Ids
 
 
 class FreeList:
@@ -54,3 +56,23 @@ class FreeList:
         first = min(len(ids), len(self._ring) - at)
         self._ring[at : at + first] = ids[:first]
         self._ring[: len(ids) - first] = ids[first:]
+
+
+def check_given_back(ids: Ids | npt.NDArray[np.int64], out: Bools, *, group: str, noun: str = "page") -> None:
+    """Raises InvalidFree unless these are distinct ids that are out. `out[id]` says whether an id is; 0 never is."""
+    if not len(ids):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 1 or high >= len(out):
+        raise InvalidFree(
+            f"group '{group}': {noun} {low if low < 1 else high} given back, but this pool hands out {noun}s 1 to "
+            f"{len(out) - 1}."
+        )
+    if not out[ids].all():
+        wrong = ids[~out[ids]]
+        raise InvalidFree(f"group '{group}': {noun} {int(wrong[0])} given back, but it is not out (freed twice?).")
+    if len(ids) > 1:
+        ordered = np.sort(ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice):
+            raise InvalidFree(f"group '{group}': {noun} {int(twice[0])} given back twice in one call.")

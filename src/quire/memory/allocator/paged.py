@@ -16,7 +16,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def __init__(self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full") -> None:
         super().__init__(size, page_size, need_sort=need_sort, name=name)
 
-    def _pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Distinct, in ascending order."""
         return np.unique(slots // self.page_size)
 
     def _put_back(self, pages: Ids) -> None:

@@ -15,7 +15,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def __init__(self, size: int, *, need_sort: bool = False, name: str = "full") -> None:
         super().__init__(size, 1, need_sort=need_sort, name=name)
 
-    def _pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The slots themselves: a slot named twice is a page freed twice."""
         return slots
 
     def _put_back(self, pages: Ids) -> None:

@@ -34,7 +34,7 @@ _OF_NO_MATTER = re.compile(
     r"|num_attention_heads|num_query_groups|attention_hidden_size|qk_(nope_)?head_dim|^o_(groups|lora_rank)|q_lora_rank"
     r"|hybrid_layer_ids|mem_blocks|conv_dim$|index_(n_heads|share|skip|block|local|topk_)|max_window_layers"
     r"|sliding_window_(pattern|size)|use_sliding_window|full_attention_interval|full_attn_idxs|attn_every"
-    r"|mamba_(proj|hidden|chunk|dt)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
+    r"|mamba_(proj|hidden|chunk|dt|act$)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
 )
 """Fields whose names match and that change nothing about what is kept, or only where another field says so."""
 
@@ -97,11 +97,15 @@ def _mixed_layers(reader: ConfigReader, kinds: list[str], context: int, state_dt
         elif kind == STATE:
             layers.append(kept)
         elif kind == PARALLEL:
-            layers.append(attend(index, FULL) + kept)
+            both = attend(index, FULL), kept
+            layers.append(both[1] + both[0] if reader.kind in _STATE_FIRST else both[0] + both[1])
         else:
             layers.append(attend(index, kind))
     return tuple(layers)
 
+
+_STATE_FIRST = frozenset({"falcon_h1"})
+"""Model types whose layers run their recurrence before the attention beside it; ordinals follow the forward pass."""
 
 _OTHER_CALLS = frozenset({"diffllama", "hrm_text", "longcat_flash", "mllama"})
 """Model types whose layers call attention in a number or with shapes that no field of the configuration says."""

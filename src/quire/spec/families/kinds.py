@@ -104,7 +104,15 @@ def _named(reader: ConfigReader) -> list[str] | None:
     length = reader.size("num_hidden_layers", "n_layer", "num_layers", default=len(names))
     if reader.has("layers_block_type"):
         length = len(names)  # its length counts; some configurations keep an older num_hidden_layers beside it
-    for other in ("sliding_window", "attention_chunk_size", "hybrid_layer_pattern", "attn_type_list"):
+    for other in (
+        "sliding_window",
+        "attention_chunk_size",
+        "hybrid_layer_pattern",
+        "attn_type_list",
+        "layer_group_size",
+        "attn_layer_period",
+        "attn_layer_offset",
+    ):
         reader.get(other)  # without effect where no layer slides, or beside names
     if length != len(names):
         raise UnsupportedModel(
@@ -183,7 +191,7 @@ def _periods(reader: ConfigReader) -> list[str] | None:
     period, offset = reader.get("attn_layer_period"), reader.get("attn_layer_offset", default=0)
     if isinstance(period, int) and period > 0:
         return [FULL if layer % period == offset else STATE for layer in range(num_layers(reader))]
-    interval = reader.get("full_attention_interval")
+    interval = reader.get("full_attention_interval", "layer_group_size")
     if isinstance(interval, int) and interval > 0:
         return [STATE if (layer + 1) % interval else FULL for layer in range(num_layers(reader))]
     return None

@@ -17,7 +17,7 @@ def read(config: ConfigReader, state_dtype: DType | None) -> StateCall:
 
     The recurrence's element type is `state_dtype`, else the configuration's, else float32.
     """
-    dtype = state_dtype or config.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=DType.FLOAT32)
+    dtype = state_dtype or recurrence_dtype(config)
     for rule in (_delta_net, _kimi_delta, _mamba2, _mamba1, _short_conv, _linear_recurrent_unit, _lightning):
         found = rule(config, dtype)
         if found is not None:
@@ -25,6 +25,11 @@ def read(config: ConfigReader, state_dtype: DType | None) -> StateCall:
     raise config.missing(
         "mamba_num_heads", "linear_num_value_heads", "linear_attn_config", "mamba_d_state", "conv_L_cache"
     )
+
+
+def recurrence_dtype(config: ConfigReader) -> DType:
+    """The element type that the configuration asks for the state of its recurrences; float32 where it does not."""
+    return config.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=DType.FLOAT32)
 
 
 def _delta_net(config: ConfigReader, dtype: DType) -> StateCall | None:
@@ -51,6 +56,10 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     if source is config.text:
         names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+        if config.kind == "bailing_hybrid":
+            config.get("short_conv_kernel_size")  # another name of the kernel, where transformers writes both
+            if not config.has(*names):
+                names = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
     heads, dim, kernel = (source.get(name) for name in names)
     if not heads:
         return None
@@ -63,6 +72,8 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
 
 def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
     """Mamba 2: B and C per group beside the inner channels, a matrix per head."""
+    if config.kind == "zamba":  # Mamba 1 in heads
+        return None
     heads = config.size("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", default=0)
     if not heads and config.kind == "mamba2":
         heads = config.size("num_heads")
@@ -86,18 +97,20 @@ def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
 
 
 def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
-    """Mamba 1: every inner channel is a head of its own."""
+    """Mamba 1: every inner channel is a head of its own, but for Zamba, which splits its channels into a few."""
     if not config.has("mamba_d_state", "state_size"):
         return None
     hidden = config.size("hidden_size", "d_model")
     inner = int(config.number("mamba_expand", "expand", default=2) * hidden)
     if config.kind in ("mamba", "falcon_mamba"):
         inner = config.size("intermediate_size", default=inner)
+    size = config.size("mamba_d_state", "state_size")
+    heads = config.size("n_mamba_heads", default=2) if config.kind == "zamba" else inner
     return StateCall(
         kernel=config.size("mamba_d_conv", "conv_kernel"),
         channels=inner,
-        heads=inner,
-        matrix=(config.size("mamba_d_state", "state_size"),),
+        heads=heads,
+        matrix=(inner // heads, size) if config.kind == "zamba" else (size,),
         state_dtype=dtype,
     )
 

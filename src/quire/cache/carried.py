@@ -1,0 +1,281 @@
+"""CarriedGroup: a group of which each request carries one frame along, and the copies of it that it leaves behind.
+
+Nothing is ever copied. To leave what its frame holds at a page's end, a request goes on in another frame: the next
+piece of work reads the old one and writes the new one, and the old one becomes the page's when the page is settled.
+A request that begins on a cached prefix reads the frame of that prefix's last page and writes its own.
+
+    position      0 ........ n1 ........ n2 ...... end            n1, n2: ends of pages where it leaves its frame
+    pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: left behind; C: goes on
+
+What it leaves is a service to others. A frame for it is taken only where none is missed: `skipped` counts the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Lengths, RowPages
+from quire.cache.request_kv import RequestKV
+from quire.memory.allocator import SlotFrames
+from quire.prefix.reach import Reach
+from quire.prefix.shelf import Rank, Shelf
+from quire.spec.ids import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Work of one step in one carried group: consecutive runs of tokens, those of one request as neighbours, in order.
+
+    Piece i is `lengths[i]` tokens; it starts from what frame `sources[i]` holds (0: from nothing) and leaves the result
+    in frame `targets[i]`.
+    """
+
+    lengths: Ids
+    sources: Ids
+    targets: Ids
+
+
+@dataclass(slots=True)
+class _Trail:
+    """A frame with what a request held at the end of page `num_pages - 1`."""
+
+    num_pages: int
+    frame: int
+    rank: Rank
+
+
+class CarriedGroup(GroupCache):
+    """See `quire.cache.groups.GroupCache` for what it does, and this module for how. `grid` is in tokens."""
+
+    def __init__(
+        self, index: int, reach: Reach, frames: SlotFrames, *, page_size: int, max_requests: int, grid: int
+    ) -> None:
+        super().__init__(index, reach, frames)
+        self._frames = frames
+        self.shelf = Shelf(len(frames.column) - 1)
+        self._page_size = page_size
+        self._grid = max(page_size, grid - grid % page_size)
+        self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
+        self._position = np.zeros(max_requests, dtype=np.int64)  # tokens that have gone into it
+        self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
+        self._trail: dict[int, _Trail] = {}  # the last page's end passed, by row
+        self._behind: dict[int, list[_Trail]] = {}  # left at ends of pages that have not settled yet, by row
+
+    # -- what there is
+
+    @property
+    def frames(self) -> SlotFrames:
+        return self._frames
+
+    @property
+    def num_evictable(self) -> int:
+        return self.shelf.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        return self.shelf.num_pages
+
+    def would_pin(self, pages: Ids, evictable: int) -> int:
+        return 0  # a page on the shelf is nobody's, so that its frame can be the request's own: see `wanted`
+
+    def needs(self, num_pages: int, num_cached: int) -> int:
+        return 1
+
+    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+        return int(np.count_nonzero(self._frame[rows] == 0))
+
+    def reserve(self, num_pages: int) -> int:
+        return 0
+
+    def frames_of(self, row: int) -> Ids:
+        """Frames that a row owns, in no order."""
+        frames = [int(self._frame[row])] if self._frame[row] else []
+        frames += [trail.frame for trail in self._behind.get(row, ())]
+        if row in self._trail:
+            frames.append(self._trail[row].frame)
+        return np.array(frames, dtype=np.int32)
+
+    def pinned(self, row: int, pages: Ids) -> Ids:
+        """The cached page that a row is to begin on, while it has not begun."""
+        source: Ids = self._source[row : row + 1]
+        return source[:0] if source[0] == 0 else source
+
+    # -- requests
+
+    def wanted(self, rows: Ids, num_new: int) -> int:
+        """A frame for each row without one; one that nothing is left for can have that of the page it begins on."""
+        missing = rows[self._frame[rows] == 0]
+        short = len(missing) - self.num_free - self.num_evictable
+        return len(missing) - (min(short, len(self._takeable(missing))) if short > 0 else 0)
+
+    def begin(self, row: int, pages: Ids) -> None:
+        if len(pages):
+            self.shelf.pin(pages[-1:], Rank.USED)
+            self._source[row] = pages[-1]
+        self._position[row] = len(pages) * self._page_size
+
+    def grow(self, rows: Ids, new_pages: Ids) -> None:
+        missing = rows[self._frame[rows] == 0]
+        short = len(missing) - self.num_free
+        if short > 0:
+            for row in self._takeable(missing)[:short].tolist():
+                page = self._source[row : row + 1].copy()
+                self.shelf.unpin(page, Rank.PASSED)
+                self.shelf.remove(page)
+                self._frame[row] = self.frames.take_over(page)[0]
+                self._source[row] = 0
+                self.dropped_frames += 1
+            missing = rows[self._frame[rows] == 0]
+        self._frame[missing] = self.frames.take(len(missing))
+
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, *, leaves: bool) -> tuple[Pieces, list[Given]]:
+        """Carry each request's frame on to its end, in tokens. `leaves`: whether frames may be left for others."""
+        rows = np.fromiter((kv.row for kv in kvs), dtype=np.int32, count=len(kvs))
+        starts = self._position[rows]
+        assert (ends > starts).all() and self._frame[rows].all(), "a request was launched that had not grown"
+        plain = (self._source[rows] == 0) & (starts > 0)
+        if leaves:
+            plain &= (starts % self._page_size > 0) & (starts // self._page_size == (ends - 1) // self._page_size)
+        self._position[rows] = ends
+        if plain.all():  # nothing begins and no page ends: what most decoding steps are
+            frames = self._frame[rows]
+            return Pieces((ends - starts).astype(np.int32), frames, frames), []
+        pieces: list[tuple[int, int, int]] = []
+        given: list[Given] = []
+        for kv, start, end in zip(kvs, starts.tolist(), ends.tolist(), strict=True):
+            pieces += self._pieces(kv, start, end, leaves)
+            page = self.pinned(kv.row, NO_PAGES)
+            if len(page):
+                given.append(Given(self.index, page.copy(), Rank.USED))
+                self._source[kv.row] = 0
+        return Pieces(*np.array(pieces, dtype=np.int32).T), given
+
+    def owes(self, row: int, num_pages: int) -> bool:
+        """A frame that is to be left where it is now goes with the next step, and is the page's when that settles."""
+        if self._position[row] <= num_pages * self._page_size:
+            return True
+        return any(trail.num_pages == num_pages for trail in self._behind.get(row, ()))
+
+    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
+        settled = [trail for trail in self._behind.get(row.row, ()) if trail.num_pages <= row.protected]
+        if settled:
+            self._behind[row.row] = [t for t in self._behind[row.row] if t.num_pages > row.protected]
+        return self._leave(row, settled)
+
+    def passed(self, row: RowPages) -> list[Given]:
+        return []
+
+    def finish(self, row: RowPages) -> list[Given]:
+        """The last of what it holds that is of the end of a settled page becomes that page's; the rest goes."""
+        at = row.row
+        last = [self._trail.pop(at)] if at in self._trail else []
+        num_pages, rest = divmod(int(self._position[at]), self._page_size)
+        if self._frame[at]:
+            last.append(_Trail(-1 if rest else num_pages, int(self._frame[at]), Rank.USED))
+        settled = [trail for trail in last if 0 < trail.num_pages <= row.protected and not self._source[at]]
+        keep = max(settled, key=lambda trail: trail.num_pages, default=None)
+        given = self._leave(row, [keep] if keep else [])
+        frames = [t.frame for t in (*self._behind.pop(at, ()), *last) if t is not keep]
+        given.append(
+            Given(self.index, self.pinned(at, NO_PAGES).copy(), Rank.USED, frames=np.array(frames, dtype=np.int32))
+        )
+        self._frame[at] = self._source[at] = 0
+        self._position[at] = 0
+        return given
+
+    def give_back(self, given: Given) -> None:
+        self.shelf.unpin(given.unpinned, given.rank)
+        self.frames.free(given.frames)
+
+    def forget(self, pages: Ids) -> None:
+        self.shelf.remove(pages)
+        self.frames.drop(pages)
+
+    def evict(self, num_frames: int) -> int:
+        return self._drop(num_frames, max(Rank))
+
+    # -- inside
+
+    def _takeable(self, rows: Ids) -> Ids:
+        """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
+        sources = self._source[rows]
+        found: Ids = rows[(sources != 0) & (self.shelf.pins(sources) == 1)]
+        return found
+
+    def _pieces(self, kv: RequestKV, start: int, end: int, leaves: bool) -> list[tuple[int, int, int]]:
+        """(length, source, target) of each piece of one request's tokens `start..end`."""
+        row, current = kv.row, int(self._frame[kv.row])
+        source = int(self.frames.column[self._source[row]]) if self._source[row] else current * (start > 0)
+        pieces: list[tuple[int, int, int]] = []
+        for at, rank in self._stops(kv, start, end) if leaves else ():
+            if at > start:
+                pieces.append((at - start, source, current))
+                start, source = at, current
+            if source != current:
+                continue  # it has not begun: what it would leave is there
+            current = self._leave_here(row, at // self._page_size, current, rank) or current
+        pieces.append((end - start, source, current))
+        self._frame[row] = current
+        return pieces
+
+    def _stops(self, kv: RequestKV, start: int, end: int) -> list[tuple[int, Rank | None]]:
+        """Where in `start..end - 1` tokens to leave the frame, in order, and for what: marks, the grid, and (None) the
+        end of a page that is there to be left without a piece of its own."""
+        size = self._page_size
+        stops: dict[int, Rank | None] = {}
+        if start and start % size == 0:
+            stops[start] = None
+        first = -(-max(start, 1) // self._grid) * self._grid
+        stops |= dict.fromkeys(range(first, end, self._grid), Rank.PASSED)
+        stops |= {
+            num_pages * size: rank for num_pages, rank in kv.marks.items() if max(start, 1) <= num_pages * size < end
+        }
+        return sorted(stops.items(), key=lambda stop: stop[0])
+
+    def _leave_here(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
+        """Leave `frame` at the end of that many pages, and return another one to go on in; 0 where there is none."""
+        trail = _Trail(num_pages, frame, Rank.USED if rank is None else rank)
+        if rank is None and row in self._trail:
+            following, self._trail[row] = self._trail[row].frame, trail
+            return following
+        following = self._spare(trail.rank)
+        if not following:
+            self.skipped += 1
+        elif rank is None:
+            self._trail[row] = trail
+        else:
+            self._behind.setdefault(row, []).append(trail)
+        return following
+
+    def _spare(self, rank: Rank) -> int:
+        """A frame that no request will miss, for something of that rank; 0 if there is none."""
+        still_to_come = int(np.count_nonzero(self._frame == 0))
+        if self.num_free + self.shelf.num_evictable <= still_to_come:
+            return 0
+        if not self.num_free and not self._drop(1, rank):
+            return 0
+        return int(self.frames.take(1)[0])
+
+    def _drop(self, num_frames: int, most: Rank) -> int:
+        pages = self.shelf.evict(num_frames, most)
+        self.frames.drop(pages)
+        self.dropped_frames += len(pages)
+        return len(pages)
+
+    def _leave(self, row: RowPages, trails: Sequence[_Trail]) -> list[Given]:
+        """Give these frames to the pages they belong to; those of pages that have one go."""
+        given = []
+        for trail in trails:
+            page = row.pages[trail.num_pages - 1 : trail.num_pages].copy()
+            frame = np.array([trail.frame], dtype=np.int32)
+            if self.frames.resident(page)[0]:
+                given.append(Given(self.index, frames=frame))
+            else:
+                self.frames.leave(page, frame)
+                self.left += 1
+            self.shelf.pin(page, trail.rank)  # a step in flight may read the frame still
+            given.append(Given(self.index, page, trail.rank))
+        return given

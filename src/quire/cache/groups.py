@@ -1,0 +1,312 @@
+"""GroupCache: the frames of one group, and what becomes of them as requests begin, grow, settle and end.
+
+`KVCache` does the same with every group; how groups differ is here, and follows from their reach alone:
+
+    WholeGroup     every page keeps its frame as long as it is cached
+    PassingGroup   a request reads a part that moves along; what it has passed may be dropped while its page stays
+    CarriedGroup   a request rewrites one frame of its own, and leaves copies of it behind (`quire.cache.carried`)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.memory.allocator import PageFrames, SlotFrames
+from quire.prefix.radix_cache import RadixCache
+from quire.prefix.reach import Reach
+from quire.prefix.shelf import Rank, Shelf
+from quire.spec.ids import Bools, Ids
+
+Lengths = npt.NDArray[np.int64]
+NO_PAGES: Ids = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a request gives up in one group, once no launched step touches it any more.
+
+    `unpinned` cached pages it no longer reads go on the shelf with `rank`; of private pages in `dropped` it no longer
+    reads the frames; `frames` were its own.
+    """
+
+    group: int
+    unpinned: Ids = field(default_factory=lambda: NO_PAGES)
+    rank: Rank = Rank.PASSED
+    dropped: Ids = field(default_factory=lambda: NO_PAGES)
+    frames: Ids = field(default_factory=lambda: NO_PAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPages:
+    """A request's row as groups see it: `pages` from the first on, the first `protected` of them whole and settled, and
+    cached where prefixes are shared."""
+
+    row: int
+    pages: Ids
+    protected: int
+
+
+class GroupCache(ABC):
+    """One group. `row` is a request's row, `pages` its pages from the first on; pages are cached, private or moving.
+
+    `dropped_frames` counts frames of cached pages that were dropped while their pages stayed, `revived_frames` those
+    that such pages got back from requests that had computed them again, `left` frames that requests left for others to
+    begin on, where that takes a frame of its own, and `skipped` places where there was none for it.
+    """
+
+    def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames) -> None:
+        self.index = index
+        self.name = frames.name
+        self.num_frames = frames.num_frames
+        self.reach = reach
+        self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
+
+    @property
+    @abstractmethod
+    def frames(self) -> PageFrames | SlotFrames:
+        """The group's frames, and which pages have them."""
+
+    @property
+    def num_free(self) -> int:
+        """Frames that belong to nobody."""
+        return self.frames.num_free
+
+    def resumable(self, pages: Ids) -> Bools:
+        """Per page of a cached path: whether this group could resume right after it."""
+        return self.reach.resumable(self.frames.resident(pages))
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Frames of cached pages that could be had."""
+
+    @property
+    @abstractmethod
+    def num_cached(self) -> int:
+        """Frames of cached pages."""
+
+    @abstractmethod
+    def would_pin(self, pages: Ids, evictable: int) -> int:
+        """Frames that are evictable now and will not be once a request begins behind `pages`, of which that many are
+        evictable."""
+
+    @abstractmethod
+    def needs(self, num_pages: int, num_cached: int) -> int:
+        """The most frames that a request of `num_pages` pages, beginning behind `num_cached` of them, takes at once."""
+
+    @abstractmethod
+    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+        """The most frames that these rows, which have `have[i]` pages, still take until they have `reached[i]`."""
+
+    @abstractmethod
+    def reserve(self, num_pages: int) -> int:
+        """Frames to keep for running requests that may take `num_pages` new pages between them in the next step."""
+
+    @abstractmethod
+    def wanted(self, rows: Ids, num_new: int) -> int:
+        """Frames that these rows need to go on, with `num_new` new pages among them."""
+
+    @abstractmethod
+    def begin(self, row: int, pages: Ids) -> None:
+        """A request begins behind these cached pages."""
+
+    @abstractmethod
+    def grow(self, rows: Ids, new_pages: Ids) -> None:
+        """Give what `wanted` counted; there is room."""
+
+    @abstractmethod
+    def owes(self, row: int, num_pages: int) -> bool:
+        """Whether what others need to begin behind that many pages, which are settled, has still to come."""
+
+    @abstractmethod
+    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
+        """Pages from `start` up to `row.protected` are the tree's now; `ours` were the request's own for the first of
+        them, which others had cached before. `marks` are the resume points it leaves, in pages."""
+
+    @abstractmethod
+    def passed(self, row: RowPages) -> list[Given]:
+        """As `commit`, where nothing is shared: pages up to `row.protected` are whole and stay private."""
+
+    @abstractmethod
+    def finish(self, row: RowPages) -> list[Given]:
+        """The request ends."""
+
+    @abstractmethod
+    def give_back(self, given: Given) -> None:
+        """What `Given` says."""
+
+    @abstractmethod
+    def forget(self, pages: Ids) -> None:
+        """These pages leave the cache; their frames are free."""
+
+    @abstractmethod
+    def evict(self, num_frames: int) -> int:
+        """Drop up to that many frames of cached pages whose pages stay; returns how many."""
+
+
+class WholeGroup(GroupCache):
+    """Every page of a prefix is read by all that follows: a frame goes when its page goes."""
+
+    def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache) -> None:
+        super().__init__(index, reach, frames)
+        self._frames = frames
+        self._tree = tree
+
+    @property
+    def frames(self) -> PageFrames:
+        return self._frames
+
+    @property
+    def num_evictable(self) -> int:
+        return self._tree.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        return self._tree.num_pages
+
+    def would_pin(self, pages: Ids, evictable: int) -> int:
+        return evictable
+
+    def needs(self, num_pages: int, num_cached: int) -> int:
+        return num_pages - num_cached
+
+    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+        return int((reached - have).sum())
+
+    def reserve(self, num_pages: int) -> int:
+        return num_pages
+
+    def wanted(self, rows: Ids, num_new: int) -> int:
+        return num_new
+
+    def begin(self, row: int, pages: Ids) -> None:
+        pass
+
+    def grow(self, rows: Ids, new_pages: Ids) -> None:
+        self.frames.take(new_pages)
+
+    def owes(self, row: int, num_pages: int) -> bool:
+        return False
+
+    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
+        self._revive(ours, row.pages[start : start + len(ours)])
+        return []
+
+    def passed(self, row: RowPages) -> list[Given]:
+        return []
+
+    def finish(self, row: RowPages) -> list[Given]:
+        return []
+
+    def give_back(self, given: Given) -> None:
+        raise AssertionError("nothing is given up in a group that is read as a whole")
+
+    def forget(self, pages: Ids) -> None:
+        self.frames.drop(pages)
+
+    def evict(self, num_frames: int) -> int:
+        return 0
+
+    def _revive(self, ours: Ids, theirs: Ids) -> None:
+        """Cached pages without a frame take over those of the request's pages that hold the same."""
+        if len(ours):
+            missing = ~self.frames.resident(theirs)
+            self.frames.hand_over(ours[missing], theirs[missing])
+            self.revived_frames += int(np.count_nonzero(missing))
+
+
+class PassingGroup(WholeGroup):
+    """A request reads its last pages only. Cached frames it reads are pinned; what it passes goes on the shelf.
+
+    |-- passed: may be dropped --|-- read: pinned --|-- read: private --|
+    0                            first[row]         protected           allocated
+    """
+
+    def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache, max_requests: int) -> None:
+        super().__init__(index, reach, frames, tree)
+        self.shelf = Shelf(len(frames.column) - 1)
+        self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
+
+    @property
+    def num_evictable(self) -> int:
+        return self.shelf.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        return self.shelf.num_pages
+
+    def would_pin(self, pages: Ids, evictable: int) -> int:
+        return self.shelf.num_on_shelf(pages[_slice(self.reach.needed(len(pages)))])
+
+    def needs(self, num_pages: int, num_cached: int) -> int:
+        read = len(self.reach.needed(num_cached))  # it holds these from the start
+        return min(num_pages - num_cached, self._most(num_pages) - read)
+
+    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+        most = np.fromiter(map(self._most, reached.tolist()), dtype=np.int64, count=len(rows))
+        return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
+
+    def begin(self, row: int, pages: Ids) -> None:
+        needed = self.reach.needed(len(pages))
+        self.first[row] = needed.start
+        self.shelf.pin(pages[_slice(needed)], Rank.USED)
+
+    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
+        super().commit(row, start, ours, marks)
+        self.shelf.pin(row.pages[start : row.protected])
+        first, after = self._advance(row)
+        passed = row.pages[first:after]
+        ranks = np.zeros(len(passed), dtype=np.int8)
+        for num_pages, rank in marks.items():
+            kept = self.reach.needed(num_pages)
+            part = ranks[max(0, kept.start - first) : max(0, kept.stop - first)]
+            np.maximum(part, rank, out=part)
+        return [
+            Given(self.index, passed[ranks == rank].copy(), rank) for rank in Rank if np.count_nonzero(ranks == rank)
+        ]
+
+    def passed(self, row: RowPages) -> list[Given]:
+        first, after = self._advance(row)
+        return [Given(self.index, dropped=row.pages[first:after].copy())] if after > first else []
+
+    def finish(self, row: RowPages) -> list[Given]:
+        read = row.pages[self.first[row.row] : row.protected]
+        return [Given(self.index, read.copy(), Rank.USED)] if len(read) else []
+
+    def give_back(self, given: Given) -> None:
+        self.shelf.unpin(given.unpinned, given.rank)
+        self.frames.drop(given.dropped)
+
+    def forget(self, pages: Ids) -> None:
+        self.shelf.remove(pages)
+        self.frames.drop(pages)
+
+    def evict(self, num_frames: int) -> int:
+        pages = self.shelf.evict(num_frames)
+        self.frames.drop(pages)
+        self.dropped_frames += len(pages)
+        return len(pages)
+
+    def pinned(self, row: int, pages: Ids) -> Ids:
+        """Which of a row's cached `pages` it pins."""
+        return pages[int(self.first[row]) :]
+
+    def _most(self, num_pages: int) -> int:
+        """Frames of a request while it computes: what it reads, and a page that it writes."""
+        return self.reach.held(num_pages) + 1
+
+    def _advance(self, row: RowPages) -> tuple[int, int]:
+        """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""
+        first = int(self.first[row.row])
+        after = max(first, self.reach.needed(row.protected).start)
+        self.first[row.row] = after
+        return first, after
+
+
+def _slice(pages: range) -> slice:
+    return slice(pages.start, pages.stop)

@@ -1,0 +1,146 @@
+"""Slots of recurrent state: one slot holds the whole state of one sequence. Bookkeeping only, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidFree, InvalidInput, OutOfPages
+from quire.memory.allocator.free_list import FreeList, check_given_back
+from quire.spec.ids import Bools, Ids
+
+HOST = "cpu"
+
+
+class MambaSlotAllocator:
+    """Hands out slots 1 to `size`, int32 on the host; slot 0 is where padded sequences write. `name` is the group.
+
+    A batch that knows how many slots it may need takes them at once:
+
+        |-- free --|-- set aside for the open group --|-- out --|
+                    alloc takes from here only, and alloc_group_end gives the rest back
+
+    Freed slots are reused last, so a stale reader meets them late. `size` is the number of slots.
+    """
+
+    def __init__(self, size: int, *, name: str = "state") -> None:
+        if size < 1:
+            raise InvalidInput(f"a pool of {size} states holds none.", fix="make size at least 1.")
+        self.size = size
+        self.name = name
+        self.clear()
+
+    # -- what there is
+
+    def available_size(self) -> int:
+        """Slots that are free now. Those set aside for an open group are not: they are spoken for."""
+        return len(self._free)
+
+    @property
+    def num_frames(self) -> int:
+        """Slots there are, slot 0 not counted."""
+        return self.size
+
+    @property
+    def num_free(self) -> int:
+        """As `available_size`."""
+        return len(self._free)
+
+    @property
+    def num_set_aside(self) -> int:
+        """Slots of the open group that `alloc` has not handed out yet; 0 outside a group."""
+        return 0 if self._group is None else len(self._group)
+
+    def is_out(self, slot_ids: Ids) -> Bools:
+        """Per slot id: whether it is handed out."""
+        return self._out[slot_ids]
+
+    def clear(self) -> None:
+        """Forget everything handed out: all slots are free, in ascending order, and no group is open."""
+        self._free = FreeList(np.arange(1, self.size + 1, dtype=np.int32), self.size)
+        self._out = np.zeros(self.size + 1, dtype=np.bool_)
+        self._group: Ids | None = None
+
+    # -- handing out
+
+    def alloc(self, need_size: int) -> Ids:
+        """Take `need_size` slots, int32 `[need_size]`; the caller owns them.
+
+        Inside a group they come from those set aside, and from nowhere else. Raises OutOfPages, changing nothing.
+        """
+        if self._group is None:
+            slots = self._take(need_size)
+        else:
+            self._check_room(need_size, len(self._group))
+            slots, self._group = self._group[:need_size], self._group[need_size:]
+        self._out[slots] = True
+        return slots
+
+    def alloc_group_begin(self, num_requests: int) -> None:
+        """Set `num_requests` slots aside for the `alloc` calls that follow. Groups do not nest.
+
+        Raises OutOfPages, and no group is open then.
+        """
+        assert self._group is None, "alloc groups do not nest"
+        self._group = self._take(num_requests)
+
+    def alloc_group_end(self) -> None:
+        """Close the group; what was set aside and not handed out is free again."""
+        assert self._group is not None, "alloc_group_end without alloc_group_begin"
+        group, self._group = self._group, None
+        self._free.push_back(group)
+
+    @contextmanager
+    def alloc_group(self, num_requests: int) -> Iterator[None]:
+        """A group for the length of a `with` block, closed on the way out of it, whatever happens inside."""
+        self.alloc_group_begin(num_requests)
+        try:
+            yield
+        finally:
+            if self._group is not None:  # `clear` has closed it already
+                self.alloc_group_end()
+
+    # -- giving back
+
+    def free(self, free_index: npt.ArrayLike) -> None:
+        """Give back distinct slots that are out: at once, inside a group too. Reads a list or an array on the host.
+
+        Raises InvalidFree, changing nothing, for slots that are not out or named twice, for what is no id, and for an
+        array on another device: reading it there would make the host wait.
+        """
+        where = _device(free_index)
+        if where != HOST:
+            raise InvalidFree(
+                f"group '{self.name}': slots given back as an array on '{where}', but ids live on the host.",
+                fix="keep the ids that alloc returned and give those back.",
+            )
+        slots = np.asarray(free_index).reshape(-1)
+        if not len(slots):
+            return
+        if slots.dtype.kind not in "iu":
+            raise InvalidFree(f"group '{self.name}': slots given back as {slots.dtype}, but ids are integers.")
+        slots = slots.astype(np.int64)
+        check_given_back(slots, self._out, group=self.name, noun="slot")
+        self._out[slots] = False
+        self._free.push_back(slots.astype(np.int32))
+
+    # -- inside
+
+    def _take(self, need_size: int) -> Ids:
+        self._check_room(need_size, len(self._free))
+        return self._free.take(need_size)
+
+    def _check_room(self, need_size: int, free: int) -> None:
+        if need_size < 0:
+            raise InvalidInput(f"cannot allocate {need_size} states.")
+        if need_size > free:
+            raise OutOfPages(group=self.name, wanted=need_size, free=free)
+
+
+def _device(index: object) -> str:
+    """Where an array-like lives; a tensor's device has a `type`, an array's is a string, a list has none."""
+    device = getattr(index, "device", HOST)
+    return str(getattr(device, "type", device))

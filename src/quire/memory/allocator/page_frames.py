@@ -1,0 +1,33 @@
+"""PageFrames: the frames of one group, given to pages that exist already. Bookkeeping only, on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.memory.allocator.group_frames import GroupFrames
+from quire.spec.ids import Ids
+
+
+class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
+    """Which pages have a frame, and which frames are free: pages of the allocator are the frames."""
+
+    def take(self, pages: Ids) -> None:
+        """Give each of these pages a frame; none of them has one. Raises OutOfPages, changing nothing."""
+        self.frames.bind(self.tier, self.group, pages, self.allocator.alloc_pages(len(pages)))
+
+    def drop(self, pages: Ids) -> Ids:
+        """Take the frames of these pages away, free again at once, in ascending order; returns the pages that had one.
+
+        Pages without a frame are passed over.
+        """
+        had: Ids = pages[self.resident(pages)]
+        self.allocator.free_pages(np.sort(self.frames.unbind(self.tier, self.group, had)))
+        return had
+
+    def hand_over(self, old_pages: Ids, new_pages: Ids) -> None:
+        """The frames of `old_pages`, all resident, become those of `new_pages`, none resident, in order.
+
+        No frame is given out or comes back.
+        """
+        self.frames.move(self.tier, self.group, old_pages, new_pages)

@@ -1,0 +1,314 @@
+"""Token slots of models that mix full and sliding-window layers: two sides, one id. Bookkeeping only, on the host.
+
+The slot that everyone holds is that of the full side. A page of it has a page of the window side as well while some
+token still sees it through a window, and loses that one early. The map from one to the other is a column of the frame
+table, so a window that is gone is gone for everybody at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidFree, InvalidInput
+from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, IntArray
+from quire.memory.allocator.page_frames import PageFrames
+from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
+from quire.memory.allocator.token import TokenToKVPoolAllocator
+from quire.memory.frames import FrameTable
+from quire.spec.ids import Ids, Tier
+
+UNLIMITED: Final = sys.maxsize
+"""Tokens free on a full side that does not exist: it is never what an allocation waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SWAState:
+    """What `backup_state` returns. Opaque: only for `restore_state` of the allocator that made it."""
+
+    full: AllocatorState
+    swa: AllocatorState
+    mapping: Ids
+
+
+class SWATokenToKVPoolAllocator(PageFrames):
+    """Hands out token slots of the full side together with window pages for them, all or nothing.
+
+    `size` and `size_swa` are tokens of either side, floored to whole pages; both have the same page size. Every slot
+    taken or given back is one of the full side; `translate` gives those of the window side. As a `PageFrames` it is the
+    window group of its pages.
+
+    With `size` 0 there is no full side, for models whose every layer has a window: a page has the id of its window
+    page, the map is the identity for pages that are out, and a page without its window is no page, so that `free_swa`
+    and `free` are the same.
+    """
+
+    def __init__(
+        self, size: int, size_swa: int, page_size: int, *, need_sort: bool = False, name: str = "window"
+    ) -> None:
+        swa = _side(size_swa, page_size, need_sort=need_sort, name=name)
+        full = _side(size, page_size, need_sort=need_sort, name="full") if size else swa
+        self._join(full, FrameTable(full.num_pages, 1), Tier.DEVICE, 0, swa)
+
+    @classmethod
+    def over(
+        cls,
+        full: BaseTokenToKVPoolAllocator,
+        frames: FrameTable,
+        tier: Tier,
+        group: int,
+        swa: BaseTokenToKVPoolAllocator,
+    ) -> SWATokenToKVPoolAllocator:
+        """An allocator whose full side and frame table others use as well; the column of `group` and `swa` are its own.
+
+        Pages that others took from `full` get their windows by `take`. `clear` and `restore_state` reset `full` too.
+        """
+        made = cls.__new__(cls)
+        made._join(full, frames, tier, group, swa)
+        return made
+
+    def _join(
+        self,
+        full: BaseTokenToKVPoolAllocator,
+        frames: FrameTable,
+        tier: Tier,
+        group: int,
+        swa: BaseTokenToKVPoolAllocator,
+    ) -> None:
+        assert full.page_size == swa.page_size, "two sides with pages of different sizes"
+        assert full.num_pages <= frames.num_pages, "pages beyond the frame table"
+        super().__init__(frames, tier, group, swa)
+        self.full_attn_allocator = full
+        self.swa_attn_allocator = swa
+        self.page_size = full.page_size
+        self.size_swa = swa.size
+        self._windows_only = full is swa
+        self.size = 0 if self._windows_only else full.size
+
+    # -- what there is
+
+    @property
+    def full_to_swa_index_mapping(self) -> Ids:
+        """Page of the full side -> page of the window side, int32 `[num_pages + 2]`, live.
+
+        0 where there is none, and the last entry is -1, so that -1 (no page) maps to -1.
+        """
+        return self.frames.mapping(self.tier, self.group)
+
+    def translate(self, slots: IntArray) -> Ids:
+        """Token slots of the full side -> those of the window side, int32, same shape.
+
+        -1 (no slot) maps to -1, and a slot whose window is gone to its place on the padding page.
+        """
+        found = np.asarray(slots, dtype=np.int64)
+        assert found.min(initial=-1) >= -1 and found.max(initial=-1) < (self.frames.num_pages + 1) * self.page_size
+        # Floor division takes -1 to page -1, the last entry, and then -1 * P + (P - 1) is -1 again.
+        pages = self.full_to_swa_index_mapping[found // self.page_size].astype(np.int64)
+        translated: Ids = (pages * self.page_size + found % self.page_size).astype(np.int32)
+        return translated
+
+    def full_available_size(self) -> int:
+        """Tokens free on the full side, in whole pages; `UNLIMITED` where there is none."""
+        return UNLIMITED if self._windows_only else self.full_attn_allocator.available_size()
+
+    def swa_available_size(self) -> int:
+        """Tokens free on the window side, in whole pages."""
+        return self.swa_attn_allocator.available_size()
+
+    def available_size(self) -> int:
+        """Tokens that could be handed out now with their windows, in whole pages: those of the scarcer side."""
+        return min(self.full_available_size(), self.swa_available_size())
+
+    def clear(self) -> None:
+        """Forget everything handed out, on both sides."""
+        self.frames.unbind(self.tier, self.group, self._every_page())
+        self.full_attn_allocator.clear()
+        self.swa_attn_allocator.clear()
+
+    def backup_state(self) -> SWAState:
+        """A snapshot of both sides and the map, for `restore_state`. O(pages). Not inside a free group."""
+        full, swa = self.full_attn_allocator.backup_state(), self.swa_attn_allocator.backup_state()
+        return SWAState(full, swa, self.column.copy())
+
+    def restore_state(self, state: SWAState) -> None:
+        """Return to exactly what `backup_state` saw: everything handed out or freed since is undone."""
+        assert len(state.mapping) == len(self.column), "a snapshot of another allocator"
+        self.full_attn_allocator.restore_state(state.full)
+        self.swa_attn_allocator.restore_state(state.swa)
+        self.frames.unbind(self.tier, self.group, self._every_page())
+        mapped = np.flatnonzero(state.mapping).astype(np.int32)
+        self.frames.bind(self.tier, self.group, mapped, state.mapping[mapped])
+
+    # -- handing out: both sides are checked before either gives anything
+
+    def alloc(self, need_size: int) -> Ids:
+        """Take `need_size` tokens in whole pages, with their windows; returns their slots, int32 `[need_size]`.
+
+        Raises OutOfPages that names the side which is short, changing nothing, and InvalidInput where `need_size` is
+        not a number of whole pages.
+        """
+        self._check_room(need_size // self.page_size)
+        return self._mapped(self.full_attn_allocator.alloc(need_size))
+
+    def alloc_extend(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
+    ) -> Ids:
+        """Slots for sequences that grow, packed, as from the full side's `alloc_extend`; new pages get windows.
+
+        Raises OutOfPages that names the side which is short, and InvalidInput also where a sequence would go on inside
+        a page whose window is gone; nothing has changed then.
+        """
+        prefix, seq, last = self.full_attn_allocator.check_lengths(prefix_lens, seq_lens, last_loc)
+        self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
+        self._check_room(int((self._pages_for(seq) - self._pages_for(prefix)).sum()))
+        return self._mapped(self.full_attn_allocator.alloc_extend(prefix, seq, last, extend_num_tokens))
+
+    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
+        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. Errors as above."""
+        seq = np.asarray(seq_lens, dtype=np.int64)
+        prefix, seq, last = self.full_attn_allocator.check_lengths(seq - 1, seq, last_loc)
+        crosses = prefix % self.page_size == 0
+        self._check_windows(last[~crosses])
+        self._check_room(int(np.count_nonzero(crosses)))
+        return self._mapped(self.full_attn_allocator.alloc_decode(seq, last))
+
+    def alloc_extend_swa_tail(
+        self,
+        prefix_lens: IntArray,
+        seq_lens: IntArray,
+        last_loc: IntArray,
+        extend_num_tokens: int | None,
+        swa_tail_len: int,
+    ) -> Ids:
+        """Slots for one sequence that grows by tokens of which only the last `swa_tail_len` are seen through a window.
+
+            |-- prefix --|-- rest of its page --|-- full side only --|-- both sides --|
+                                                                     page of the tail's first token
+
+        The pages of the tail get windows; new pages before them stay unmapped. A tail longer than the extension is the
+        extension. Without a full side the tokens of an unmapped page have no place: their slots are those of the
+        padding page, and are not to be given back. Errors as for `alloc_extend`.
+        """
+        full, size = self.full_attn_allocator, self.page_size
+        prefix, seq, last = full.check_lengths(prefix_lens, seq_lens, last_loc)
+        if len(prefix) != 1 or swa_tail_len < 0:
+            raise InvalidInput(f"one sequence and its tail: got {len(prefix)} and a tail of {swa_tail_len} tokens.")
+        start, end = int(prefix[0]), int(seq[0])
+        if extend_num_tokens not in (None, end - start):
+            raise InvalidInput(f"extend_num_tokens is {extend_num_tokens}, but the extension is {end - start} tokens.")
+        tail = max(start, end - swa_tail_len)
+        first_new, stop = -(-start // size), -(-end // size)
+        first_mapped = max(first_new, tail // size if tail < end else stop)
+        in_old_page = min(end, first_new * size) - (start if self._windows_only else tail)
+        self._check_windows(last[:1] if in_old_page > 0 else last[:0])
+        full.check_room(stop - (first_mapped if self._windows_only else first_new))
+        self.swa_attn_allocator.check_room(stop - first_mapped)
+        if self._windows_only:
+            return self._extend_windows(start, end, int(last[0]), first_mapped)
+        slots = full.alloc_extend(prefix, seq, last)
+        self._map(self._new_pages(slots)[first_mapped - first_new :])
+        return slots
+
+    def _extend_windows(self, start: int, end: int, last: int, first_mapped: int) -> Ids:
+        """Slots from `start` to `end`: in the old page, then on the padding page, then from page `first_mapped` on."""
+        position = np.arange(start, end, dtype=np.int64)
+        in_old_page = position < -(-start // self.page_size) * self.page_size
+        slots = np.where(in_old_page, position + last + 1 - start, position % self.page_size).astype(np.int32)
+        mapped = ~in_old_page & (position >= first_mapped * self.page_size)
+        if mapped.any():
+            first = end - int(np.count_nonzero(mapped))  # begins a page, so nothing comes before it
+            slots[mapped] = self._mapped(self.full_attn_allocator.alloc_extend([first], [end], [-1]))
+        return slots
+
+    # -- giving back
+
+    def free(self, free_index: IntArray) -> None:
+        """Give back the pages of these slots on both sides, the window side first; a page goes back whole.
+
+        A page whose window is gone already is given back as it is. Raises InvalidFree, changing nothing, if a page is
+        not out.
+        """
+        pages = self._pages_out(free_index)
+        self.drop(pages)
+        if not self._windows_only:
+            self.full_attn_allocator.free_pages(pages)
+
+    def free_swa(self, free_index: IntArray) -> None:
+        """Give back the windows of the pages of these slots; the pages stay out and map to 0 from now on.
+
+        Raises InvalidFree, changing nothing, if a page is not out or its window is gone already.
+        """
+        pages = self._pages_out(free_index)
+        gone = pages[~self.resident(pages)]
+        if len(gone):
+            raise InvalidFree(
+                f"group '{self.name}': the window of page {int(gone[0])} given back, but it has none (freed twice?)."
+            )
+        self.drop(pages)
+
+    def free_group_begin(self) -> None:
+        """Collect the frees that follow on both sides. The map forgets a window when it is freed, not at the end."""
+        for side in self._sides():
+            side.free_group_begin()
+
+    def free_group_end(self) -> None:
+        """Give back everything freed since `free_group_begin`."""
+        for side in self._sides():
+            side.free_group_end()
+
+    # -- inside
+
+    def _sides(self) -> tuple[BaseTokenToKVPoolAllocator, ...]:
+        both = (self.swa_attn_allocator, self.full_attn_allocator)
+        return both[:1] if self._windows_only else both
+
+    def _every_page(self) -> Ids:
+        return np.arange(1, self.frames.num_pages + 1, dtype=np.int32)
+
+    def _pages_for(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return -(-lengths // self.page_size)
+
+    def _new_pages(self, slots: Ids) -> Ids:
+        """The pages that an allocation took: those whose first slot it returned."""
+        pages: Ids = slots[slots % self.page_size == 0] // np.int32(self.page_size)
+        return pages
+
+    def _mapped(self, slots: Ids) -> Ids:
+        self._map(self._new_pages(slots))
+        return slots
+
+    def _map(self, pages: Ids) -> None:
+        if self._windows_only:
+            self.frames.bind(self.tier, self.group, pages, pages)
+        else:
+            self.take(pages)
+
+    def _pages_out(self, free_index: IntArray) -> Ids:
+        pages = self.full_attn_allocator.pages_of(np.asarray(free_index, dtype=np.int64).reshape(-1))
+        self.full_attn_allocator.check_out(pages)
+        return pages.astype(np.int32)
+
+    def _check_room(self, num_pages: int) -> None:
+        for side in (self.full_attn_allocator, self.swa_attn_allocator):
+            side.check_room(num_pages)
+
+    def _check_windows(self, last_loc: npt.NDArray[np.int64]) -> None:
+        """The pages of these slots are gone on with, so each must have its window still."""
+        pages = last_loc // self.page_size
+        inside = (pages >= 1) & (pages <= self.frames.num_pages)
+        wrong = pages[~inside | ~self.resident(np.where(inside, pages, 0))]
+        if len(wrong):
+            raise InvalidInput(
+                f"group '{self.name}': a sequence goes on inside page {int(wrong[0])}, which has no window.",
+                fix="free the windows of pages only that every token to come has left behind.",
+            )
+
+
+def _side(size: int, page_size: int, *, need_sort: bool, name: str) -> BaseTokenToKVPoolAllocator:
+    if page_size == 1:
+        return TokenToKVPoolAllocator(size, need_sort=need_sort, name=name)
+    return PagedTokenToKVPoolAllocator(size, page_size, need_sort=need_sort, name=name)

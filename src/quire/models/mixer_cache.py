@@ -1,0 +1,157 @@
+"""The caches that transformers' recurrent layers are given: states read from a pool, or the shapes of a first run.
+
+Both offer what the layers ask of a `Cache`, for one call of one layer; the layer's number says nothing here. A
+convolution of kernel k is held as its last k - 1 inputs, the k-th being the new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.spec.layers import StateCall
+from quire.spec.layout import DType
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """The states of a call as the layer of a cache; transformers up to 5.17 reads them there."""
+
+    conv_states: tuple[Tensor | None]
+    recurrent_states: tuple[Tensor | None]
+    record_past: bool = False
+
+
+class _EveryLayer:
+    """The same layer under every number."""
+
+    __slots__ = ("_layer",)
+
+    def __init__(self, layer: _Layer) -> None:
+        self._layer = layer
+
+    def __getitem__(self, layer_idx: int) -> _Layer:
+        return self._layer
+
+
+class MixerStates:
+    """The states of the pieces of one call: `conv` `[pieces, channels, kernel - 1]`, `ssm` `[pieces, heads, *matrix]`.
+
+    Either is None where the layer has none. The layer may change them in place; afterwards they are the new states.
+    """
+
+    __slots__ = ("conv", "ssm")
+
+    def __init__(self, conv: Tensor | None, ssm: Tensor | None) -> None:
+        self.conv = conv
+        self.ssm = ssm
+
+    @property
+    def layers(self) -> _EveryLayer:
+        """The layers of the cache, which are all the same."""
+        return _EveryLayer(_Layer((self.conv,), (self.ssm,)))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of the convolution."""
+        return self.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of the recurrence."""
+        return self.ssm
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Always: at the start of a sequence the states are zeros, which is what they would be."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Never: a state is kept for the end of a piece only."""
+        return False
+
+    def recurrence(self, rows: Tensor, *shape: int) -> Tensor:
+        """The state of a recurrence of `shape`, float32 `[pieces, *shape]`, before `rows` `[pieces, S, hidden]`."""
+        assert self.ssm is not None
+        return self.ssm
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any) -> Tensor:
+        """Append inputs `[pieces, channels, S]`; returns them after those that were kept."""
+        if self.conv is None:  # a kernel of 1 looks at nothing before
+            return conv_states
+        kept = self.conv.shape[-1]
+        inputs = torch.cat((self.conv, conv_states), dim=-1)
+        self.conv = inputs[..., -kept:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Replace the state of the recurrence."""
+        self.ssm = recurrent_states
+        return recurrent_states
+
+
+class RecordedStates:
+    """The cache of a dry run: nothing came before, and what is stored is only looked at."""
+
+    def __init__(self) -> None:
+        self._kernel = 0
+        self._channels = 0
+        self._heads = 0
+        self._matrix: tuple[int, ...] = ()
+
+    def call(self, state_dtype: DType) -> StateCall:
+        """What the layer keeps, its recurrence as `state_dtype`."""
+        return StateCall(
+            kernel=self._kernel,
+            channels=self._channels,
+            heads=self._heads,
+            matrix=self._matrix,
+            state_dtype=state_dtype,
+        )
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: the sequence begins."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: the sequence begins."""
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Never."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Never."""
+        return False
+
+    def recurrence(self, rows: Tensor, *shape: int) -> Tensor:
+        """Zeros."""
+        return torch.zeros(len(rows), *shape, device=rows.device)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
+    ) -> Tensor:
+        """Note the channels and the kernel; returns the inputs after zeros."""
+        self._refuse_several(state_idx)
+        self._channels, self._kernel = conv_states.shape[1], conv_kernel_size
+        return torch.nn.functional.pad(conv_states, (conv_kernel_size - 1, 0))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Note the heads and the shape of each one's state."""
+        self._refuse_several(state_idx)
+        self._heads, self._matrix = recurrent_states.shape[1], tuple(recurrent_states.shape[2:])
+        return recurrent_states
+
+    def _refuse_several(self, state_idx: int) -> None:
+        if state_idx:
+            raise UnsupportedModel(
+                f"a recurrent layer keeps {state_idx + 1} or more states side by side; one is held here.",
+                fix="use a model type listed as verified.",
+            )
+
+
+States = MixerStates | RecordedStates

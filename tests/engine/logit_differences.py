@@ -1,0 +1,105 @@
+"""The largest logit difference between the engine and plain `transformers`, per architecture, and the README's table.
+
+    python -m tests.engine.logit_differences         measures all and writes bench/results/logit-differences.json
+
+Through the whole engine: prompts in mixed, chunked batches, cold and then warm. Every drawn token's logits are compared
+with those of transformers' own forward pass, with eager attention and no cache, on the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.core import EngineCore
+from quire.engine.sampler import Drawn, Sampler
+from quire.models.hf import LoadedModel
+from quire.scheduler.request import Request
+from quire.spec.group import GroupSpec
+from quire.spec.model import ModelSpec
+from tests.engine.running import core_for, run
+from tests.engine.test_hybrid_tokens import GREEDY, PROMPTS, SERVED, build
+from tests.tiny_hybrids import HYBRIDS
+from tests.tiny_latents import LATENTS
+from tests.tiny_models import _SIZES
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "logit-differences.json"
+REUSED = {
+    "full": "all pages",
+    "window": "pages of the last {tokens} tokens",
+    "chunk": "pages of the chunk of {tokens} tokens",
+    "state": "the state at a page's end",
+}
+
+
+class _Listener(Sampler):
+    """A sampler that remembers the logits each request's tokens were drawn from."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core.eos_token_ids, core.config.seed)
+        self.heard: dict[str, list[Tensor]] = {}
+
+    def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
+        for row, request in zip(logits, requests, strict=True):
+            self.heard.setdefault(request.request_id, []).append(row.clone())
+        return super().draw(logits, requests)
+
+
+def largest_difference(name: str) -> tuple[float, float]:
+    """The largest difference of a logit, and the standard deviation of logits to compare it with."""
+    model = LoadedModel(build(name), name=name)
+    core = core_for(model, page_size=16, max_num_batched_tokens=50, overlap=False)
+    listener = _Listener(core)
+    core.runner._sampler = listener
+    differences, spread = [], 0.0
+    for turn in ("cold", "warm"):
+        outputs = run(core, PROMPTS, GREEDY, turn)
+        for index, (prompt, tokens) in enumerate(zip(PROMPTS, outputs, strict=True)):
+            found = torch.stack(listener.heard[f"{turn}-{index}"])
+            plain = model.plain_logits(torch.tensor([*prompt, *tokens[:-1]]))[len(prompt) - 1 :]
+            differences.append(float((found - plain).abs().max()))
+            spread = float(plain.std())
+    assert core.statistics()["hit_tokens"] > 0
+    return max(differences), spread
+
+
+def table() -> str:
+    """The README's table, from what was measured and what planning says of each model."""
+    measured: dict[str, Any] = json.loads(RESULTS.read_text())["models"]
+    lines = [
+        "| tiny model | pools by group | what a hit reuses | max logit difference |",
+        "|---|---|---|---|",
+    ]
+    for name in SERVED:
+        groups = ModelSpec.from_config({**_SIZES, **{**HYBRIDS, **LATENTS}[name]}).groups(16)
+        pools = "; ".join(f"{group.name}: {', '.join(_fields(group))}" for group in groups)
+        reused = "; ".join(dict.fromkeys(REUSED[g.reach.kind].format(tokens=g.reach.tokens) for g in groups))
+        lines.append(f"| `{name}` | {pools} | {reused} | {measured[name]['difference']:.1e} |")
+    return "\n".join(lines)
+
+
+def _fields(group: GroupSpec) -> list[str]:
+    return list(dict.fromkeys(field.name for field in group.layout.fields))
+
+
+def main() -> None:
+    """Measure every model."""
+    from rich.progress import track
+
+    models = {}
+    for name in track(SERVED, description="models"):
+        difference, spread = largest_difference(name)
+        models[name] = {"difference": difference, "logit_deviation": spread}
+    found = {"dtype": "float32", "device": "cpu", "torch": torch.__version__, "models": models}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    worst = max(models, key=lambda name: models[name]["difference"])
+    print(f"{len(models)} models; the largest difference is {models[worst]['difference']:.1e} ({worst})")
+
+
+if __name__ == "__main__":
+    main()
