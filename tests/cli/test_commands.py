@@ -11,6 +11,7 @@ import pytest
 
 from quire import __version__
 from quire.errors import UnsupportedModel
+from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 
 COMMANDS = ("serve", "generate", "plan", "demo", "doctor")
@@ -60,6 +61,19 @@ def test_generate(run: Run, tiny_model: Path) -> None:
     assert plain.stdout == found["outputs"][0]["text"] + "\n"
     chat = json.loads(run("generate", "Hello", *options, "--chat", "--json").stdout)
     assert len(chat["prompt_token_ids"]) == len("<user>Hello\n<assistant>")
+
+
+@pytest.mark.parametrize("name", BUNDLED_MODELS)
+def test_bundled_models_go_by_name(run: Run, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned and run under one name, which wins over a folder called so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    planned = json.loads(run("plan", name, "--kv-memory", "4MiB", "--json").stdout)
+    assert planned["model"] == name
+    assert Path(planned["source"]) == BUNDLED_MODELS[name] / "config.json"
+    done = run("generate", "Emma", "--model", name, "--max-tokens", 4, "--kv-memory", "4MiB", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["outputs"][0]["text"]
 
 
 BAD = [

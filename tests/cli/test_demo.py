@@ -1,15 +1,18 @@
-"""The demo, on the tiny model: all of it must show."""
+"""The demo, with the tiny model in place of the plain one: all of it must show."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.cli import demo
+from quire.cli.demo_pools import HYBRIDS
 from quire.cli.demo_server import start_error
 from tests.cli.conftest import Run
 
@@ -30,6 +33,51 @@ def test_the_demo_shows_reuse_eviction_refusal_and_no_leak(tiny_model: Path) -> 
     assert 0 < first["cached_tokens"] < first["prompt_tokens"]
     assert second["cached_tokens"] > 0
     assert found["output_tokens_per_s"] > 0
+    check_hybrids(found["hybrids"])
+
+
+def check_hybrids(found: dict[str, dict[str, Any]]) -> None:
+    assert list(found) == ["window", "recurrent"]
+    for edition, act in found.items():
+        assert set(act["checks"].values()) == {True}
+        assert act["model"] == f"quire-bundled-{edition}"
+        assert act["equal_answers"] == act["answers"] == 9
+        assert act["evicted_pages"] == 0
+        reused = [row["cached_tokens"] for row in act["reused_by_turn"]]
+        assert sum(reused) == act["reused_tokens"] > 0
+        assert all(reused), "the first turn shares the system prompt, the others their own prefixes too"
+        for pool in act["pools"].values():
+            assert pool["free"] + pool["cached"] == pool["total"]
+            assert pool["bytes"] > 0
+    windows, states = found["window"]["pools"], found["recurrent"]["pools"]
+    assert list(windows) == ["full", "window"]
+    assert windows["window"]["dropped"] > windows["full"]["dropped"] == 0
+    assert list(states) == ["full", "state"]
+    assert states["state"]["total"] == 9
+    assert states["state"]["left"] > states["full"]["left"] == 0
+
+
+def test_pools_are_shown_for_people(run: Run) -> None:
+    shown = run("demo", "--edition", "recurrent", env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert "quire-bundled-recurrent" in lines[0]
+    rows = {words[1]: words[2:4] for words in map(str.split, lines) if len(words) > 4}
+    assert rows["Pool"] == ["full", "state"]
+    full, state = rows["Left"]
+    assert int(state) > int(full) == 0
+    assert f"✓ states were left for others to begin on: {state}" in lines
+    assert "✓ no frame leaked" in lines
+
+
+def test_pools_with_room_for_all_show_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HYBRIDS, "window", replace(HYBRIDS["window"], settings={"kv_memory": "64MiB"}))
+    shown = run("demo", "--edition", "window", "--json")
+    assert shown.exit_code == 4
+    assert json.loads(shown.stdout)["hybrids"]["window"]["pools"]["window"]["dropped"] == 0
+    message = json.loads(shown.stderr)["error"]["message"]
+    assert "windows were dropped while their pages stayed" in message
+    assert "prefixes were reused" not in message
 
 
 def test_a_demo_that_shows_nothing_fails(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +90,7 @@ def test_a_demo_that_shows_nothing_fails(run: Run, tiny_model: Path, monkeypatch
 
     monkeypatch.setattr(demo, "running_server", lambda *_: Server())
     monkeypatch.setattr(demo, "_show", lambda *_, **__: {"checks": {"tokens were reused": False}})
-    shown = run("demo", "--model", tiny_model, "--json")
+    shown = run("demo", "--model", tiny_model, "--edition", "plain", "--json")
     assert shown.exit_code == 4
     assert "tokens were reused" in json.loads(shown.stderr)["error"]["message"]
 

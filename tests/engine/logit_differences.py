@@ -22,13 +22,16 @@ from quire.models.hf import LoadedModel
 from quire.scheduler.request import Request
 from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
-from tests.engine.running import core_for, run
+from tests.engine.running import core_for, run, shared_prompts
 from tests.engine.test_hybrid_tokens import GREEDY, PROMPTS, SERVED, build
-from tests.tiny_hybrids import HYBRIDS
+from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_latents import LATENTS
-from tests.tiny_models import _SIZES
+from tests.tiny_models import _SIZES, VOCAB_SIZE
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "logit-differences.json"
+COMPRESSED = "deepseek_v4"  # its pages hold 128 tokens at least
+LONG_PROMPTS = shared_prompts(7, shared=150, tails=(3, 20, 110), vocabulary=VOCAB_SIZE)
+MODELS = tuple(sorted((*SERVED, COMPRESSED)))
 REUSED = {
     "full": "all pages",
     "window": "pages of the last {tokens} tokens",
@@ -52,14 +55,16 @@ class _Listener(Sampler):
 
 def largest_difference(name: str) -> tuple[float, float]:
     """The largest difference of a logit, and the standard deviation of logits to compare it with."""
-    model = LoadedModel(build(name), name=name)
-    core = core_for(model, page_size=16, max_num_batched_tokens=50, overlap=False)
+    compressed = name == COMPRESSED
+    model = LoadedModel(build_hybrid(name, index_n_heads=8) if compressed else build(name), name=name)
+    prompts = LONG_PROMPTS if compressed else PROMPTS
+    core = core_for(model, page_size=None if compressed else 16, max_num_batched_tokens=50, overlap=False)
     listener = _Listener(core)
     core.runner._sampler = listener
     differences, spread = [], 0.0
     for turn in ("cold", "warm"):
-        outputs = run(core, PROMPTS, GREEDY, turn)
-        for index, (prompt, tokens) in enumerate(zip(PROMPTS, outputs, strict=True)):
+        outputs = run(core, prompts, GREEDY, turn)
+        for index, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True)):
             found = torch.stack(listener.heard[f"{turn}-{index}"])
             plain = model.plain_logits(torch.tensor([*prompt, *tokens[:-1]]))[len(prompt) - 1 :]
             differences.append(float((found - plain).abs().max()))
@@ -75,8 +80,8 @@ def table() -> str:
         "| tiny model | pools by group | what a hit reuses | max logit difference |",
         "|---|---|---|---|",
     ]
-    for name in SERVED:
-        groups = ModelSpec.from_config({**_SIZES, **{**HYBRIDS, **LATENTS}[name]}).groups(16)
+    for name in MODELS:
+        groups = ModelSpec.from_config({**_SIZES, **{**HYBRIDS, **LATENTS}[name]}).groups(256)
         pools = "; ".join(f"{group.name}: {', '.join(_fields(group))}" for group in groups)
         reused = "; ".join(dict.fromkeys(REUSED[g.reach.kind].format(tokens=g.reach.tokens) for g in groups))
         lines.append(f"| `{name}` | {pools} | {reused} | {measured[name]['difference']:.1e} |")
@@ -92,7 +97,7 @@ def main() -> None:
     from rich.progress import track
 
     models = {}
-    for name in track(SERVED, description="models"):
+    for name in track(MODELS, description="models"):
         difference, spread = largest_difference(name)
         models[name] = {"difference": difference, "logit_deviation": spread}
     found = {"dtype": "float32", "device": "cpu", "torch": torch.__version__, "models": models}

@@ -22,9 +22,12 @@ AUDIT_EVERY = 7
 AMPLE = 16 * 2**20  # bytes
 
 
-def core_for(model: LoadedModel, *, pages: int | None = None, page_size: int = 16, **settings: Any) -> EngineCore:
+def core_for(
+    model: LoadedModel, *, pages: int | None = None, page_size: int | None = 16, **settings: Any
+) -> EngineCore:
     """An engine on a model that is loaded already, with room for exactly `pages` pages."""
     if pages is not None:
+        assert page_size is not None
         return tight_core(model, num_tokens=pages * page_size, page_size=page_size, **settings)
     config = engine_config(model=model.name, page_size=page_size, kv_memory=AMPLE, **settings)
     return EngineCore(config, model=model)
@@ -77,7 +80,7 @@ def shared_prompts(seed: int, *, shared: int, tails: Sequence[int], vocabulary: 
 def tight_core(model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, **settings: Any) -> EngineCore:
     """An engine whose pools hold `num_tokens` tokens, `window_tokens` of them in window pools, where it has any."""
     config = engine_config(model=model.name, **settings)
-    reaches = [group.reach.kind for group in model.groups(config.page_size)]
+    reaches = [group.reach.kind for group in model.groups(config.page_size or 16)]
     ratio = None
     if window_tokens and "full" in reaches and {"window", "chunk"} & set(reaches):
         ratio = Fraction(window_tokens, num_tokens)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
 MEANINGS = {
-    "model": "folder or hub name; the bundled model if left out",
+    "model": "a bundled model's name, a folder or a hub name; `quire-bundled` if left out",
     "tokenizer": "another folder or hub name for the tokenizer",
     "served_model_name": "the name clients use",
     "skip_tokenizer_init": "token ids in, token ids out",
@@ -26,7 +26,8 @@ MEANINGS = {
     "dtype": "`float32`, `float16`, `bfloat16`; `auto` is the model's own",
     "kv_dtype": "how keys and values are stored: `fp8_e4m3`, `fp8_e5m2`, `mxfp8`, `nvfp4`, `fp4_e2m1`, or a plain "
     "dtype; `auto` is what the model computes in",
-    "page_size": "tokens in a page, and the shortest prefix that can be shared",
+    "page_size": "tokens in a page, and the shortest prefix that can be shared; by default 16, or what compressed "
+    "entries need",
     "kv_memory": "bytes of the KV pools (`2GiB`); by default a quarter of the free memory, at most 4 GiB, on a CPU, "
     "and 80 % of what is free after loading on a GPU",
     "window_pool": "windows have a pool of their own, and free what they have passed",

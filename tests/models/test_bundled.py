@@ -12,7 +12,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quire.engine.config import engine_config
 from quire.models import hf
+from quire.spec.bundled import BUNDLED_MODELS
 from quire.spec.model import ModelSpec
 
 MODELS = Path(hf.__file__).parent
@@ -35,6 +37,14 @@ def read_config(edition):
 
 def load(edition):
     return AutoModelForCausalLM.from_pretrained(FOLDERS[edition], output_loading_info=True)
+
+
+def test_names_and_folders_serve_under_the_name():
+    assert list(BUNDLED_MODELS.values()) == list(FOLDERS.values())
+    for name, folder in BUNDLED_MODELS.items():
+        assert {engine_config(model=model).model_name for model in (name, folder, f"{folder}/")} == {name}
+    assert engine_config(model="quire-bundled-window", served_model_name="other").model_name == "other"
+    assert engine_config().model_name == "quire-bundled"
 
 
 @pytest.mark.parametrize("edition", FOLDERS)

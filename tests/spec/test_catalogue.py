@@ -150,6 +150,7 @@ def test_close_names() -> None:
     assert close_names("lama-3.1-70b")[0] == "llama-3.1-70b"
     assert close_names("DeepSeek-V3.3")[0].startswith("deepseek-v3")
     assert len(close_names("qwen3")) <= 3
+    assert close_names("quire-bundled-windows")[0] == "quire-bundled-window"
     assert close_names("zzzzzz") == []
 
 

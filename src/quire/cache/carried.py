@@ -140,18 +140,24 @@ class CarriedGroup(GroupCache):
         if leaves:
             plain &= (starts % self._page_size > 0) & (starts // self._page_size == (ends - 1) // self._page_size)
         self._position[rows] = ends
-        if plain.all():  # nothing begins and no page ends: what most decoding steps are
-            frames = self._frame[rows]
-            return Pieces((ends - starts).astype(np.int32), frames, frames), []
-        pieces: list[tuple[int, int, int]] = []
+        cut: list[tuple[int, int, int]] = []
+        counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         given: list[Given] = []
-        for kv, start, end in zip(kvs, starts.tolist(), ends.tolist(), strict=True):
-            pieces += self._pieces(kv, start, end, leaves)
+        for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
+            kv = kvs[at]
+            pieces = self._pieces(kv, int(starts[at]), int(ends[at]), leaves)
+            counts[at] = len(pieces)
+            cut += pieces
             page = self.pinned(kv.row, NO_PAGES)
             if len(page):
                 given.append(Given(self.index, page.copy(), Rank.USED))
                 self._source[kv.row] = 0
-        return Pieces(*np.array(pieces, dtype=np.int32).T), given
+        found = np.empty((3, int(counts.sum())), dtype=np.int32)
+        whole = np.repeat(plain, counts)
+        found[:, whole] = (ends - starts)[plain], self._frame[rows[plain]], self._frame[rows[plain]]
+        if cut:
+            found[:, ~whole] = np.array(cut, dtype=np.int32).T
+        return Pieces(*found), given
 
     def owes(self, row: int, num_pages: int) -> bool:
         """A frame that is to be left where it is now goes with the next step, and is the page's when that settles."""

@@ -3,6 +3,7 @@
 The pool holds three quarters of one context. All conversations share one long system prompt, which is computed once;
 what they say themselves is more than what fits, so that pages have to be evicted. After them come two long prompts: one
 that just fits, for which nearly all of the cache has to go, and one that never can, which is refused with the numbers.
+Then come the hybrids: see `quire.cli.demo_pools`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from quire.cli.demo_client import Client, Conversation, Rejected, Turn
+from quire.cli.demo_pools import HYBRIDS, show_pools
+from quire.cli.demo_script import RULES, SUBJECTS, question
 from quire.cli.demo_server import pool_bytes, read_config, running_server
+from quire.cli.demo_view import live, print_pools, print_serving
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
 from quire.errors import AuditFailure
+from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 
 PAGE_SIZE = 16
 MOST_CONTEXT = 2048
@@ -38,61 +40,71 @@ FITTING_SHARE = 0.9  # of the largest request: what one long prompt has, which e
 QUESTION_TOKENS = 16  # about; with the marks of the chat format
 IDLE_S = 10.0
 
-RULES = (
-    "House style. Write in complete sentences, and end each of them with a full stop.",
-    "Mention the person or the thing that the user asks about in the first sentence.",
-    "Keep every answer between one and five sentences long.",
-    "Do not use lists, tables, headings or any other markup.",
-    "Prefer the past tense, and keep to it within an answer.",
-    "Use British spelling throughout: honour, favour, neighbour, colour, civilise.",
-    "Put direct speech in double quotation marks.",
-    "When the user asks you to go on, continue from the last sentence that you wrote.",
-    "Never speak of yourself, and never apologise for an answer.",
-    "Be civil to the user, whatever the manner of the question may be.",
-    "Describe a house by its rooms, its grounds and the road that leads to it.",
-    "Describe a person by what they say and do, and leave the judgement to the reader.",
-    "The setting is a village in the south of England, with a town some ten miles away.",
-    "The season is autumn, and most of the families have returned from the sea.",
-    "Letters may be quoted, but never at a length of more than three sentences.",
-    "Finish when the thought is finished; do not add a moral.",
-)
-SUBJECTS = ("Emma", "Mr. Darcy", "the ball", "Elizabeth", "the letter", "Captain Wentworth", "the house", "Mrs. Bennet")
-FOLLOW_UPS = ("Go on.", "What happened next?", "Tell me more.", "And then?")
+
+class Edition(StrEnum):
+    """What to show: the server with the plain model, or the pools of a hybrid."""
+
+    PLAIN = "plain"
+    WINDOW = "window"
+    RECURRENT = "recurrent"
+    ALL = "all"
 
 
 def demo(
-    conversations: Annotated[int, typer.Option(help="Conversations held at once.", min=2, max=64)] = 8,
+    edition: Annotated[Edition, typer.Option(help="The models to show it with.")] = Edition.ALL,
+    conversations: Annotated[
+        int, typer.Option(help="Conversations held at once, with the plain model.", min=2, max=64)
+    ] = 8,
     turns: Annotated[int, typer.Option(help="Questions in each of them.", min=2, max=16)] = 4,
-    model: Annotated[Path | None, typer.Option(hidden=True, help="Another model's folder.")] = None,
+    model: Annotated[Path | None, typer.Option(hidden=True, help="A folder, in place of the plain model's.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Start a server with a small pool, talk to it, and show what its cache did. Takes less than a minute.
+    """Start a server with a small pool, talk to it, and show what its cache did; then the pools of two hybrids.
 
-    [dim]Example:[/dim] quire demo --conversations 12
+    Takes about a minute.
+
+    [dim]Example:[/dim] quire demo --edition window
     """
     with reported(as_json=as_json, debug=debug):
         console = Console(quiet=as_json)
-        from quire.engine.config import BUNDLED_MODEL
-
-        folder = model or BUNDLED_MODEL
-        context = min(int(read_config(folder)["max_position_embeddings"]), MOST_CONTEXT)
-        kv_bytes = pool_bytes(folder, num_tokens=int(POOL_SHARE * context), page_size=PAGE_SIZE)
-        options = {"--model": folder, "--kv-memory": kv_bytes, "--page-size": PAGE_SIZE, "--max-model-len": context}
-        flags = [str(part) for option in options.items() for part in option]
         started_s = time.perf_counter()
-        with ExitStack() as stack:
-            with console.status("Starting quire serve with a small pool ..."):
-                summary = stack.enter_context(running_server(*flags, "--dtype", "float32"))
-            found = _show(console, summary, num_conversations=conversations, num_turns=turns)
+        found: dict[str, Any] = {}
+        if edition in (Edition.PLAIN, Edition.ALL):
+            found |= _serve(console, model or BUNDLED_MODELS[DEFAULT_MODEL], conversations, turns)
+            if not as_json:
+                print_serving(console, found)
+        for name, hybrid in HYBRIDS.items():
+            if edition in (name, Edition.ALL):
+                with console.status(f"Conversations with {hybrid.model} ..."):
+                    found.setdefault("hybrids", {})[name] = show_pools(hybrid)
+                if not as_json:
+                    print_pools(console, hybrid, found["hybrids"][name])
         found["seconds"] = round(time.perf_counter() - started_s, 1)
         if as_json:
             print(json.dumps(found))
         else:
-            _print(console, found)
-        missing = [name for name, passed in found["checks"].items() if not passed]
+            console.print(f"Took {found['seconds']} s.")
+        missing = [
+            check
+            for act in (found, *found.get("hybrids", {}).values())
+            for check, passed in act.get("checks", {}).items()
+            if not passed
+        ]
         if missing:
             raise AuditFailure(f"the demo did not show what it should: {', '.join(missing)}.")
+
+
+def _serve(console: Console, folder: Path, conversations: int, turns: int) -> dict[str, Any]:
+    """A server with a small pool, from its start to its end; the findings."""
+    context = min(int(read_config(folder)["max_position_embeddings"]), MOST_CONTEXT)
+    kv_bytes = pool_bytes(folder, num_tokens=int(POOL_SHARE * context), page_size=PAGE_SIZE)
+    options = {"--model": folder, "--kv-memory": kv_bytes, "--page-size": PAGE_SIZE, "--max-model-len": context}
+    flags = [str(part) for option in options.items() for part in option]
+    with ExitStack() as stack:
+        with console.status("Starting quire serve with a small pool ..."):
+            summary = stack.enter_context(running_server(*flags, "--dtype", "float32"))
+        return _show(console, summary, num_conversations=conversations, num_turns=turns)
 
 
 def _show(console: Console, summary: dict[str, Any], *, num_conversations: int, num_turns: int) -> dict[str, Any]:
@@ -109,7 +121,7 @@ def _show(console: Console, summary: dict[str, Any], *, num_conversations: int, 
     answer_tokens = max(4, min(MOST_ANSWER_TOKENS, int(OWN_SHARE * context / num_turns) - QUESTION_TOKENS))
     peak_shared = _SharedPages(client)
     started_s = time.perf_counter()
-    with _live(console, talks, num_turns), peak_shared, ThreadPoolExecutor(num_conversations) as threads:
+    with live(console, talks, num_turns), peak_shared, ThreadPoolExecutor(num_conversations) as threads:
         jobs = [
             threads.submit(_talk, client, talk, system, num_turns, answer_tokens, seed)
             for seed, talk in enumerate(talks)
@@ -140,8 +152,7 @@ def _talk(client: Client, talk: Conversation, system: str, num_turns: int, answe
     """Hold one conversation to its end."""
     messages = [{"role": "system", "content": system}]
     for number in range(num_turns):
-        question = FOLLOW_UPS[(number + seed) % len(FOLLOW_UPS)] if number else f"Tell me about {talk.name}."
-        messages.append({"role": "user", "content": question})
+        messages.append({"role": "user", "content": question(talk.name, number, seed)})
         talk.text = ""
 
         def on_text(text: str) -> None:
@@ -175,9 +186,9 @@ class _SharedPages:
 
 def _ask_at_length(client: Client, system: str, num_characters: int) -> dict[str, Any]:
     """Send one long question: the status, and the tokens it had or the error it met."""
-    question = (system + " ") * (num_characters // len(system) + 1)
+    content = (system + " ") * (num_characters // len(system) + 1)
     try:
-        answer = client.chat([{"role": "user", "content": question[:num_characters]}], max_tokens=1)
+        answer = client.chat([{"role": "user", "content": content[:num_characters]}], max_tokens=1)
     except Rejected as error:
         return {"status": error.status, **error.body}
     return {"status": 200, "largest_served_tokens": answer["usage"]["total_tokens"]}
@@ -245,74 +256,3 @@ def _by_turn(talks: list[Conversation]) -> list[dict[str, int]]:
 
 def _quote(turn: Turn) -> dict[str, str]:
     return {"question": turn.question, "answer": turn.answer.strip()}
-
-
-# What it looks like.
-
-
-def _live(console: Console, talks: list[Conversation], num_turns: int) -> AbstractContextManager[object]:
-    if console.quiet or not console.is_terminal:
-        return nullcontext()
-    return Live(_Progress(talks, num_turns), console=console, refresh_per_second=8, transient=True)
-
-
-class _Progress:
-    """The conversations as they go; drawn anew at every refresh."""
-
-    def __init__(self, talks: list[Conversation], num_turns: int) -> None:
-        self._talks = talks
-        self._num_turns = num_turns
-
-    def __rich__(self) -> Table:
-        table = Table(expand=True, title="Conversations over one system prompt")
-        table.add_column("About", no_wrap=True)
-        table.add_column("Turn", no_wrap=True)
-        table.add_column("From cache", justify="right", no_wrap=True)
-        table.add_column("Answer", ratio=1, no_wrap=True, overflow="ellipsis")
-        for talk in self._talks:
-            last = talk.turns[-1] if talk.turns else None
-            cached = f"{last.cached_tokens} of {last.prompt_tokens}" if last else "-"
-            table.add_row(talk.name, f"{len(talk.turns)}/{self._num_turns}", cached, Text(talk.text.replace("\n", " ")))
-        return table
-
-
-def _print(console: Console, found: dict[str, Any]) -> None:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold")
-    facts.add_column()
-    share = found["reused_tokens"] / max(1, found["prompt_tokens"])
-    facts.add_row(
-        "Tokens reused", f"{found['reused_tokens']:,} of {found['prompt_tokens']:,} prompt tokens ({share:.0%})"
-    )
-    for number, row in enumerate(found["reused_by_turn"], start=1):
-        facts.add_row(f"  in turn {number}", f"{row['cached_tokens']:,} of {row['prompt_tokens']:,}")
-    facts.add_row("Pages shared", f"{found['shared_pages']} at once, by several running requests")
-    facts.add_row("Pages evicted", f"{found['evicted_pages']:,}, because the pool is that small")
-    facts.add_row("Preemptions", f"{found['preemptions']}")
-    facts.add_row("Largest prompt", f"{found['largest_served_tokens']:,} tokens served")
-    facts.add_row(
-        "Throughput",
-        f"{found['output_tokens_per_s']:,} output tokens/s; first token after {found['first_token_s'] * 1000:.0f} ms",
-    )
-    frames = ", ".join(
-        f"{frames['free']} free + {frames['cached']} cached + {frames['private']} private = {frames['total']}"
-        for frames in found["frames"].values()
-    )
-    facts.add_row("Pages at idle", frames)
-    answers = Text()
-    for answer in found["answers"]:
-        answers.append(f"{answer['question']}\n", style="bold")
-        answers.append(f"{answer['answer']}\n\n")
-    answers.rstrip()
-    refusal = found["refusal"]
-    refused = Text(f"HTTP {refusal['status']}, {refusal.get('code', 'nothing was refused')}\n", style="bold")
-    refused.append(str(refusal.get("message", "")), style="not bold")
-    panels = [
-        Panel(answers, title="Answers", title_align="left"),
-        Panel(facts, title="The server's counters", title_align="left", border_style="green"),
-        Panel(refused, title="A request larger than the pool", title_align="left", border_style="yellow"),
-    ]
-    console.print(Group(*panels))
-    for name, passed in found["checks"].items():
-        console.print(f"[green]✓[/green] {name}" if passed else f"[red]✗ not shown:[/red] {name}")
-    console.print(f"Took {found['seconds']} s.")

@@ -189,7 +189,7 @@ def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[
         "device": "cuda:0" if devices else "cpu",
         "threads": f"{torch.get_num_threads()} for a step",
         "model": f"{defaults.model_name}, when no --model is given",
-        "page_size": f"{defaults.page_size} tokens",
+        "page_size": "16 tokens, or what compressed entries need",
         "kv_memory": "a share of the free device memory"
         if devices
         else format_bytes(default_kv_bytes(memory["available_bytes"])),
@@ -199,7 +199,7 @@ def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[
 def _warnings(
     cpu: dict[str, Any], memory: dict[str, Any], devices: list[dict[str, Any]], versions: dict[str, str | None]
 ) -> list[str]:
-    from quire.engine.config import BUNDLED_MODEL
+    from quire.spec.bundled import BUNDLED_MODELS
 
     warnings = []
     if cpu["quota_cores"] and cpu["quota_cores"] < cpu["usable_cores"]:
@@ -213,8 +213,9 @@ def _warnings(
         warnings.append("there is a CUDA device but no triton; install quire[gpu].")
     if not devices and not cpu["isa"]:
         warnings.append("no vector instructions were recognised; steps will be slow.")
-    if not (BUNDLED_MODEL / "config.json").exists():
-        warnings.append("the bundled model is missing; give --model.")
+    absent = [name for name, folder in BUNDLED_MODELS.items() if not (folder / "config.json").exists()]
+    if absent:
+        warnings.append(f"{' and '.join(absent)} came without weights; install the package again, or give --model.")
     return warnings
 
 

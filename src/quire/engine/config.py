@@ -10,17 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from quire.cache.kv_cache import CHECKPOINT_INTERVAL
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
+from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
-
-BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "bundled"
-"""The tiny model that comes with the package."""
 
 
 class EngineConfig(BaseModel):
     """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
 
     `kv_dtype` is how keys, values and latents are stored: `auto` as the model computes them, or a `KVFormat` by name.
+    `page_size` None: 16 tokens, or what the model's compressed entries need.
     `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
@@ -35,14 +34,14 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str = str(BUNDLED_MODEL)
+    model: str = DEFAULT_MODEL
     tokenizer: str | None = None
     served_model_name: str | None = None
     skip_tokenizer_init: bool = False
     device: str = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     kv_dtype: str = "auto"
-    page_size: int = Field(default=16, ge=1, le=1024)
+    page_size: int | None = Field(default=None, ge=1, le=1024)
     kv_memory: int | None = Field(default=None)
     max_model_len: int | None = Field(default=None, ge=1)
     max_running_requests: int = Field(default=256, ge=1, le=65_536)
@@ -77,10 +76,8 @@ class EngineConfig(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The name clients use: as served, or the last part of the model's path or hub id."""
-        if self.served_model_name:
-            return self.served_model_name
-        return "quire-bundled" if self.model == str(BUNDLED_MODEL) else self.model.rstrip("/").rsplit("/", 1)[-1]
+        """The name clients use: as served, that of a bundled model, or the last part of the model's path or hub id."""
+        return self.served_model_name or bundled_name(self.model) or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def engine_config(**settings: Any) -> EngineConfig:

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from quire.engine.config import BUNDLED_MODEL, EngineConfig, engine_config
+from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
@@ -19,6 +19,7 @@ from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.bundled import DEFAULT_MODEL
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -36,7 +37,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
-        self.config: EngineConfig = engine_config(model=model if model is not None else str(BUNDLED_MODEL), **settings)
+        self.config: EngineConfig = engine_config(model=model if model is not None else DEFAULT_MODEL, **settings)
         self.engine = EngineCore(self.config)
         if show_plan:
             Console(stderr=True, highlight=False).print(summary_line(self.plan), style="dim", soft_wrap=True)

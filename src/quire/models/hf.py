@@ -54,7 +54,7 @@ INSTALLS = (
     install_compressors,
     install_block_indexers,
 )
-"""What lets modules that keep something of their own keep and read it on the pools."""
+"""What lets modules with layers of their own kind keep and read it on the pools."""
 
 
 class LoadedModel:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelLoadError
+from quire.spec.bundled import BUNDLED_MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class ModelSource:
 
     @classmethod
     def find(cls, name: str) -> ModelSource:
-        """The source `name` means. What looks like a path must be a folder; anything else is a hub name."""
-        path = Path(name).expanduser()
+        """The source `name` means: a bundled model, a folder (what looks like a path must be one), or a hub name."""
+        path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
         if path.is_dir():
             return cls(str(path), True)
         if path.exists():

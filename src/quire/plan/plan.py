@@ -18,6 +18,7 @@ from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
 _LARGEST_GRAPH = 256  # requests
+_MOST_PASSED_PAGES = 2**20  # some 20 bytes of host memory each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +85,31 @@ class Plan:
     @property
     def memory(self) -> MemoryPlan:
         """What the cache and the pools of this rank are built from."""
+        max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
         return MemoryPlan(
             page_size=self.page_size,
             groups=tuple(pool.group for pool in self.config.pools),
             frames=tuple(pool.frames for pool in self.config.pools),
-            num_pages=self.config.max_total_num_tokens // self._step,
+            num_pages=self.config.max_total_num_tokens // self._step + self._passed_pages(max_requests),
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
-            max_requests=max(1, self.max_running_requests // self.settings.parallel.dp),
+            max_requests=max_requests,
             speculation=self.settings.speculation,
         )
+
+    def _passed_pages(self, max_requests: int) -> int:
+        """Pages beside those with frames, for what requests of a model of windows only have passed.
+
+        None where the pool is too small for a window, so that a request must fit into it as a whole.
+        """
+        reaches = {pool.group.reach.kind for pool in self.config.pools}
+        options = self.configurator.options
+        if not reaches <= {"window", "chunk"} or any(
+            pool.frames * self._step < options.window_tokens(pool.group.reach, self.page_size) + self._step
+            for pool in self.config.pools
+        ):
+            return 0
+        return min(max_requests * pages_for(self.context, self._step), _MOST_PASSED_PAGES)
 
     @property
     def _step(self) -> int:

@@ -11,22 +11,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.errors import ModelLoadError
+from quire.spec.bundled import BUNDLED_MODELS
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
 _TIMEOUT_S = 5
-_BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 
 
 def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
     """The contents of a `config.json`, and where it was found, for messages.
 
-    `name` is a name or hub id in the catalogue, a JSON file, a folder with a `config.json`, or a hub id, in that order.
-    Raises ModelLoadError, with close names, where it is none of these or cannot be read.
+    `name` is a name or hub id in the catalogue, a bundled model, a JSON file, a folder with a `config.json`, or a hub
+    id, in that order. Raises ModelLoadError, with close names, where it is none of these or cannot be read.
     """
     known = catalogue_model(name)
     if known is not None:
         return known.config, f"catalogue: {known.hub}"
-    path = _BUNDLED if name == "quire-bundled" else Path(name).expanduser()
+    path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from quire.spec.bundled import BUNDLED_MODELS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
@@ -32,10 +34,10 @@ def catalogue_model(name: str) -> CatalogueModel | None:
 
 
 def close_names(name: str) -> list[str]:
-    """Up to three short names similar to `name`, the closest first; empty where none is."""
+    """Up to three short names, or bundled models, similar to `name`, the closest first; empty where none is."""
     import difflib  # only a mistake needs it
 
-    return difflib.get_close_matches(name.strip().lower(), CATALOGUE, n=3)
+    return difflib.get_close_matches(name.strip().lower(), [*CATALOGUE, *BUNDLED_MODELS], n=3)
 
 
 Config = dict[str, Any]

@@ -1,0 +1,21 @@
+"""The models that come with the package, by name: one of plain layers, and two hybrids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MODELS = Path(__file__).resolve().parents[1] / "models"
+
+BUNDLED_MODELS = {
+    "quire-bundled": _MODELS / "bundled",
+    "quire-bundled-window": _MODELS / "bundled_window",
+    "quire-bundled-recurrent": _MODELS / "bundled_recurrent",
+}
+"""Name to folder. These names come before a folder or a hub id of the same name."""
+
+DEFAULT_MODEL = "quire-bundled"
+
+
+def bundled_name(model: str) -> str | None:
+    """The name of the bundled model in the folder `model`; None where it is another."""
+    return next((name for name, folder in BUNDLED_MODELS.items() if folder == Path(model)), None)
