@@ -8,11 +8,11 @@ import pytest
 
 from quire.errors import ModelCheckFailed
 from quire.models import compressed
-from quire.models.hf import load_model
+from quire.models.hf import LoadedModel, load_model
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.layers import CompressedCall
-from tests.engine.running import core_for, generated, run, shared_prompts
+from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
 from tests.models.schedule import Schedule, Step, long_steps
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_models import VOCAB_SIZE, save_tiny
@@ -65,6 +65,24 @@ def test_generated_tokens_equal_those_of_transformers(tmp_path):
     assert run(core, prompts, GREEDY, "cold") == expected
     assert run(core, prompts, GREEDY, "warm") == expected
     assert core.statistics()["hit_tokens"] > 0
+    check_starved(model, prompts, expected)
+
+
+def check_starved(model: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """In pools of seven pages and five of windows, which are dropped and computed again with their rings."""
+    core = tight_core(
+        model,
+        num_tokens=7 * 128,
+        window_tokens=5 * 128,
+        page_size=128,
+        max_num_batched_tokens=70,
+        max_running_requests=3,
+    )
+    for turn in range(2):
+        assert run(core, prompts, GREEDY, f"turn{turn}") == expected
+    statistics = core.statistics()
+    assert statistics["hit_tokens"] > 0
+    assert statistics["frames"]["window"]["dropped"] > 0
 
 
 def test_what_is_kept(tmp_path):

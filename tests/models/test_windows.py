@@ -1,4 +1,7 @@
-"""Windows, chunks and shared layers in groups of their own: what no row can reach any more is overwritten."""
+"""Windows, chunks and shared layers in groups of their own: what no row can reach any more is overwritten.
+
+What the engine generates with them is compared in tests/engine/test_hybrid_tokens.py.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,11 @@ import pytest
 from quire.models.forward import RunningForward
 from quire.models.hf import load_model
 from quire.models.registry import VERIFIED
-from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.group import ReachSpec
-from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.models import schedule
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_hybrids import HYBRIDS, WINDOWED, build_hybrid
-from tests.tiny_models import VOCAB_SIZE, save_tiny
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
+from tests.tiny_models import save_tiny
 
 
 def changes(name: str, window: int) -> dict[str, Any]:
@@ -53,16 +51,6 @@ def test_windows_around_smaller_and_larger_pages(name, page_size, window, tmp_pa
     model, reference = loaded_pair(name, window, tmp_path)
     steps = STEPS if page_size == 1 else long_steps(320)
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_generated_tokens_equal_those_of_transformers(name, tmp_path):
-    model, _ = loaded_pair(name, 10, tmp_path)
-    reference = build_hybrid(name, **changes(name, 10))
-    expected = [generated(reference, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
-    core = core_for(model, page_size=16, max_num_batched_tokens=50)
-    assert run(core, PROMPTS, GREEDY, "cold") == expected
-    assert run(core, PROMPTS, GREEDY, "warm") == expected
 
 
 def test_every_type_is_listed():

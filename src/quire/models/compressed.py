@@ -146,14 +146,19 @@ class _Compressing:
         width = self._call.nope_dim + self._call.rope_dim
         if isinstance(forward, RunningForward):
             entries = self._folder.fold(forward, "compressor", hidden_states)
-            self._store(forward, entries)
+            passes = (forward, *forward.others)
+            for running in passes:
+                self._store(running, forward.ordinal, entries)
             if self._selector is not None:
-                forward.shared[_SELECTION] = self._selector.select(forward, hidden_states, q_residual, position_ids)
+                selection = self._selector.select(forward, hidden_states, q_residual, position_ids)
+                for running in passes:
+                    running.shared[_SELECTION] = selection
         return hidden_states.new_zeros(1, 1, 0, width), None
 
-    def _store(self, forward: RunningForward, entries: Tensor) -> None:
-        latents, batch = forward.rows("compressed_latent", forward.ordinal)  # of the attention call that is to come
-        ropes, _ = forward.rows("compressed_rope", forward.ordinal)
+    def _store(self, forward: RunningForward, ordinal: int, entries: Tensor) -> None:
+        """Store new entries for the attention call that is to come."""
+        latents, batch = forward.rows("compressed_latent", ordinal)
+        ropes, _ = forward.rows("compressed_rope", ordinal)
         slots = _new_entries(batch, self._call, entries.device)
         latents.write(slots, entries[:, : self._call.nope_dim])
         ropes.write(slots, entries[:, self._call.nope_dim :])

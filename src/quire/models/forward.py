@@ -29,6 +29,7 @@ class RunningForward:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
         self.shared: dict[str, Any] = {}  # what layers left for later ones of this pass, by their kind
+        self.others: tuple[RunningForward, ...] = ()  # passes that keep what this one keeps, on pools of their own
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""
@@ -91,7 +92,7 @@ class ComparingForward(RunningForward):
         on_outputs: Callable[[int, Tensor, Sequence[Tensor]], None],
     ) -> None:
         super().__init__(pools, batches)
-        self._others = tuple(others)
+        self.others = tuple(others)
         self._on_outputs = on_outputs
 
     def compared(self, attend: Callable[[RunningForward], Tensor]) -> Tensor:
@@ -99,7 +100,7 @@ class ComparingForward(RunningForward):
         ordinal = self.ordinal
         out = attend(self)
         found = []
-        for other in self._others:
+        for other in self.others:
             other.ordinal = ordinal
             found.append(attend(other))
         if self.ordinal > ordinal:
