@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, UnsupportedModel
 from quire.models import hf, source
 from quire.models.hf import LoadedModel, load_model
-from quire.models.registry import REFUSED, VERIFIED, support_table
+from quire.models.registry import ALIASES, REFUSED, VERIFIED, support_table
 from quire.spec.layout import DType
 from tests.tiny_models import ARCHITECTURES, build_tiny, save_tiny
 
@@ -232,7 +232,7 @@ class TestSupportTable:
         assert not VERIFIED & set(REFUSED)
         names = [row.model_type for row in support_table()]
         assert names == sorted(set(names))
-        assert len(names) == len(VERIFIED) + len(REFUSED)
+        assert len(names) == len(VERIFIED) + len(REFUSED) + len(ALIASES)
 
     def test_refusals_have_reasons(self):
         assert all(row.reason for row in support_table() if row.status == "refused")
