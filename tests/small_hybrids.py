@@ -30,7 +30,7 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
     reaches = [reach(choices, kind, page_size) for kind in choices.one_of(COMBINATIONS)]
     frames = []
     for spec in reaches:
-        least = reach_of(spec, page_size).held(num_pages) + (spec.kind != "state")
+        least = reach_of(spec, page_size).held(num_pages)
         scarce = min(num_pages, least + choices.below(FEW)) if spec.kind != "full" else num_pages
         frames.append(max(scarce, 1))
     return small_plan(

@@ -17,7 +17,7 @@ import pytest
 
 from quire.cache import KVCache, PrefixHit
 from quire.cache.audit import audit
-from quire.cache.carried import Pieces
+from quire.cache.groups import Pieces
 from quire.errors import OutOfPages
 from quire.prefix.evict import POLICIES
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
@@ -505,7 +505,7 @@ class CacheMachine:
         ]
         free.append(cache.pages.is_out(np.arange(cache.plan.num_pages + 1)).tolist())
         free += [
-            g.shelf.pins(np.arange(cache.plan.num_pages + 1)).tolist() for g in cache.groups if hasattr(g, "shelf")
+            g.shelf.pins(np.arange(cache.plan.num_pages + 1)).tolist() for g in cache.groups if g.shelf is not None
         ]
         nodes = [(node.key, node.pages.tolist(), node.leases, node.hits, node.last_used) for node in cache.tree.nodes()]
         return columns, rows, free, nodes, cache.statistics(), len(self.events), cache.retired, len(cache.live_requests)

@@ -25,7 +25,7 @@ SERVED = sorted(
     | set(SPARSE)
 )
 """Without DeepSeek-V4, whose pages are larger than these prompts: see tests/models/test_compressed.py."""
-GRID = ((1, 23, False), (16, 50, True), (64, 2048, False))
+GRID = ((1, 23, False), (16, 32, False), (16, 50, True), (64, 2048, False))
 
 Case = tuple[LoadedModel, list[list[int]]]
 

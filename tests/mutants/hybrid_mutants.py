@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.carried import CarriedGroup, Pieces
-from quire.cache.groups import PassingGroup, WholeGroup
+from quire.cache.carried import CarriedGroup
+from quire.cache.groups import PassingGroup, Pieces, WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.prefix.reach import Chunk, Window
@@ -127,8 +127,8 @@ def a_cached_state_is_rewritten(patch: Patch) -> None:
 def a_fresh_state_is_not_zero(patch: Patch) -> None:
     real = CarriedGroup.launch
 
-    def launch(group: CarriedGroup, kvs: Any, ends: Any, *, leaves: bool) -> Any:
-        pieces, given = real(group, kvs, ends, leaves=leaves)
+    def launch(group: CarriedGroup, kvs: Any, ends: Any, rows: Any, *, leaves: bool) -> Any:
+        pieces, given = real(group, kvs, ends, rows, leaves=leaves)
         return Pieces(pieces.lengths, np.where(pieces.sources, pieces.sources, pieces.targets), pieces.targets), given
 
     patch.setattr(CarriedGroup, "launch", launch)

@@ -22,9 +22,12 @@ from quire.plan.configurator import (
     PoolOptions,
     RecurrentPoolConfigurator,
     create_memory_pool_configurator,
+    ragged,
 )
 from quire.plan.mix import Mix, mix_of, uniform
 from quire.plan.reserve import Speculation
+from quire.prefix.reach import reach_of
+from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType
@@ -391,3 +394,13 @@ def test_laws_of_random_models() -> None:
 @pytest.mark.slow
 def test_laws_of_a_hundred_thousand_random_models() -> None:
     assert sum(check_laws(seed) for seed in range(100_000)) > 80_000
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_the_smallest_pool_that_is_planned_lets_a_request_go_on(kind: str) -> None:
+    """Planning and the cache have one idea of the frames that a request needs, for every window and page."""
+    for page_size in (1, 2, 16, 64):
+        for tokens in (1, 2, 3, 7, 8, 15, 16, 17, 18, 20, 31, 63, 64, 65, 66, 130):
+            reach = ReachSpec(kind, tokens)
+            need = tokens + page_size + ragged(reach, page_size)  # tokens; a pool must hold more
+            assert need // page_size + 1 >= reach_of(reach, page_size).held(10**6), (page_size, tokens)

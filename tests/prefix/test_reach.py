@@ -35,7 +35,7 @@ def test_what_is_needed_is_what_the_next_token_reads(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_holds_more_than_it_says(kind: str) -> None:
-    """Between steps a request holds the pages that its whole pages need, and the page it is filling."""
+    """To write its next token a request holds the pages that its whole pages need, and the page that token goes to."""
     for seed in range(300):
         choices = Choices.seeded(seed)
         size = choices.between(1, 5)
@@ -43,7 +43,7 @@ def test_no_request_holds_more_than_it_says(kind: str) -> None:
         found = reach_of(spec, size)
         most = 0
         for tokens in range(1, 12 * size):
-            whole, all_pages = tokens // size, -(-tokens // size)
+            whole, all_pages = tokens // size, tokens // size + 1
             held = 1 if found.carried else all_pages - found.needed(whole).start
             most = max(most, held)
             assert held <= found.held(all_pages), (spec, size, tokens)

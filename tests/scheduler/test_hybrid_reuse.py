@@ -55,6 +55,37 @@ def test_a_prompt_that_comes_again_is_computed_to_its_last_page(name: str) -> No
         assert server.hit(prompt(1, length)) == (length - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("name", ["state", "window and state", "states alone"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_steps_that_end_where_a_state_is_left(name: str, page_size: int) -> None:
+    """The end of a prompt's last page, or of what prompts share, is also the end of a step: the state is left by the
+    next step, behind pages that are the tree's already, and to those who wait for it at once."""
+    chunk = 64
+    for length in (65, 70, 128, 129, 193, 520):
+        server = HybridServer(*HYBRIDS[name], num_pages=4096 // page_size, page_size=page_size, chunk=chunk)
+        server.hit(prompt(1, length), max_tokens=3)
+        assert server.hit(prompt(1, length)) == (length - 1) // page_size * page_size
+        together = HybridServer(*HYBRIDS[name], num_pages=4096 // page_size, page_size=page_size, chunk=chunk)
+        shared = length // chunk * chunk
+        found = together.serve(*(prompt(1, shared) + prompt(seed, 9) for seed in (2, 3, 4)), max_tokens=5)
+        assert [request.num_cached for request in found] == [0, shared, shared]
+
+
+def test_a_follower_gets_the_end_of_its_leader_s_prompt() -> None:
+    """The leader's prompt ends where a page ends, and it is decoding when the state there is left."""
+    server = HybridServer(FULL, STATE, num_pages=100, page_size=64, chunk=64)
+    leader, follower = prompt(1, 128), prompt(1, 128) + prompt(2, 9)
+    found = server.serve(leader, follower, max_tokens=40)
+    assert [request.num_cached for request in found] == [0, 128]
+
+
+@pytest.mark.parametrize("length", [514, 520, 527, 528, 530])
+def test_conversations_that_end_near_the_grid(length: int) -> None:
+    server = HybridServer(FULL, STATE, num_pages=400, frames=(400, 12), max_requests=1)
+    (request,) = server.serve(prompt(1, length - 30), max_tokens=31)  # so many tokens were computed
+    assert server.hit([*request.tokens.tolist(), 1]) == length // 16 * 16
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_conversation_goes_on_where_its_last_answer_ended(name: str) -> None:
     """Every turn computes what is new in it, and the part of a page that the answer before did not fill."""

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.cache.carried import CarriedGroup
-from quire.cache.groups import GroupCache, PassingGroup
+from quire.cache.groups import GroupCache
 from quire.errors import AuditFailure
 from quire.prefix.node import Lease, Node
 from quire.spec.ids import Ids, Tier
@@ -38,6 +37,7 @@ def audit(cache: KVCache) -> None:
         *_lease_counts(cache),
         *_tree_counters(cache),
         *_evictable(cache),
+        *_counts(cache),
     ]
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
@@ -58,15 +58,15 @@ def _page_owners(cache: KVCache) -> Iterator[str]:
         "cached": _concatenate([node.pages for node in cache.tree.nodes()]),
         "moving": _concatenate([retired.pages for retired in cache.retired]),
     }
-    count = Counter(int(page) for pages in owners.values() for page in pages)
-    wrong = {page: n for page, n in count.items() if n > 1 or not 1 <= page <= cache.plan.num_pages}
-    for page in sorted(wrong):
+    owned = _concatenate(list(owners.values()))
+    foreign = owned[(owned < 1) | (owned > cache.plan.num_pages)]
+    count = np.bincount(owned[(owned >= 1) & (owned <= cache.plan.num_pages)], minlength=cache.plan.num_pages + 1)
+    for page in [*np.unique(foreign).tolist(), *np.flatnonzero(count > 1).tolist()]:
         holders = ", ".join(name for name, pages in owners.items() if page in pages)
-        yield f"page {page} has {wrong[page]} owners ({holders})"
-    lost = cache.plan.num_pages - len(count)
-    if lost > 0:
-        missing = sorted(set(range(1, cache.plan.num_pages + 1)) - set(count))
-        yield f"{lost} pages have no owner: {missing[:8]}"
+        yield f"page {page} has {int((owned == page).sum())} owners ({holders})"
+    missing = every[count[1:] == 0]
+    if len(missing):
+        yield f"{len(missing)} pages have no owner: {missing[:8].tolist()}"
     if cache.pages.num_free_pages != len(owners["free"]):
         yield f"{cache.pages.num_free_pages} pages are in the free list, but {len(owners['free'])} are not out"
 
@@ -105,9 +105,16 @@ def _residency(cache: KVCache, group: GroupCache, column: Ids) -> Iterator[str]:
             yield f"group '{group.name}': row {kv.row} reads a page that has no frame"
 
 
+def _counts(cache: KVCache) -> Iterator[str]:
+    """What statistics say of a group's frames adds up, and nothing is counted twice."""
+    for name, frames in cache.statistics().frames.items():
+        if min(frames.free, frames.private, frames.cached, frames.moving) < 0:
+            yield f"group '{name}' counts less than nothing: {frames}"
+
+
 def _shelf(cache: KVCache, index: int, group: GroupCache, column: Ids) -> Iterator[str]:
     """Where frames may go before their pages: a page is pinned as often as requests read it, and else on the shelf."""
-    if not isinstance(group, (PassingGroup, CarriedGroup)):
+    if group.shelf is None:
         return
     every = np.arange(cache.plan.num_pages + 1, dtype=np.int32)
     pins = np.zeros(len(every), dtype=np.int32)
@@ -134,8 +141,7 @@ def _shelf(cache: KVCache, index: int, group: GroupCache, column: Ids) -> Iterat
 def _carried(cache: KVCache, index: int, group: GroupCache) -> Ids:
     """Frames that requests own, and those of theirs that wait for a step in flight."""
     parts = [given.frames for retired in cache.retired for given in retired.given if given.group == index]
-    if isinstance(group, CarriedGroup):
-        parts += [group.frames_of(kv.row) for kv in cache.live_requests]
+    parts += [group.frames_of(kv.row) for kv in cache.live_requests]
     return _concatenate(parts)
 
 

@@ -17,25 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, GroupCache, Lengths, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, Lengths, Pieces, RowPages
 from quire.cache.request_kv import RequestKV
 from quire.memory.allocator import SlotFrames
 from quire.prefix.reach import Reach
 from quire.prefix.shelf import Rank, Shelf
 from quire.spec.ids import Ids
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Work of one step in one carried group: consecutive runs of tokens, those of one request as neighbours, in order.
-
-    Piece i is `lengths[i]` tokens; it starts from what frame `sources[i]` holds (0: from nothing) and leaves the result
-    in frame `targets[i]`.
-    """
-
-    lengths: Ids
-    sources: Ids
-    targets: Ids
 
 
 @dataclass(slots=True)
@@ -55,7 +42,7 @@ class CarriedGroup(GroupCache):
     ) -> None:
         super().__init__(index, reach, frames)
         self._frames = frames
-        self.shelf = Shelf(len(frames.column) - 1)
+        self.shelf: Shelf = Shelf(len(frames.column) - 1)
         self._page_size = page_size
         self._grid = max(page_size, grid - grid % page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
@@ -91,7 +78,6 @@ class CarriedGroup(GroupCache):
         return 0
 
     def frames_of(self, row: int) -> Ids:
-        """Frames that a row owns, in no order."""
         frames = [int(self._frame[row])] if self._frame[row] else []
         frames += [trail.frame for trail in self._behind.get(row, ())]
         if row in self._trail:
@@ -99,7 +85,6 @@ class CarriedGroup(GroupCache):
         return np.array(frames, dtype=np.int32)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
-        """The cached page that a row is to begin on, while it has not begun."""
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
 
@@ -131,8 +116,8 @@ class CarriedGroup(GroupCache):
             missing = rows[self._frame[rows] == 0]
         self._frame[missing] = self.frames.take(len(missing))
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, *, leaves: bool) -> tuple[Pieces, list[Given]]:
-        """Carry each request's frame on to its end, in tokens. `leaves`: whether frames may be left for others."""
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched:
+        pages = rows
         rows = np.fromiter((kv.row for kv in kvs), dtype=np.int32, count=len(kvs))
         starts = self._position[rows]
         assert (ends > starts).all() and self._frame[rows].all(), "a request was launched that had not grown"
@@ -145,18 +130,20 @@ class CarriedGroup(GroupCache):
         given: list[Given] = []
         for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
             kv = kvs[at]
-            pieces = self._pieces(kv, int(starts[at]), int(ends[at]), leaves)
+            whole = RowPages(kv.row, pages[kv.row], kv.lease.num_pages)
+            pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves)
             counts[at] = len(pieces)
             cut += pieces
+            given += self._leave(whole, settled)
             page = self.pinned(kv.row, NO_PAGES)
             if len(page):
                 given.append(Given(self.index, page.copy(), Rank.USED))
                 self._source[kv.row] = 0
         found = np.empty((3, int(counts.sum())), dtype=np.int32)
-        whole = np.repeat(plain, counts)
-        found[:, whole] = (ends - starts)[plain], self._frame[rows[plain]], self._frame[rows[plain]]
+        uncut = np.repeat(plain, counts)
+        found[:, uncut] = (ends - starts)[plain], self._frame[rows[plain]], self._frame[rows[plain]]
         if cut:
-            found[:, ~whole] = np.array(cut, dtype=np.int32).T
+            found[:, ~uncut] = np.array(cut, dtype=np.int32).T
         return Pieces(*found), given
 
     def owes(self, row: int, num_pages: int) -> bool:
@@ -183,8 +170,10 @@ class CarriedGroup(GroupCache):
             last.append(_Trail(-1 if rest else num_pages, int(self._frame[at]), Rank.USED))
         settled = [trail for trail in last if 0 < trail.num_pages <= row.protected and not self._source[at]]
         keep = max(settled, key=lambda trail: trail.num_pages, default=None)
-        given = self._leave(row, [keep] if keep else [])
-        frames = [t.frame for t in (*self._behind.pop(at, ()), *last) if t is not keep]
+        behind = self._behind.pop(at, [])
+        left = [trail for trail in behind if trail.num_pages <= row.protected] + ([keep] if keep else [])
+        given = self._leave(row, left)
+        frames = [t.frame for t in (*behind, *last) if not any(t is kept for kept in left)]
         given.append(
             Given(self.index, self.pinned(at, NO_PAGES).copy(), Rank.USED, frames=np.array(frames, dtype=np.int32))
         )
@@ -211,11 +200,15 @@ class CarriedGroup(GroupCache):
         found: Ids = rows[(sources != 0) & (self.shelf.pins(sources) == 1)]
         return found
 
-    def _pieces(self, kv: RequestKV, start: int, end: int, leaves: bool) -> list[tuple[int, int, int]]:
-        """(length, source, target) of each piece of one request's tokens `start..end`."""
+    def _pieces(
+        self, kv: RequestKV, start: int, end: int, leaves: bool
+    ) -> tuple[list[tuple[int, int, int]], list[_Trail]]:
+        """(length, source, target) of each piece of one request's tokens `start..end`, and what it leaves at the ends
+        of pages that have settled already."""
         row, current = kv.row, int(self._frame[kv.row])
         source = int(self.frames.column[self._source[row]]) if self._source[row] else current * (start > 0)
         pieces: list[tuple[int, int, int]] = []
+        settled: list[_Trail] = []
         for at, rank in self._stops(kv, start, end) if leaves else ():
             if at > start:
                 pieces.append((at - start, source, current))
@@ -223,9 +216,12 @@ class CarriedGroup(GroupCache):
             if source != current:
                 continue  # it has not begun: what it would leave is there
             current = self._leave_here(row, at // self._page_size, current, rank) or current
+            behind = self._behind.get(row)
+            if behind and behind[-1].num_pages <= kv.lease.num_pages:
+                settled.append(behind.pop())
         pieces.append((end - start, source, current))
         self._frame[row] = current
-        return pieces
+        return pieces, settled
 
     def _stops(self, kv: RequestKV, start: int, end: int) -> list[tuple[int, Rank | None]]:
         """Where in `start..end - 1` tokens to leave the frame, in order, and for what: marks, the grid, and (None) the
@@ -244,16 +240,16 @@ class CarriedGroup(GroupCache):
     def _leave_here(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
         """Leave `frame` at the end of that many pages, and return another one to go on in; 0 where there is none."""
         trail = _Trail(num_pages, frame, Rank.USED if rank is None else rank)
-        if rank is None and row in self._trail:
-            following, self._trail[row] = self._trail[row].frame, trail
-            return following
-        following = self._spare(trail.rank)
-        if not following:
-            self.skipped += 1
-        elif rank is None:
-            self._trail[row] = trail
-        else:
+        following = 0 if rank is None and row in self._trail else self._spare(trail.rank)
+        if following and rank is not None:
             self._behind.setdefault(row, []).append(trail)
+            return following
+        if not following and row in self._trail:  # the end of an earlier page makes room for this one
+            following = self._trail[row].frame
+        if following:
+            self._trail[row] = trail
+        if not following or rank is not None:
+            self.skipped += 1
         return following
 
     def _spare(self, rank: Rank) -> int:

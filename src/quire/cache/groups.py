@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.cache.request_kv import RequestKV
 from quire.memory.allocator import PageFrames, SlotFrames
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
@@ -39,6 +40,23 @@ class Given:
     rank: Rank = Rank.PASSED
     dropped: Ids = field(default_factory=lambda: NO_PAGES)
     frames: Ids = field(default_factory=lambda: NO_PAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Work of one step in one carried group: consecutive runs of tokens, those of one request as neighbours, in order.
+
+    Piece i is `lengths[i]` tokens; it starts from what frame `sources[i]` holds (0: from nothing) and leaves the result
+    in frame `targets[i]`.
+    """
+
+    lengths: Ids
+    sources: Ids
+    targets: Ids
+
+
+Launched = tuple[Pieces, list[Given]]
+"""The pieces of a step, and what its requests gave up by launching it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,9 @@ class GroupCache(ABC):
         self.reach = reach
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
 
+    shelf: Shelf | None = None
+    """Cached frames that may go before their pages; None where none may."""
+
     @property
     @abstractmethod
     def frames(self) -> PageFrames | SlotFrames:
@@ -89,6 +110,21 @@ class GroupCache(ABC):
     @abstractmethod
     def num_cached(self) -> int:
         """Frames of cached pages."""
+
+    def pinned(self, row: int, pages: Ids) -> Ids:
+        """Which of a row's cached `pages` it pins on the shelf."""
+        return NO_PAGES
+
+    def frames_of(self, row: int) -> Ids:
+        """Frames that a row owns beside those of its pages, in no order."""
+        return NO_PAGES
+
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched | None:
+        """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
+
+        `rows` are all rows of pages; `leaves` says whether frames may be left for others. None where none are carried.
+        """
+        return None
 
     @abstractmethod
     def would_pin(self, pages: Ids, evictable: int) -> int:
@@ -229,7 +265,7 @@ class PassingGroup(WholeGroup):
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache, max_requests: int) -> None:
         super().__init__(index, reach, frames, tree)
-        self.shelf = Shelf(len(frames.column) - 1)
+        self.shelf: Shelf = Shelf(len(frames.column) - 1)
         self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
 
     @property
@@ -245,10 +281,10 @@ class PassingGroup(WholeGroup):
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         read = len(self.reach.needed(num_cached))  # it holds these from the start
-        return min(num_pages - num_cached, self._most(num_pages) - read)
+        return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
     def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
-        most = np.fromiter(map(self._most, reached.tolist()), dtype=np.int64, count=len(rows))
+        most = np.fromiter(map(self.reach.held, reached.tolist()), dtype=np.int64, count=len(rows))
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
     def begin(self, row: int, pages: Ids) -> None:
@@ -260,6 +296,8 @@ class PassingGroup(WholeGroup):
         super().commit(row, start, ours, marks)
         self.shelf.pin(row.pages[start : row.protected])
         first, after = self._advance(row)
+        if first == after:
+            return []
         passed = row.pages[first:after]
         ranks = np.zeros(len(passed), dtype=np.int8)
         for num_pages, rank in marks.items():
@@ -293,12 +331,7 @@ class PassingGroup(WholeGroup):
         return len(pages)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
-        """Which of a row's cached `pages` it pins."""
         return pages[int(self.first[row]) :]
-
-    def _most(self, num_pages: int) -> int:
-        """Frames of a request while it computes: what it reads, and a page that it writes."""
-        return self.reach.held(num_pages) + 1
 
     def _advance(self, row: RowPages) -> tuple[int, int]:
         """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.audit import audit
-from quire.cache.carried import CarriedGroup, Pieces
+from quire.cache.carried import CarriedGroup
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import GroupCache, PassingGroup, RowPages, WholeGroup
+from quire.cache.groups import NO_PAGES, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
 from quire.cache.request_kv import RequestKV
 from quire.cache.statistics import CacheStatistics, FrameCounts
 from quire.errors import InvalidInput, LeaseError, OutOfPages
@@ -276,10 +276,10 @@ class KVCache:
     def launch(self, group: int, kvs: Sequence[RequestKV], ends: Lengths) -> Pieces | None:
         """What the step being launched does in that group with the frames that requests carry, which moves them on to
         `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`."""
-        carried = self.groups[group]
-        if not isinstance(carried, CarriedGroup):
+        launched = self.groups[group].launch(kvs, ends, self._rows, leaves=self.share_prefixes)
+        if launched is None:
             return None
-        pieces, given = carried.launch(kvs, ends, leaves=self.share_prefixes)
+        pieces, given = launched
         self._retire(Retired(given=tuple(given)))
         return pieces
 
@@ -468,11 +468,11 @@ class KVCache:
                 group.evict(n - group.num_free)
 
     def _frame_counts(self, index: int, group: GroupCache) -> FrameCounts:
-        column = self.frames.column(Tier.DEVICE, index)
-        moving = 0
-        for retired in self.retired:
-            moving += int(np.count_nonzero(column[retired.pages]))
-            moving += sum(len(g.frames) + len(g.dropped) for g in retired.given if g.group == index)
+        given = [part for retired in self.retired for part in retired.given if part.group == index]
+        pages = [retired.pages for retired in self.retired] + [part.dropped for part in given]
+        waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
+        moving = int(np.count_nonzero(self.frames.column(Tier.DEVICE, index)[waiting]))
+        moving += sum(len(part.frames) for part in given)
         return FrameCounts(
             total=group.num_frames,
             free=group.num_free,

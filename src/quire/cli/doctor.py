@@ -189,7 +189,7 @@ def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[
         "device": "cuda:0" if devices else "cpu",
         "threads": f"{torch.get_num_threads()} for a step",
         "model": f"{defaults.model_name}, when no --model is given",
-        "page_size": "16 tokens, or what compressed entries need",
+        "page_size": "16 tokens",
         "kv_memory": "a share of the free device memory"
         if devices
         else format_bytes(default_kv_bytes(memory["available_bytes"])),

@@ -44,7 +44,9 @@ _COMPARE = "Two models side by side; settings may follow a comma: llama-3.1-8b,k
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A name in the catalogue, a config.json or its folder, or a hub id.", show_default=False),
+    typer.Argument(
+        help="A name in the catalogue, a bundled model, a config.json or its folder, or a hub id.", show_default=False
+    ),
 ]
 KvMemory = Annotated[str | None, _budget("Exactly the bytes that the pools of a rank may take: 40GiB.")]
 Gpu = Annotated[str | None, _budget("A device by name: h100-80gb. The pools get what the rest leaves.")]

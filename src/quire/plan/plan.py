@@ -98,17 +98,20 @@ class Plan:
         )
 
     def _passed_pages(self, max_requests: int) -> int:
-        """Pages beside those with frames, for what requests of a model of windows only have passed.
+        """Pages beside those with frames, for what requests of a model of windows and states only have passed.
 
         None where the pool is too small for a window, so that a request must fit into it as a whole.
         """
-        reaches = {pool.group.reach.kind for pool in self.config.pools}
         options = self.configurator.options
-        if not reaches <= {"window", "chunk"} or any(
-            pool.frames * self._step < options.window_tokens(pool.group.reach, self.page_size) + self._step
-            for pool in self.config.pools
-        ):
-            return 0
+        for pool in self.config.pools:
+            reach = pool.group.reach
+            if reach.kind == "full":
+                return 0
+            if (
+                not reach.carried
+                and pool.frames * self._step < options.window_tokens(reach, self.page_size) + self._step
+            ):
+                return 0
         return min(max_requests * pages_for(self.context, self._step), _MOST_PASSED_PAGES)
 
     @property

@@ -38,7 +38,7 @@ class Reach(Protocol):
         """The pages that a request with `num_pages` whole pages behind it still reads."""
 
     def held(self, num_pages: int) -> int:
-        """The most frames that a request of up to `num_pages` pages needs between two steps."""
+        """The frames that a request of up to `num_pages` pages needs to go on, a token at a time."""
 
 
 class Full:
@@ -80,8 +80,8 @@ class Window:
         return range(max(0, num_pages * self.page_size - self.window + 1) // self.page_size, num_pages)
 
     def held(self, num_pages: int) -> int:
-        """The pages of a window behind a page's end, and the page that is being filled."""
-        return min(num_pages, pages_for(self.window - 1, self.page_size) + (self.page_size > 1))
+        """The pages of a window behind a page's end, and the page that is being filled or begun."""
+        return min(num_pages, pages_for(self.window - 1, self.page_size) + 1)
 
 
 class Chunk:

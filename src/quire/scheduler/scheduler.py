@@ -202,9 +202,12 @@ class Scheduler:
             return None
         size = self._cache.page_size
         for other in self._running:
-            if other.kv is None or other.namespace != request.namespace or not other.in_prefill:
+            at_an_end = other.num_settled % size == 0  # where it may have something still to leave
+            if other.kv is None or other.namespace != request.namespace or not (other.in_prefill or at_an_end):
                 continue
             shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
+            if not other.in_prefill and shared * size != other.num_settled:
+                continue
             if shared > hit.num_pages and self._cache.will_leave(other.kv, shared):
                 return other
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.carried import Pieces
+from quire.cache.groups import Pieces
 from quire.cache.request_kv import RequestKV
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.request import Request
