@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from quire.engine.kv_error import measure_kv_errors
 from quire.errors import ModelCheckFailed
 from quire.models import compressed
 from quire.models.hf import LoadedModel, load_model
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import CompressedCall
+from quire.spec.layout import DType
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
 from tests.models.schedule import Schedule, Step, long_steps
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
@@ -90,6 +94,20 @@ def test_what_is_kept(tmp_path):
     assert all(isinstance(call, CompressedCall) for call in model.spec.calls)
     assert [call.ratio for call in model.spec.calls] == [0, 128, 4]
     assert "deepseek_v4" in VERIFIED
+
+
+def test_half_precision_passes_its_check(tmp_path):
+    """In bfloat16; in float16, transformers' own modules disagree on a dtype."""
+    assert load_model(save(tmp_path), dtype="bfloat16").spec.dtype is DType.BFLOAT16
+
+
+def test_other_formats_keep_entries_too(tmp_path):
+    """Each call's output, where its rows and entries are FP8 rows, is off by little more than they are."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300).astype(np.int32)
+    (found,) = measure_kv_errors(load_model(save(tmp_path)), [KV_FORMATS["fp8_e4m3"]], tokens)
+    assert [call.ordinal for call in found.calls] == [0, 1, 2]
+    assert all(0.01 < call.output < 0.06 for call in found.calls)
+    assert {field.name for field in found.calls[2].fields} >= {"latent", "compressed_latent", "index_k"}
 
 
 @pytest.mark.parametrize("broken", ["ring", "entries", "selection"])

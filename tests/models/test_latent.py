@@ -84,9 +84,11 @@ def test_long_chunks_are_expanded_and_decodes_are_not():
     assert attention.expands(new, np.full(5, 8192)).tolist() == [False, False, False, True, True]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "hy_v4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_passes_its_check(dtype, tmp_path):
-    model = load_model(save_latent("deepseek_v3", tmp_path), dtype=dtype)
+def test_half_precision_passes_its_check(name, dtype, tmp_path):
+    """An indexer's keys are FP8 then."""
+    model = load_model(save_latent(name, tmp_path), dtype=dtype)
     assert str(model.spec.dtype) == dtype
 
 

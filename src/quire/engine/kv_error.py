@@ -29,7 +29,7 @@ from quire.spec.kv_format import KVFormat, plain_format
 from quire.spec.layout import Field
 from quire.spec.pages import pages_for
 
-_PAGE_SIZE = 16
+_PAGE_SIZE = 16  # or more, where a page must hold a block of tokens that share an entry
 _CHUNK = 256  # tokens of one step, whose logits are held twice
 
 
@@ -156,11 +156,12 @@ class _Prompt:
 
     def __init__(self, model: LoadedModel, kv_format: KVFormat, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.groups: tuple[GroupSpec, ...] = model.groups(_PAGE_SIZE, kv_format)
-        num_pages = pages_for(num_tokens, _PAGE_SIZE)
+        self.page_size = model.spec.page_size(_PAGE_SIZE)
+        self.groups: tuple[GroupSpec, ...] = model.groups(self.page_size, kv_format)
+        num_pages = pages_for(num_tokens, self.page_size)
         self.pools = tuple(Pool(group.layout, num_pages, device=model.device) for group in self.groups)
         grows = [group.layout for group in self.groups if not group.reach.carried]
-        self.bytes_per_token = sum(layout.bytes_per_frame for layout in grows) / _PAGE_SIZE
+        self.bytes_per_token = sum(layout.bytes_per_frame for layout in grows) / self.page_size
 
     def batches(self, start: int, stop: int) -> list[PagedBatch | StateBatch]:
         """A step that computes positions `start:stop`."""
@@ -168,9 +169,9 @@ class _Prompt:
         paged = PagedBatch(
             query_starts=rows,
             context_lens=np.array([stop], dtype=np.int32),
-            frames=np.arange(1, pages_for(stop, _PAGE_SIZE) + 1, dtype=np.int32)[None],
-            slots=_PAGE_SIZE + np.arange(start, stop, dtype=np.int32),
-            page_size=_PAGE_SIZE,
+            frames=np.arange(1, pages_for(stop, self.page_size) + 1, dtype=np.int32)[None],
+            slots=self.page_size + np.arange(start, stop, dtype=np.int32),
+            page_size=self.page_size,
         )
         one = np.ones(1, dtype=np.int32)
         states = StateBatch(rows, one if start else 0 * one, one)
@@ -193,8 +194,8 @@ class _Prompt:
 
     def _slots(self, field: Field) -> tuple[int, int]:
         """The first slot of a field and the one after its last: consecutive, since the frames are."""
-        entries = field.entries(_PAGE_SIZE)
-        return entries, entries - (-self.num_tokens * entries // _PAGE_SIZE)
+        entries = field.entries(self.page_size)
+        return entries, entries - (-self.num_tokens * entries // self.page_size)
 
 
 class _Ratios:

@@ -20,7 +20,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.plan.devices import Device, Line, working_memory
 from quire.spec.pages import pages_for
 
-_PAGE_SIZE = 16
+_PAGE_SIZE = 16  # or more, where a page must hold a block of tokens that share an entry
 _GRAPH_BATCH = 256  # requests of the largest graph that would be captured
 _SAMPLE_S = 0.001  # between looks at the process's memory
 
@@ -62,20 +62,21 @@ def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Devi
 
 def _step_bytes(model: LoadedModel, tokens: int) -> int:
     """The most that one prompt of `tokens` takes while it is computed, beside weights and pools."""
-    pages = pages_for(tokens, _PAGE_SIZE)
-    groups = model.groups(_PAGE_SIZE)
+    page_size = model.spec.page_size(_PAGE_SIZE)
+    pages = pages_for(tokens, page_size)
+    groups = model.groups(page_size)
     pools = [Pool(group.layout, pages, device=model.device) for group in groups]
     for pool in pools:
         for field in pool.layout.fields:
             for layer in field.layers:
                 pool.layer(field.name, layer).fill_(0)  # memory counts as held when it is first written
-    slots = np.arange(tokens, dtype=np.int32) + _PAGE_SIZE  # frame 0 is the padding
+    slots = np.arange(tokens, dtype=np.int32) + page_size  # frame 0 is the padding
     paged = PagedBatch(
         query_starts=np.array([0, tokens], dtype=np.int32),
         context_lens=np.array([tokens], dtype=np.int32),
         frames=np.arange(1, pages + 1, dtype=np.int32)[None, :],
         slots=slots,
-        page_size=_PAGE_SIZE,
+        page_size=page_size,
     )
     states = StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1])))
     batches = [states if group.reach.carried else paged for group in groups]

@@ -8,7 +8,6 @@ step      sequence 0      sequence 1
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,8 +20,7 @@ from quire.kernels.attention import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec
-from quire.spec.kv_format import plain_format
-from quire.spec.layout import PER_PAGE, DType
+from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
@@ -65,7 +63,7 @@ def check_forward(model: CheckedModel) -> None:
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
     plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
-    groups = model.groups(_page_size(model.spec))
+    groups = model.groups(model.spec.page_size(_PAGE_SIZE))
     pools = [_nan_pool(group, model.device) for group in groups]
     errors: list[float] = []
     for step in _STEPS:
@@ -73,11 +71,6 @@ def check_forward(model: CheckedModel) -> None:
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
-
-
-def _page_size(spec: ModelSpec) -> int:
-    parts = (part for call in spec.calls for part in call.parts(plain_format(spec.dtype), spec.dtype))
-    return math.lcm(_PAGE_SIZE, *(part.per for part in parts if part.per != PER_PAGE))
 
 
 def _nan_pool(group: GroupSpec, device: torch.device) -> Pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,7 +22,7 @@ from quire.plan.plan import Plan, PlanSettings
 from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
-from quire.spec.kv_format import KVFormat, kv_format, plain_format
+from quire.spec.kv_format import KVFormat, kv_format
 from quire.spec.model import ModelSpec
 from quire.spec.weights import WeightEstimate
 
@@ -89,7 +88,7 @@ def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | Non
     parallel.check(spec)
     context = _context(spec, settings)
     spec, num_drafts = _with_drafts(spec, settings.speculation)
-    page_size = settings.page_size or _page_size(spec)
+    page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
     whole = _groups(spec, settings, page_size, (0, len(spec.layers)), num_drafts)
     if not whole:
@@ -212,13 +211,6 @@ def _with_drafts(spec: ModelSpec, speculation: Speculation | None) -> tuple[Mode
     if speculation.num_layers and not spec.drafts:
         spec = replace(spec, drafts=(draft_like(spec.layers),))
     return spec.with_rollback(), speculation.num_layers
-
-
-def _page_size(spec: ModelSpec) -> int:
-    """16, or the next multiple that holds whole entries of every field."""
-    kept = plain_format(spec.dtype)
-    pers = {part.per for call in set(spec.calls) for part in call.parts(kept, spec.dtype)}
-    return math.lcm(_DEFAULT_PAGE, *(per for per in pers if per > 1))
 
 
 def _default_mix(settings: PlanSettings, context: int) -> Mix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,6 +101,12 @@ class ModelSpec:
     def is_plain(self) -> bool:
         """Whether every layer is one attention over keys and values of its own."""
         return all(len(layer) == 1 and isinstance(layer[0], AttentionCall) for layer in self.layers)
+
+    def page_size(self, least: int) -> int:
+        """The smallest multiple of `least` tokens that is a page: it holds whole entries of every field."""
+        kept = plain_format(self.dtype)
+        pers = {part.per for call in set(self.calls) for part in call.parts(kept, self.dtype)}
+        return math.lcm(least, *(per for per in pers if per > 1))
 
     def groups(
         self,
