@@ -182,7 +182,7 @@ class EngineCore:
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
             "weight_bytes": self.model.weight_bytes,
-            "bytes_per_token": self.plan.bytes_per_page / self.plan.page_size,
+            "bytes_per_token": float(self.capacity.bytes_per_token),
             "largest_request": self.plan.largest_request,
             "context": self.plan.context,
             "max_running_requests": self.max_running_requests,

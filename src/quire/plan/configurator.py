@@ -241,10 +241,12 @@ class MemoryPoolConfigurator:
     def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> PlanError:
         need = sum(rule.most_bytes(step) for rule in rules)
         parts = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules)
+        chunked = any(_slides(rule.group) and rule.fixed for rule in rules)
+        smaller = "allow fewer prompt tokens per step (--max-num-batched-tokens)" if chunked else "lower the page size"
         return PlanError(
             f"{format_bytes(have)} of KV memory cannot hold one page of {step:,} tokens: the smallest pools take "
             f"{format_bytes(need)} ({parts}), a padding frame in each among it.",
-            fix=f"give at least {round_up_bytes(need)}, or lower the page size.",
+            fix=f"give at least {round_up_bytes(need)}, or {smaller}.",
         )
 
 

@@ -35,8 +35,8 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
         notes.append(f"{plan.max_running_requests:,} requests may run at once: there are states for no more.")
     if plan.state_slots is not None and plan.state_slots < options.states_per_request:
         notes.append(
-            f"{plan.state_slots} states are fewer than the {options.states_per_request} that one request uses: it runs "
-            "with one, and leaves checkpoints only where one is to spare."
+            f"of {options.states_per_request} states that a request uses there are {plan.state_slots}: it runs with "
+            "one, and little or nothing of its prompt can be reused."
         )
     step = plan.page_size * parallel.dcp
     for pool in plan.config.pools:
