@@ -133,13 +133,8 @@ def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
         _forward.reset(token)
 
 
-def active_forward() -> RunningForward | RecordingForward | None:
-    """The forward pass that is going on, if any. Outside one, a model computes as it would by itself."""
-    return _forward.get()
-
-
 def in_forward() -> bool:
-    """Whether a forward pass is going on."""
+    """Whether a forward pass is going on. Outside one, a model computes as it would by itself."""
     return _forward.get() is not None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from quire.kernels.state import read_states, write_states
-from quire.models.forward import RecordingForward, RunningForward, active_forward
+from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
 from quire.models.lightning_mixer import lightning_mixer
 from quire.models.lru_mixer import lru_mixer
 from quire.models.mixer_cache import MixerStates, RecordedStates, States
@@ -138,11 +138,10 @@ class _Mixer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer around the module calls; its rows are `[1, T, hidden]` in a forward pass."""
-        forward = active_forward()
-        if forward is None:
+        if not in_forward():
             return self._own(*args, **kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        out = self._run(hidden, kwargs.get("position_ids"), forward)
+        out = self._run(hidden, kwargs.get("position_ids"), current_forward())
         return (out, None) if self._pair else out
 
     def _run(self, hidden: Tensor, positions: Tensor | None, forward: RunningForward | RecordingForward) -> Tensor:
