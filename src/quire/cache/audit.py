@@ -160,35 +160,43 @@ def _tree_shape(cache: KVCache) -> Iterator[str]:
     """Edges hold whole pages, children hang under their first page, parents point back."""
     page_bytes = cache.page_size * TOKEN_BYTES
     for node in (*cache.tree.roots().values(), *cache.tree.nodes()):
-        if not node.is_root and (not len(node.pages) or len(node.key) != len(node.pages) * page_bytes):
-            yield f"an edge of {len(node.pages)} pages has {len(node.key)} bytes of tokens"
+        if not node.is_root and (not node.num_pages or len(node.key) != node.num_pages * page_bytes):
+            yield f"an edge of {node.num_pages} pages has {len(node.key)} bytes of tokens"
         for first, child in node.children.items():
             if child.parent is not node or child.key[:page_bytes] != first:
                 yield "a child hangs in the wrong place"
-        if node.is_root and not node.children and not node.leases:
+            if child.depth != node.depth + node.num_pages:
+                yield f"an edge begins after {node.depth + node.num_pages} pages and says {child.depth}"
+        if node.is_root and not node.children and not node.ghosts and not node.level:
             yield "a root is kept that nothing needs"
 
 
 def _lease_counts(cache: KVCache) -> Iterator[str]:
-    """A node counts exactly the leases at it and below it, those that wait for a fence among them."""
-    expected: Counter[int] = Counter()
+    """A node counts exactly the leases that end at it, those that wait for a fence among them, and its level is that of
+    the leases at it and below it."""
+    here = Counter(id(lease.node) for lease in _leases(cache))
+    below: Counter[int] = Counter()
     for lease in _leases(cache):
         node: Node | None = lease.node
         while node is not None:
-            expected[id(node)] += 1
+            below[id(node)] += 1
             node = node.parent
     for node in (*cache.tree.roots().values(), *cache.tree.nodes()):
-        if node.leases != expected[id(node)]:
-            yield f"a node counts {node.leases} leases and has {expected[id(node)]}"
+        if node.leases != here[id(node)]:
+            yield f"a node counts {node.leases} leases and has {here[id(node)]}"
+        if node.level != min(2, below[id(node)]):
+            yield f"a node with {below[id(node)]} leases at it or below it has level {node.level}"
+        if node.held != node.leases + sum(child.level for child in node.children.values()):
+            yield f"a node is held {node.held} times, which its leases and children do not make"
 
 
 def _tree_counters(cache: KVCache) -> Iterator[str]:
     tree = cache.tree
     sums = {"num_pages": 0, "num_protected": 0, "num_shared": 0}
     for node in tree.nodes():
-        sums["num_pages"] += len(node.pages)
-        sums["num_protected"] += len(node.pages) * (node.leases > 0)
-        sums["num_shared"] += len(node.pages) * (node.leases > 1)
+        sums["num_pages"] += node.num_pages
+        sums["num_protected"] += node.num_pages * (node.level > 0)
+        sums["num_shared"] += node.num_pages * (node.level > 1)
     for name, total in sums.items():
         if getattr(tree, name) != total:
             yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
@@ -198,8 +206,8 @@ def _evictable(cache: KVCache) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
     queued = cache.tree.queued()
     for node in cache.tree.nodes():
-        if node.is_leaf and not node.leases and node not in queued:
-            yield f"an unleased leaf of {len(node.pages)} pages can never be evicted"
+        if node.is_leaf and not node.level and node not in queued:
+            yield f"an unleased leaf of {node.num_pages} pages can never be evicted"
 
 
 def _leases(cache: KVCache) -> list[Lease]:
