@@ -36,7 +36,8 @@ def _settings(name: str, make: Callable[..., None], settings: str) -> dict[str, 
         try:
             found[key] = type(known[key])(value)
         except ValueError:
-            raise InvalidInput(f"setting '{key}' of workload '{name}' is no number: '{value}'.", fix=_known(known))
+            why = f"setting '{key}' of workload '{name}' is not a number such as {known[key]}: '{value}'."
+            raise InvalidInput(why, fix=_known(known)) from None
         if not 0 < found[key] < 1e9:
             raise InvalidInput(f"setting '{key}' of workload '{name}' is {value}.", fix="use a number above 0.")
     return found

@@ -55,7 +55,7 @@ class Draft:
         arrival: float,
         request_id: str = "",
         session: str = "",
-        namespace: Namespace = Namespace(),  # noqa: B008  a frozen value
+        namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
         after: str = "",
         think: float = 0.0,
         priority: int = 0,
@@ -89,7 +89,7 @@ class Conversation:
         opening: Sequence[Piece],
         *,
         arrival: float,
-        namespace: Namespace = Namespace(),  # noqa: B008  a frozen value
+        namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
         priority: int = 0,
     ) -> None:
         self._draft = draft
