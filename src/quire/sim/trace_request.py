@@ -82,7 +82,7 @@ class Trace:
         return sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths)
 
     def _built(self, planned: Planned) -> TraceRequest:
-        return planned.build(planned.arrival - self._start)
+        return planned.build(round(planned.arrival - self._start, 6))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ prefix. The few tokens that the prompt template put between chunks (`input_lengt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -88,6 +87,11 @@ def _chunk_lengths(path: Path, field: str) -> dict[int, int]:
     """Tokens of each chunk of one kind, whose ids are in `field`."""
     if not path.is_file():
         raise InvalidInput(f"{path} is missing, and says how long chunks are.", fix="put it beside the trace.")
-    fields = [("chunk", int, msgspec.field(name=field)), ("token_length", _Length)]
-    rows = row_decoder(msgspec.defstruct("_Chunk", fields))
-    return {row.chunk: row.token_length for row in (line.decode(rows) for line in lines(path))}
+    found = {}
+    rows = row_decoder(dict[str, _Length])
+    for line in lines(path):
+        row = line.decode(rows)
+        if not {field, "token_length"} <= row.keys():
+            line.refuse(f"'{field}' or 'token_length' is missing")
+        found[row[field]] = row["token_length"]
+    return found
