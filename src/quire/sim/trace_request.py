@@ -67,6 +67,11 @@ class Trace:
         return map(self._built, self._planned)
 
     @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last; those of follow-ups are estimates."""
+        return self._planned[-1].arrival - self._start if self._planned else 0.0
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return self._totals[0]
