@@ -39,7 +39,6 @@ def published(name: str, *, limit: int | None = None) -> Trace:
         ("lmcache_agent/taubench.jsonl.xz", 471, 312_134, 40_590, 181),
         ("lmcache_agent/miniswe.jsonl.xz", 402, 9_674_724, 182_981, 552),
         ("ragpulse", 7_106, 20_851_449, 2_012_676, 604_603),
-        ("ragpulse/0_trace.jsonl", 7_106, 20_851_449, 2_012_676, 604_603),
         ("azure/AzureLLMInferenceTrace_code.csv", 8_819, 18_059_974, 245_896, 3436),
     ],
 )
