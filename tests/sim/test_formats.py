@@ -77,6 +77,8 @@ def test_text_goes_through_the_tokenizer_that_is_given(tmp_path: Path) -> None:
     (only,) = trace
     assert (only.prompt.tolist(), only.output.tolist()) == ([4, 5, 4], [3, 5])
     assert (trace.prompt_tokens, trace.output_tokens) == (3, 2)
+    with pytest.raises(InvalidInput, match="request '1' of the trace has no prompt tokens"):
+        list(open_trace(source, tokenize=lambda _: np.array([], dtype=np.int32)))
 
 
 def test_a_request_log_of_a_conversation(tmp_path: Path) -> None:
