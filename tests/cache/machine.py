@@ -385,7 +385,7 @@ class CacheMachine:
         leased = model.leases()
         unpinned = sum(not leased[model.prefix(namespace, tokens, n)] for n in range(1, usable + 1))
         assert (hit.num_pages, hit.num_tokens) == (usable, usable * size), "match is not the longest usable prefix"
-        assert (hit.held_back, hit.pinned[-1]) == ((matched - usable) * size, unpinned)
+        assert (hit.held_back, hit.match.num_evictable(hit.num_pages)) == ((matched - usable) * size, unpinned)
         assert bool(hit.limited_by) == (usable < min(matched, (len(tokens) - 1) // size))
         self.happened["short of the match"] += bool(hit.limited_by)
         return hit
