@@ -400,6 +400,11 @@ class KVCache:
         self._refresh(batch)
         return batch.slots[self._place[group]].copy()
 
+    @property
+    def gives_back_early(self) -> bool:
+        """Whether what settles sets frames free, so that it is worth a commit at the end of every page."""
+        return bool(self._partial)
+
     def at_once(self, kv: RequestKV, count: int) -> int:
         """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
         a request gives back what it has passed: the rest fits when these have settled."""
@@ -522,6 +527,8 @@ class KVCache:
         Whole pages go where pages are short, or frames of a group that has all of them; where another group is short,
         its frames of cached pages go, and the pages stay.
         """
+        if not self._partial and num_new <= min(self.pages.num_free_pages, *[group.num_free for group in self.groups]):
+            return
         wanted = [group.wanted(rows, num_new) for group in self.groups]
         free, evictable = self.pages.num_free_pages, self.tree.num_evictable
         short = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(self.groups, wanted, strict=True)]

@@ -93,9 +93,10 @@ class Request:
     @property
     def num_ready(self) -> int:
         """Tokens that could be launched now: none once the last one it may draw is on its way."""
-        if self.num_outputs + self.pending >= self.max_tokens or (self.pending and self.params.needs_history):
+        known = self.num_tokens + self.pending
+        if known - self.num_prompt_tokens >= self.max_tokens or (self.pending and self.params.needs_history):
             return 0
-        return self.num_known - self.num_launched
+        return known - self.num_launched
 
     @property
     def in_prefill(self) -> bool:
