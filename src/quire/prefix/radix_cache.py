@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -24,12 +25,13 @@ from quire.prefix.evict import EvictionPolicy
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
 from quire.prefix.hashing import PageHashes, namespace_seed
 from quire.prefix.node import ID_BYTES, Lease, Node
+from quire.prefix.parting import TOKEN_BYTES, Parting, common_pages, find_parting
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids
 
-TOKEN_BYTES = 4
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
+_MOST_NAMESPACES = 64  # others that are looked at to explain a miss
 _LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
@@ -95,6 +97,7 @@ class RadixCache:
         self._identity = identity
         self._seconds = seconds
         self._roots: dict[Namespace, Node] = {}
+        self._beginnings: dict[bytes, dict[Node, None]] = {}  # which roots have a child with that first page
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._queue: list[tuple[tuple[int, ...], int, Node]] = []
         self._ticket = 0
@@ -138,7 +141,7 @@ class RadixCache:
                 break
             key = child.key
             if not data.startswith(key, at):
-                part = child.run[: _common_prefix(data, at, key, page_bytes) // page_bytes * ID_BYTES]
+                part = child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES]
                 break
             path.append(child)
             at += len(key)
@@ -179,6 +182,12 @@ class RadixCache:
         self._let_go(node)
         self._offer(node)
 
+    def parting(self, namespace: Namespace, tokens: Ids) -> Parting:
+        """Where `tokens` leave what is cached, and what is known of what would have come next. Changes nothing."""
+        first = tokens[: self.page_size].tobytes()
+        others = (root for root in self._beginnings.get(first, ()) if root.namespace != namespace)
+        return find_parting(self._roots.get(namespace), tokens, self.page_size, islice(others, _MOST_NAMESPACES))
+
     # -- growing
 
     def insert(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
@@ -204,7 +213,7 @@ class RadixCache:
             if data.startswith(child.key, at):
                 node = child
             else:
-                node = self._split(child, _common_prefix(data, at, child.key, page_bytes) // page_bytes)
+                node = self._split(child, common_pages(data, at, child.key, page_bytes) // page_bytes)
             runs.append(node.run)
             at += len(node.key)
         depth = at // page_bytes
@@ -370,6 +379,8 @@ class RadixCache:
             if self._emit is not None:
                 leaf.hashes = (self._stored(node, leaf.key),)
             node.children[self._first_page(leaf)] = leaf
+            if node.parent is None:
+                self._beginnings.setdefault(self._first_page(leaf), {})[node] = None
             node, data, run = leaf, data[size:], run[pages:]
         return node
 
@@ -386,7 +397,7 @@ class RadixCache:
             if size and (len(below) > 1 or ghost.returned + 1 != returned):
                 return size, below, returned
             returned = ghost.returned + 1
-            common = _common_prefix(data, size, ghost.key, self._page_bytes)
+            common = common_pages(data, size, ghost.key, self._page_bytes)
             whole = common == len(ghost.key)
             below = self.ghosts.take(ghost, common)
             size += common
@@ -415,7 +426,12 @@ class RadixCache:
             node.run = node.run[: keep * ID_BYTES]
             self._offer(node)
             return run
-        del parent.children[self._first_page(node)]
+        first = self._first_page(node)
+        del parent.children[first]
+        if parent.parent is None:
+            del self._beginnings[first][parent]
+            if not self._beginnings[first]:
+                del self._beginnings[first]
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
@@ -460,18 +476,6 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
     if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
         return False
     return key.startswith(tokens.data.cast("B")[: len(key)])
-
-
-def _common_prefix(data: bytes, at: int, key: bytes, unit: int) -> int:
-    """How many of the first bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
-    length = min(len(key), (len(data) - at) // unit * unit)
-    left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
-    right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)
-    differs = left != right
-    first = int(differs.argmax())
-    if not differs[first]:
-        return length
-    return first * TOKEN_BYTES // unit * unit
 
 
 def _cut_hashes(hashes: tuple[PageHashes, ...], at: int) -> tuple[tuple[PageHashes, ...], tuple[PageHashes, ...]]:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 import numpy as np
 
 from quire.cache.request_kv import RequestKV
+from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -57,6 +58,7 @@ class Request:
         self.num_settled = 0
         self.pending = 0
         self.num_cached = -1  # of its first admission; -1 before
+        self.explanation: Explanation | None = None  # of its first admission, where the cache explains
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None

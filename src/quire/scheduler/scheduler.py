@@ -213,10 +213,12 @@ class Scheduler:
             hit=hit,
             priority=request.priority,
             resumed=request.num_preemptions > 0,
+            label=request.request_id,
         )
         request.num_launched = request.num_settled = request.kv.num_cached
         if request.num_cached < 0:
             request.num_cached = request.kv.num_cached
+            request.explanation = request.kv.explanation
         request.state = RequestState.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
