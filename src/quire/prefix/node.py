@@ -16,6 +16,7 @@ class Node:
     """
 
     __slots__ = (
+        "answer",
         "children",
         "created",
         "hashes",
@@ -23,11 +24,13 @@ class Node:
         "key",
         "last_used",
         "leases",
+        "memo",
         "namespace",
         "pages",
         "parent",
         "priority",
         "ticket",
+        "turn",
     )
 
     def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, pages: Ids, now: int) -> None:
@@ -42,7 +45,10 @@ class Node:
         self.created = now
         self.priority = 0  # the highest priority of a request that used it
         self.hashes: tuple[bytes, ...] = ()  # one per page while events are on
-        self.ticket = 0  # which entry of the eviction queue is the valid one
+        self.turn = 0 if parent is None else parent.turn + 1  # requests that lengthened the path one after the other
+        self.answer = 0  # tokens that the last request to lengthen the edge had generated
+        self.memo: object | None = None  # the eviction policy's own
+        self.ticket = 0  # which entry of the policy's queue is the valid one
 
     @property
     def is_root(self) -> bool:
@@ -53,6 +59,10 @@ class Node:
     def is_leaf(self) -> bool:
         """No children: what eviction may take."""
         return not self.children
+
+    def is_candidate(self, ticket: int) -> bool:
+        """Whether an entry of the policy's queue is valid: the node's last one, and nobody needs the node since."""
+        return ticket == self.ticket and not self.leases and not self.children
 
 
 class Lease:

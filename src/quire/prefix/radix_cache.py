@@ -12,15 +12,14 @@ A leased node and everything above it stays. The rest can be evicted leaf by lea
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.evict import EvictionPolicy
 from quire.prefix.hashing import chain_pages, namespace_seed
+from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import Lease, Node
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids
@@ -78,8 +77,6 @@ class RadixCache:
         self._emit = emit
         self._identity = identity
         self._roots: dict[Namespace, Node] = {}
-        self._queue: list[tuple[tuple[int, ...], int, Node]] = []
-        self._ticket = 0
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self.num_pages = 0
@@ -129,6 +126,7 @@ class RadixCache:
             ancestor.last_used = self._clock
             ancestor.hits += 1
             ancestor.priority = max(ancestor.priority, priority)
+        self._policy.used(node)
         return Lease(node, depth, priority)
 
     def release(self, lease: Lease) -> None:
@@ -189,10 +187,7 @@ class RadixCache:
         """
         victims: list[Ids] = []
         left = num_pages
-        while left > 0 and self._queue:
-            _, ticket, node = heapq.heappop(self._queue)
-            if ticket != node.ticket or node.leases or node.children:
-                continue
+        while left > 0 and (node := self._policy.victim()) is not None:
             taken = min(left, len(node.pages))
             keep = len(node.pages) - taken
             victims.append(node.pages[keep:])
@@ -224,8 +219,8 @@ class RadixCache:
         return dict(self._roots)
 
     def queued(self) -> set[Node]:
-        """Nodes with a valid entry in the eviction queue. O(queue)."""
-        return {node for _, ticket, node in self._queue if ticket == node.ticket}
+        """Nodes that the policy could evict. O(its queues)."""
+        return set(self._policy.candidates())
 
     def path_pages(self, lease: Lease) -> Ids:
         """Page ids of the leased path, in order."""
@@ -288,6 +283,8 @@ class RadixCache:
         upper.hits = node.hits
         upper.last_used = node.last_used
         upper.priority = node.priority
+        upper.answer = node.answer
+        upper.memo = node.memo
         upper.hashes = node.hashes[:at]
         node.parent.children[self._first_page(upper)] = upper
         node.parent = upper
@@ -312,6 +309,7 @@ class RadixCache:
             leaf = Node(node.namespace, node, data, pages.copy(), self._clock)
             leaf.hashes = hashes
             node.children[self._first_page(leaf)] = leaf
+            self._policy.stored(leaf, None)
         if self._emit is not None:
             self._emit(PagesStored(namespace=leaf.namespace, parent=parent_hash, hashes=hashes, tokens=data))
         return leaf
@@ -328,6 +326,8 @@ class RadixCache:
             self._offer(node)
             return
         del parent.children[self._first_page(node)]
+        node.ticket = 0
+        self._policy.merged(node, parent)
         self._offer(parent)
 
     def _offer(self, node: Node) -> None:
@@ -337,12 +337,7 @@ class RadixCache:
         if node.is_root:
             self._roots.pop(node.namespace, None)
             return
-        self._ticket += 1
-        node.ticket = self._ticket
-        heapq.heappush(self._queue, (self._policy.key(node), node.ticket, node))
-        if len(self._queue) > 64 + 4 * self.num_pages:
-            self._queue = [entry for entry in self._queue if entry[1] == entry[2].ticket and entry[2].leases == 0]
-            heapq.heapify(self._queue)
+        self._policy.offered(node)
 
     def _emit_removed(self, node: Node, keep: int) -> None:
         if self._emit is not None:
