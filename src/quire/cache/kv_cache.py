@@ -152,7 +152,7 @@ class KVCache:
             hit = self.match(tokens, namespace)
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
-        kv = RequestKV(row, namespace, lease, hit.num_tokens)
+        kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens))
         pages = hit.match.pages[: hit.num_pages]
         self._rows[row, : hit.num_pages] = pages
         for group in self.groups:
@@ -231,6 +231,7 @@ class KVCache:
         row = self._row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
+            kv.lease.node.answer = len(tokens) - kv.num_prompt
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
         pages = self._rows[row, :last].copy()
         given = [part for group in self.groups for part in group.finish(RowPages(row, pages, first))]

@@ -17,13 +17,14 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = ("lease", "marks", "namespace", "num_cached", "row")
+    __slots__ = ("lease", "marks", "namespace", "num_cached", "num_prompt", "row")
 
-    def __init__(self, row: int, namespace: Namespace, lease: Lease, num_cached: int) -> None:
+    def __init__(self, row: int, namespace: Namespace, lease: Lease, num_cached: int, num_prompt: int) -> None:
         self.row = row
         self.namespace = namespace
         self.lease = lease
         self.num_cached = num_cached  # tokens of the hit it began with
+        self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
         self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones
 
     @property

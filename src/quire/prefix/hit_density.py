@@ -18,10 +18,9 @@ KINDS = TURNS * HITS * ANSWERS
 STEPS_PER_OCTAVE = 4  # ages 19 % apart are told apart
 AGES = np.unique(np.round(2 ** (np.arange(17 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)).astype(np.int64))
 WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
-PRIOR = 40.0  # stays that the first guess counts for, and a kind's relatives count for against its own record
+PRIOR = 20.0  # stays that the first guess counts for, and a kind's relatives count for against its own record
 MEMORY = 20_000  # reuses after which a record counts half
-RUNS = 1_024  # of candidates at most; more, and runs of neighbouring ages are merged
-RANKING = 16  # stays begun until the runs are ranked anew
+RUNS = 256  # of candidates at most; more, and runs of neighbouring ages are merged
 
 _AGES = AGES.tolist()
 
@@ -61,7 +60,8 @@ class HitDensity(EvictionPolicy):
         self._rank_at = self._learn_at = 0
         self._entries = self._waiting = 0
         self._ticket = 0
-        self._worth: list[list[float]] = []
+        self._table = worth(self._begun, self._reused)
+        self._worth: list[list[float]] = self._table.tolist()
 
     # -- learning
 
@@ -74,7 +74,9 @@ class HitDensity(EvictionPolicy):
         node.memo = None
 
     def merged(self, child: Node, parent: Node) -> None:
-        parent.memo = child.memo if child.last_used >= parent.last_used else None
+        # A path that one conversation lengthened lives and dies with it. One that several began on, such as a system
+        # prompt, has a record of its own.
+        parent.memo = child.memo if parent.hits < 2 else None
 
     def _end(self, stay: object | None) -> None:
         if isinstance(stay, Stay) and stay.open:
@@ -103,9 +105,11 @@ class HitDensity(EvictionPolicy):
         where = (stay.kind, stay.since // self._epoch)
         run = self._runs.get(where)
         if run is None:
-            run = self._runs[where] = []
-            if self._worth:
-                insort(self._ranked, (-self._worth[stay.kind][self._age(stay.since)], where))
+            if len(self._runs) >= RUNS:
+                self._merge_runs()
+                where = (stay.kind, stay.since // self._epoch)
+            run = self._runs.setdefault(where, [])
+            insort(self._ranked, (-self._worth[stay.kind][self._age(stay.since)], where))
         run.append((node.ticket, node))
         self._entries += 1
         if self._entries > 64 + 2 * self._waiting:
@@ -131,32 +135,40 @@ class HitDensity(EvictionPolicy):
 
     def _rank(self) -> None:
         if self._now >= self._learn_at:
-            self._learn_at = self._now + max(32, self._now // 16 if self._now < MEMORY else MEMORY // 16)
-            self._worth = worth(self._begun, self._reused).tolist()
+            self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
+            self._table = worth(self._begun, self._reused)
+            self._worth = self._table.tolist()
             if self._num_reused > MEMORY // 8:
                 self._num_reused = 0
                 self._begun *= 0.5**0.125
                 self._reused *= 0.5**0.125
-        while len(self._runs) > RUNS:
-            self._merge_runs()
-        self._rank_at = self._now + max(RANKING, self._epoch // 2)
-        self._ranked = sorted(
-            (-self._worth[kind][self._age(epoch * self._epoch + self._epoch // 2)], (kind, epoch))
-            for kind, epoch in self._runs
+        self._rank_at = self._now + 4 + len(self._runs) // 4
+        where = list(self._runs)
+        kinds, epochs = np.array(where, dtype=np.int64).reshape(-1, 2).T
+        ages = (
+            np.searchsorted(AGES, np.maximum(1, self._now - epochs * self._epoch - self._epoch // 2), side="right") - 1
         )
+        worths = -self._table[kinds, ages]
+        self._ranked = sorted(zip(worths.tolist(), where, strict=True))
 
     def _merge_runs(self) -> None:
+        """Double the ages that one run spans. Amortised O(1) per stay: the next time takes twice as many of them."""
         self._epoch *= 2
         runs: dict[tuple[int, int], list[tuple[int, Node]]] = {}
         for (kind, epoch), run in sorted(self._runs.items(), key=lambda item: item[0]):
             runs.setdefault((kind, epoch // 2), []).extend(run)
-        self._runs = runs
+        self._replace_runs(runs)
 
     def _clean(self) -> None:
         """Drop entries of nodes that are no candidates any more."""
-        for run in self._runs.values():
-            run[:] = [entry for entry in run if entry[1].is_candidate(entry[0])]
+        kept = {where: [entry for entry in run if entry[1].is_candidate(entry[0])] for where, run in self._runs.items()}
+        self._replace_runs({where: run for where, run in kept.items() if run})
         self._waiting = self._entries = sum(map(len, self._runs.values()))
+
+    def _replace_runs(self, runs: dict[tuple[int, int], list[tuple[int, Node]]]) -> None:
+        self._runs = runs
+        self._ranked = []
+        self._rank_at = 0  # before the next victim
 
 
 def worth(begun: Table, reused: Table) -> Table:
@@ -178,7 +190,7 @@ def worth(begun: Table, reused: Table) -> Table:
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
     hits = np.pad(np.cumsum(ends, 1), ((0, 0), (1, 0)))
     held = np.pad(np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1), ((0, 0), (1, 0)))
-    best = np.empty_like(ends)
+    best: Table = np.empty_like(ends)
     for age in range(len(AGES)):
         gained, spent = hits[:, age + 1 :] - hits[:, age, None], held[:, age + 1 :] - held[:, age, None]
         best[:, age] = (gained / spent).max(1)

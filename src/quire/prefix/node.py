@@ -45,7 +45,9 @@ class Node:
         self.created = now
         self.priority = 0  # the highest priority of a request that used it
         self.hashes: tuple[bytes, ...] = ()  # one per page while events are on
-        self.turn = 0 if parent is None else parent.turn + 1  # requests that lengthened the path one after the other
+        self.turn: int = (
+            0 if parent is None else parent.turn + 1
+        )  # requests that lengthened the path one after the other
         self.answer = 0  # tokens that the last request to lengthen the edge had generated
         self.memo: object | None = None  # the eviction policy's own
         self.ticket = 0  # which entry of the policy's queue is the valid one

@@ -164,6 +164,8 @@ class RadixCache:
             matched_pages.append(child.pages[:matched])
             node = child if matched == len(child.pages) else self._split(child, matched)
             depth += matched
+        if depth:
+            self._policy.used(node)
         fresh = pages[depth:]
         if len(fresh):
             node = self._append(node, lease, data[depth * self._page_bytes :], fresh)
