@@ -19,6 +19,7 @@ class Node:
         "answer",
         "children",
         "created",
+        "ghosts",
         "hashes",
         "hits",
         "key",
@@ -39,6 +40,7 @@ class Node:
         self.key = key
         self.pages = pages
         self.children: dict[bytes, Node] = {}  # by the bytes of the child's first page
+        self.ghosts: dict[bytes, Ghost] = {}  # of what was evicted below, by its first page
         self.leases = 0
         self.hits = 0  # leases that began on a hit through this node
         self.last_used = now
@@ -65,6 +67,16 @@ class Node:
     def is_candidate(self, ticket: int) -> bool:
         """Whether an entry of the policy's queue is valid: the node's last one, and nobody needs the node since."""
         return ticket == self.ticket and not self.leases and not self.children
+
+
+class Ghost:
+    """What is left of an evicted edge: how far its path went on, in turns, and what the policy knew of it."""
+
+    __slots__ = ("memo", "turn")
+
+    def __init__(self, memo: object | None, turn: int) -> None:
+        self.memo = memo
+        self.turn = turn
 
 
 class Lease:

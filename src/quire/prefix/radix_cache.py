@@ -12,6 +12,7 @@ A leased node and everything above it stays. The rest can be evicted leaf by lea
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,11 +21,12 @@ import numpy as np
 from quire.errors import LeaseError
 from quire.prefix.hashing import chain_pages, namespace_seed
 from quire.prefix.leaves import EvictionPolicy
-from quire.prefix.node import Lease, Node
+from quire.prefix.node import Ghost, Lease, Node
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids
 
 TOKEN_BYTES = 4
+GHOSTS = 16_384  # evicted edges remembered: what comes back later than that many evictions teaches nothing
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
@@ -78,6 +80,7 @@ class RadixCache:
         self._identity = identity
         self._roots: dict[Namespace, Node] = {}
         self._clock = 0
+        self._ghosts: deque[tuple[Node, bytes]] = deque()
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self.num_pages = 0
         self.num_protected = 0  # pages that at least one lease holds
@@ -310,8 +313,12 @@ class RadixCache:
         else:
             leaf = Node(node.namespace, node, data, pages.copy(), self._clock)
             leaf.hashes = hashes
-            node.children[self._first_page(leaf)] = leaf
-            self._policy.stored(leaf, None)
+            first = self._first_page(leaf)
+            node.children[first] = leaf
+            ghost = node.ghosts.pop(first, None)
+            if ghost is not None:
+                leaf.turn = max(leaf.turn, ghost.turn + 1)
+            self._policy.stored(leaf, ghost.memo if ghost is not None else None)
         if self._emit is not None:
             self._emit(PagesStored(namespace=leaf.namespace, parent=parent_hash, hashes=hashes, tokens=data))
         return leaf
@@ -321,6 +328,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         self.version += 1
+        self._leave_ghost(node, keep, node if keep else parent)
         if keep:
             node.key = node.key[: keep * self._page_bytes]
             node.pages = node.pages[:keep]
@@ -331,6 +339,17 @@ class RadixCache:
         node.ticket = 0
         self._policy.merged(node, parent)
         self._offer(parent)
+
+    def _leave_ghost(self, node: Node, keep: int, at: Node) -> None:
+        """Remember at `at` what is evicted of a leaf. It stands for the leaf's own ghosts too."""
+        turn = max((ghost.turn for ghost in node.ghosts.values()), default=node.turn)
+        node.ghosts.clear()
+        first = node.key[keep * self._page_bytes : (keep + 1) * self._page_bytes]
+        at.ghosts[first] = Ghost(node.memo, turn)
+        self._ghosts.append((at, first))
+        if len(self._ghosts) > GHOSTS:
+            oldest, page = self._ghosts.popleft()
+            oldest.ghosts.pop(page, None)
 
     def _offer(self, node: Node) -> None:
         """Queue a node for eviction if it is now an unleased leaf; drop a root that nothing needs."""
