@@ -83,7 +83,7 @@ class KVCache:
 
     With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
     and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
-    the eviction policy, by default as many as the pool holds. `seconds` is the clock that says when it happened.
+    the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class KVCache:
             eviction_policy(eviction),
             emit=emit,
             identity=_identity(plan, model_identity),
-            remembered=plan.num_tokens if remembered is None else remembered,
+            remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
         )
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
@@ -180,7 +180,7 @@ class KVCache:
         explanation = self.explain(tokens, namespace, hit=hit) if self.explains else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
-        kv = RequestKV(row, namespace, lease, hit.num_tokens, label, explanation)
+        kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
         pages = hit.pages
         self._rows[row, : hit.num_pages] = pages
         for group in self._partial:
@@ -326,6 +326,7 @@ class KVCache:
         row = self._row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
+            kv.lease.node.answer = len(tokens) - kv.num_prompt
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
         private = self._rows[row, first:last].copy()
         given: list[Given] = []

@@ -13,7 +13,6 @@ What matching costs is one lookup and one comparison of memory for each edge; no
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -21,9 +20,9 @@ from itertools import islice
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.evict import EvictionPolicy
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
 from quire.prefix.hashing import PageHashes, namespace_seed
+from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import ID_BYTES, Lease, Node
 from quire.prefix.parting import TOKEN_BYTES, Parting, common_pages, find_parting
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
@@ -99,8 +98,6 @@ class RadixCache:
         self._roots: dict[Namespace, Node] = {}
         self._beginnings: dict[bytes, dict[Node, None]] = {}  # which roots have a child with that first page
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
-        self._queue: list[tuple[tuple[int, ...], int, Node]] = []
-        self._ticket = 0
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self.num_pages = 0
@@ -171,6 +168,7 @@ class RadixCache:
         node.last_used = self._clock
         node.hits += 1
         node.priority = max(node.priority, priority)
+        self._policy.used(node)
         self._hold(node)
         return Lease(node, wanted, priority)
 
@@ -217,6 +215,8 @@ class RadixCache:
             runs.append(node.run)
             at += len(node.key)
         depth = at // page_bytes
+        if depth:
+            self._policy.used(node)
         if at < end:
             fresh = pages[depth:].tobytes()
             runs.append(fresh)
@@ -236,16 +236,13 @@ class RadixCache:
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Forget up to `num_pages` pages that no lease holds, in the policy's order, and return them.
 
-        A leaf loses its tail first, and only as much of it as is needed. O(evicted), plus a log per leaf. `cause` says
-        for whom, to those who ask later.
+        A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
+        to choose them. `cause` says for whom, to those who ask later.
         """
         runs: list[bytes] = []
         left = num_pages
         eviction = Eviction(cause, self._clock, self._seconds())
-        while left > 0 and self._queue:
-            _, ticket, node = heapq.heappop(self._queue)
-            if ticket != node.ticket or node.level or node.children:
-                continue
+        while left > 0 and (node := self._policy.victim()) is not None:
             taken = min(left, node.num_pages)
             runs.append(self._cut(node, node.num_pages - taken, eviction))
             left -= taken
@@ -279,8 +276,8 @@ class RadixCache:
         return self._roots.get(namespace)
 
     def queued(self) -> set[Node]:
-        """Nodes with a valid entry in the eviction queue. O(queue)."""
-        return {node for _, ticket, node in self._queue if ticket == node.ticket}
+        """Nodes that the policy could evict. O(its queues)."""
+        return set(self._policy.candidates())
 
     def path_pages(self, lease: Lease) -> Ids:
         """Page ids of the leased path, in order."""
@@ -336,9 +333,8 @@ class RadixCache:
         assert 0 < at < node.num_pages and node.parent is not None
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
-        upper = Node(
-            node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created, node.returned
-        )
+        upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
+        upper.answer, upper.memo = node.answer, node.memo
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.hashes, node.hashes = _cut_hashes(node.hashes, at)
@@ -369,34 +365,37 @@ class RadixCache:
             self.num_protected += len(run) // ID_BYTES
             return node
         while data:
-            size, below, returned = self._returning(node, data)
+            size, below, ghost = self._returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
-            leaf = Node(
-                node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock, returned
-            )
+            leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
             if below:
                 self.ghosts.hang(leaf, below)
+            if ghost is not None:
+                leaf.turn = max(leaf.turn, ghost.turn + 1)
             if self._emit is not None:
                 leaf.hashes = (self._stored(node, leaf.key),)
-            node.children[self._first_page(leaf)] = leaf
+            first = self._first_page(leaf)
+            node.children[first] = leaf
             if node.parent is None:
-                self._beginnings.setdefault(self._first_page(leaf), {})[node] = None
+                self._beginnings.setdefault(first, {})[node] = None
+            self._policy.stored(leaf, ghost.memo if ghost is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
 
-    def _returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Ghost], int]:
-        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and how often it had been
-        evicted before. What came back is no ghost any more."""
+    def _returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Ghost], Ghost | None]:
+        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and the deepest of those
+        that its tokens bring back, which is no ghost any more."""
         holder: Holder = node
+        last: Ghost | None = None
         below: dict[bytes, Ghost] = {}
-        size = returned = 0
+        size = 0
         while size < len(data):
             ghost = holder.ghosts.get(data[size : size + self._page_bytes])
             if ghost is None:
-                return (size, below, returned) if below else (len(data), below, returned)
-            if size and (len(below) > 1 or ghost.returned + 1 != returned):
-                return size, below, returned
-            returned = ghost.returned + 1
+                return (size if below else len(data)), below, last
+            if size and len(below) > 1:
+                break
+            last = ghost
             common = common_pages(data, size, ghost.key, self._page_bytes)
             whole = common == len(ghost.key)
             below = self.ghosts.take(ghost, common)
@@ -404,7 +403,7 @@ class RadixCache:
             holder = ghost
             if not whole:
                 break
-        return size, below, returned
+        return size, below, last
 
     def _cut(self, node: Node, keep: int, eviction: Eviction) -> bytes:
         """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree. Returns the other ids."""
@@ -417,9 +416,8 @@ class RadixCache:
             for hashes in gone:
                 self._emit(PagesRemoved(node.namespace, hashes))
         cut = keep * self._page_bytes
-        holder, below = (node if keep else parent), node.ghosts
-        node.ghosts = {}
-        self.ghosts.leave(holder, node.key[cut:], below, eviction, node.hits, node.last_used, node.returned)
+        below, node.ghosts = node.ghosts, {}
+        self.ghosts.leave(Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo), below)
         run = node.run[keep * ID_BYTES :]
         if keep:
             node.key = node.key[:cut]
@@ -432,6 +430,8 @@ class RadixCache:
             del self._beginnings[first][parent]
             if not self._beginnings[first]:
                 del self._beginnings[first]
+        node.ticket = 0
+        self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
@@ -447,12 +447,7 @@ class RadixCache:
             if not node.ghosts:
                 self._roots.pop(node.namespace, None)
             return
-        self._ticket += 1
-        node.ticket = self._ticket
-        heapq.heappush(self._queue, (self._policy.key(node), node.ticket, node))
-        if len(self._queue) > 64 + 4 * self.num_pages:
-            self._queue = [entry for entry in self._queue if entry[1] == entry[2].ticket and entry[2].level == 0]
-            heapq.heapify(self._queue)
+        self._policy.offered(node)
 
     def _forgotten(self, holder: Holder) -> None:
         """A ghost that hung there is gone."""
