@@ -1,0 +1,339 @@
+"""SimulatedDevice: runs steps without a model, and checks what they read.
+
+It draws the tokens of each request's script. Its frames hold names of contents (`quire.sim.names`), one for each token
+slot of each group: a step names its whole prefix, and all layers and fields of a group are written at the same slots by
+the same step, so one name stands for all of them, and the array it is in for the group.
+
+Every step does, in the order of launches and for every group, what a forward pass would:
+
+    write    the names of its new tokens to the slots that the cache gave
+    read     every page that attention reads for a request, from the first that its reach needs to its last token
+
+What is read is compared with what must be there, completely and in every step: whole pages by their digest, the slots of
+the last page one by one. The digest of a frame is computed again from all of its slots whenever one of them is written,
+and what a request must find is computed from its script alone. So a page that is missing, too short, stale, another
+request's or in the wrong place is noticed by the first step that reads it; nothing is remembered between steps that could
+hide it. A digest for a page makes that affordable: a decode step of one request reads `context / page_size` numbers.
+
+Steps in flight: a step's slots and pages are captured when it is launched and touched when it settles, as late as a
+device may. A page that a step in flight still reads and a later one begins anew is reported at the later launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cache import KVCache, RequestKV
+from quire.cache.groups import Pieces
+from quire.errors import WrongContent
+from quire.scheduler.batch import Batch
+from quire.scheduler.request import RequestState
+from quire.sim.names import NameChain, Names
+from quire.sim.scripted_request import ScriptedRequest
+from quire.spec.ids import Ids
+
+Lengths = npt.NDArray[np.int64]
+_FEW_PAGES = 8192
+"""A step that reads no more than this is compared as one table, padding and all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The works of a step as arrays: the lane of each (0 where nothing is checked), and its tokens `starts..ends - 1`."""
+
+    starts: Lengths
+    ends: Lengths
+    lanes: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Page tables of some works of a step, of like lengths: `rows` says which, `table` int32 `[rows, pages]`."""
+
+    rows: Lengths
+    table: Ids
+
+
+@dataclass(slots=True)
+class SimulatedStep:
+    """A launched step. `drawn` is the token of each work, None for those that draw none. The rest is what the device
+    needs to check it: by group the slots it writes, the tables it reads, and the pieces where requests carry a frame."""
+
+    number: int
+    batch: Batch
+    fence: int
+    rows: Rows
+    drawn: list[int | None]
+    writes: dict[int, Ids] = field(default_factory=dict)
+    reads: dict[int, list[_Reads]] = field(default_factory=dict)
+    pieces: dict[int, Pieces] = field(default_factory=dict)
+
+
+class SimulatedDevice:
+    """The device of one cache. `check` off draws tokens and nothing else.
+
+    Raises WrongContent where a step reads what it must not, at the settling of that step or at a launch that comes too
+    early.
+    """
+
+    def __init__(self, cache: KVCache, *, check: bool = True) -> None:
+        self._cache = cache
+        self._carried = tuple(index for index, group in enumerate(cache.groups) if group.reach.carried)
+        self._lanes = _Lanes(cache) if check else None
+        self._memory = tuple(_Memory(cache, index, self._lanes) for index in range(len(cache.groups)) if self._lanes)
+        self._launched = self._settled = 0
+
+    def launch(self, batch: Batch) -> SimulatedStep:
+        """Start a step and open its fence. O(works) without checks."""
+        works = batch.works
+        starts = np.fromiter([work.start for work in works], dtype=np.int64, count=len(works))
+        ends = starts + np.fromiter([work.count for work in works], dtype=np.int64, count=len(works))
+        requests: list[ScriptedRequest] = [work.request for work in works]  # type: ignore[misc]
+        drawn = [
+            request.draws[end] if work.samples else None
+            for work, request, end in zip(works, requests, ends.tolist(), strict=True)
+        ]
+        self._launched += 1
+        fence = self._cache.open_fence()
+        lanes = self._lanes.of(requests, self._launched, self._settled) if self._lanes is not None else starts
+        step = SimulatedStep(self._launched, batch, fence, Rows(starts, ends, lanes), drawn)
+        kvs = [work.kv for work in works] if self._carried or self._lanes is not None else []
+        for index in self._carried:
+            pieces = self._cache.launch(index, kvs, ends)
+            assert pieces is not None
+            step.pieces[index] = pieces
+        if self._lanes is not None:
+            self._lanes.check_inputs(requests, step.rows)
+            for memory in self._memory:
+                memory.capture(step, kvs, self._settled)
+        return step
+
+    def settle(self, step: SimulatedStep) -> list[int | None]:
+        """Wait for a step: check what it does, and return the token of each work. Steps settle in launch order."""
+        assert step.number == self._settled + 1, "steps settle in the order of their launches"
+        for memory in self._memory:
+            memory.run(step)
+        self._settled = step.number
+        return step.drawn
+
+
+class _Lanes:
+    """What requests must find: a row of names and of page digests for each request that runs."""
+
+    def __init__(self, cache: KVCache) -> None:
+        size, longest = cache.page_size, cache.plan.pages_per_row * cache.page_size
+        self.chain = NameChain(longest + 1, size)
+        # Steps in flight may hold as many requests again as run.
+        self._owners: list[ScriptedRequest | None] = [None] * (2 * cache.plan.max_requests + 1)
+        self._last_used = np.zeros(len(self._owners), dtype=np.int64)
+        self._free = list(range(len(self._owners)))
+        self._page_size = size
+        # Zeroed memory is taken only where something is written, so a lane costs what its longest request does.
+        self.names: Names = np.zeros((len(self._owners), longest), dtype=np.uint64)
+        self.digests: Names = np.zeros((len(self._owners), cache.plan.pages_per_row), dtype=np.uint64)
+
+    def of(self, requests: Sequence[ScriptedRequest], launched: int, settled: int) -> Lengths:
+        """The lane of each request in the step that is being launched; it has one from now on until it ends or waits."""
+        for request in [request for request in requests if request.lane < 0]:
+            self._begin(request, settled)
+        lanes = np.fromiter([request.lane for request in requests], dtype=np.int64, count=len(requests))
+        self._last_used[lanes] = launched
+        return lanes
+
+    def check_inputs(self, requests: Sequence[ScriptedRequest], rows: Rows) -> None:
+        """What prompts compute are the tokens of their scripts; single tokens are compared once, at the end."""
+        for at in np.flatnonzero(rows.ends - rows.starts > 1).tolist():
+            part = slice(int(rows.starts[at]), int(rows.ends[at]))
+            if not np.array_equal(requests[at].tokens[part], requests[at].script[part]):
+                raise WrongContent(f"request '{requests[at].request_id}' computes tokens that are not its own.")
+
+    def owner(self, lane: int) -> str:
+        """The request of a lane, for messages."""
+        owner = self._owners[lane]
+        return owner.request_id if owner is not None else "?"
+
+    def _begin(self, request: ScriptedRequest, settled: int) -> None:
+        if not self._free:
+            self._collect(settled)
+        lane = request.lane = self._free.pop()
+        self._owners[lane] = request
+        names = self.chain.names(request.namespace, request.script)
+        whole = len(names) // self._page_size
+        self.names[lane, : len(names)] = names
+        self.digests[lane, :whole] = self.chain.digests(names[: whole * self._page_size])
+
+    def _collect(self, settled: int) -> None:
+        """Take back the lanes of requests that do not run and are in no step in flight."""
+        for lane, owner in enumerate(self._owners):
+            if owner is not None and owner.state is not RequestState.RUNNING and self._last_used[lane] <= settled:
+                owner.lane = -1
+                self._owners[lane] = None
+                self._free.append(lane)
+
+
+class _Memory:
+    """The frames of one group."""
+
+    def __init__(self, cache: KVCache, group: int, lanes: _Lanes) -> None:
+        self._cache = cache
+        self._group = group
+        self._name = cache.groups[group].name
+        self._lanes = lanes
+        self._size = cache.page_size
+        num_frames = cache.plan.frames_of(group) + 1
+        self._carried = cache.groups[group].reach.carried
+        self._held: Names = np.zeros((num_frames, 1 if self._carried else self._size), dtype=np.uint64)
+        self._digests: Names = np.zeros(num_frames, dtype=np.uint64)
+        self._read_by = np.zeros(num_frames, dtype=np.int64)  # the last step launched that reads the frame
+        reach, pages = cache.groups[group].reach, range(cache.plan.pages_per_row + 1)
+        self._firsts = np.fromiter((reach.needed(n).start for n in pages), dtype=np.int64, count=len(pages))
+
+    # -- launching
+
+    def capture(self, step: SimulatedStep, kvs: Sequence[RequestKV], settled: int) -> None:
+        """Take down what the step will touch."""
+        if self._carried:
+            self._check_pieces(step)
+            return
+        rows = step.rows
+        writes = step.writes[self._group] = self._cache.slots(kvs, rows.starts, rows.ends, self._group)
+        if settled + 1 < step.number:
+            begun = writes[writes % self._size == 0] // self._size
+            self._check_nobody_reads(begun, settled)
+        reads = step.reads[self._group] = list(self._tables(rows, kvs))
+        for part in reads:
+            self._read_by[part.table] = step.number
+
+    def _tables(self, rows: Rows, kvs: Sequence[RequestKV]) -> list[_Reads]:
+        """Page tables of all works, those of like lengths together, so that little of a table is padding."""
+        widths = -(-rows.ends // self._size)
+        most = int(widths.max(initial=1))
+        if most * len(kvs) <= _FEW_PAGES:
+            return [_Reads(np.arange(len(kvs)), self._cache.page_table(kvs, rows.ends, self._group))]
+        classes = np.ceil(2 * np.log2(widths)).astype(np.int64)
+        found = []
+        for one in np.unique(classes):
+            members = np.flatnonzero(classes == one)
+            table = self._cache.page_table([kvs[at] for at in members.tolist()], rows.ends[members], self._group)
+            found.append(_Reads(members, table))
+        return found
+
+    def _check_nobody_reads(self, frames: Ids, settled: int) -> None:
+        taken = frames[self._read_by[frames] > settled]
+        if len(taken):
+            raise WrongContent(
+                f"frame {int(taken[0])} of group '{self._name}' is begun anew while step "
+                f"{int(self._read_by[taken[0]])}, which reads it, is in flight."
+            )
+
+    def _check_pieces(self, step: SimulatedStep) -> None:
+        """The pieces are the step's tokens, and no request touches a frame that another one writes in this step."""
+        pieces, rows = step.pieces[self._group], step.rows
+        ends = np.cumsum(pieces.lengths)
+        if not np.isin(np.cumsum(rows.ends - rows.starts), ends).all() or not pieces.targets.all():
+            raise WrongContent(f"the pieces of group '{self._name}' are not the tokens of the step.")
+        owners = _owners_of(pieces, rows)
+        writers = np.full(len(self._held), -1, dtype=np.int64)
+        writers[pieces.targets] = owners
+        for frames in (pieces.targets, pieces.sources):
+            foreign = (writers[frames] >= 0) & (writers[frames] != owners)
+            if foreign.any():
+                raise WrongContent(
+                    f"frame {int(frames[foreign][0])} of group '{self._name}' is written by one request and used by "
+                    "another in the same step."
+                )
+
+    # -- running
+
+    def run(self, step: SimulatedStep) -> None:
+        """Write and read what was captured."""
+        if self._carried:
+            self._carry(step.pieces[self._group], step.rows)
+            return
+        self._write(step.writes[self._group], step.rows)
+        for part in step.reads[self._group]:
+            self._check(part, step.rows)
+
+    def _write(self, slots: Ids, rows: Rows) -> None:
+        counts = rows.ends - rows.starts
+        offsets = np.repeat(rows.starts - (np.cumsum(counts) - counts), counts)
+        positions = np.arange(len(slots), dtype=np.int64) + offsets
+        frames = slots // self._size
+        if not frames.all():
+            lane = int(np.repeat(rows.lanes, counts)[np.flatnonzero(frames == 0)[0]])
+            raise WrongContent(f"request '{self._lanes.owner(lane)}' writes to a page of '{self._name}' that has no frame.")
+        self._held.reshape(-1)[slots] = self._lanes.names[np.repeat(rows.lanes, counts), positions]
+        touched = frames[np.concatenate(([True], frames[1:] != frames[:-1]))]
+        self._digests[touched] = self._lanes.chain.digests(self._held[touched].reshape(-1))
+
+    def _check(self, part: _Reads, rows: Rows) -> None:
+        ends, lanes = rows.ends[part.rows], rows.lanes[part.rows]
+        firsts = self._firsts[rows.starts[part.rows] // self._size]
+        whole, rest = ends // self._size, ends % self._size
+        skip = int(firsts.min(initial=0))
+        table = part.table[:, skip:]
+        wrong = self._digests[table] != self._lanes.digests[lanes, skip : part.table.shape[1]]
+        columns = np.arange(skip, part.table.shape[1])
+        wrong &= columns < whole[:, None]
+        if firsts.any():
+            wrong &= columns >= firsts[:, None]
+        if wrong.any():
+            row, column = (int(at) for at in np.argwhere(wrong)[0])
+            self._complain(int(lanes[row]), column + skip, int(table[row, column]), int(np.count_nonzero(wrong[row])))
+        ragged = np.flatnonzero(rest)
+        if len(ragged):
+            self._check_last(part.table[ragged, whole[ragged]], lanes[ragged], whole[ragged], rest[ragged])
+
+    def _check_last(self, frames: Ids, lanes: Lengths, pages: Lengths, lengths: Lengths) -> None:
+        """The slots of pages that are not full, `lengths` of each."""
+        offsets = np.arange(self._size)
+        wanted = self._lanes.names[lanes[:, None], pages[:, None] * self._size + offsets]
+        wrong = (self._held[frames] != wanted) & (offsets < lengths[:, None])
+        if wrong.any():
+            row = int(np.argwhere(wrong)[0][0])
+            self._complain(int(lanes[row]), int(pages[row]), int(frames[row]), 1)
+
+    def _complain(self, lane: int, page: int, frame: int, count: int) -> None:
+        request = self._lanes.owner(lane)
+        where = f"page {page:,} of request '{request}' in group '{self._name}'"
+        if frame == 0:
+            what = "has no frame"
+        elif not self._held[frame].any():
+            what = f"is in frame {frame}, where nothing was ever written"
+        else:
+            missing = np.count_nonzero(self._held[frame] == self._lanes.names[lane, page * self._size :][: self._size])
+            what = f"is in frame {frame}, which holds {missing} of its {self._size} tokens"
+        raise WrongContent(f"{where} {what}; {count} of the pages that its step reads are wrong.")
+
+    def _carry(self, pieces: Pieces, rows: Rows) -> None:
+        """Each piece reads what its request holds so far, if that is anything, and writes what it holds then."""
+        owners = _owners_of(pieces, rows)
+        ends = np.cumsum(pieces.lengths)
+        starts = ends - pieces.lengths
+        flat = rows.starts - (np.cumsum(rows.ends - rows.starts) - (rows.ends - rows.starts))  # position of flat row 0
+        lanes, begins, stops = rows.lanes[owners], starts + flat[owners], ends + flat[owners]
+        order = np.arange(len(owners)) - np.searchsorted(owners, owners)  # of each piece within its request
+        held, names = self._held[:, 0], self._lanes.names
+        for turn in range(int(order.max(initial=-1)) + 1):
+            now = np.flatnonzero(order == turn)
+            expected = np.where(begins[now] > 0, names[lanes[now], begins[now] - 1], np.uint64(0))
+            found = np.where(pieces.sources[now] > 0, held[pieces.sources[now]], np.uint64(0))
+            wrong = np.flatnonzero(found != expected)
+            if len(wrong):
+                at = now[wrong[0]]
+                raise WrongContent(
+                    f"request '{self._lanes.owner(int(lanes[at]))}' goes on at token {int(begins[at]):,} from frame "
+                    f"{int(pieces.sources[at])} of group '{self._name}', which holds something else."
+                )
+            held[pieces.targets[now]] = names[lanes[now], stops[now] - 1]
+
+
+def _owners_of(pieces: Pieces, rows: Rows) -> Lengths:
+    """The work of each piece."""
+    ends = np.cumsum(pieces.lengths)
+    found: Lengths = np.searchsorted(np.cumsum(rows.ends - rows.starts), ends - pieces.lengths, side="right")
+    return found
