@@ -43,11 +43,18 @@ _FEW_PAGES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The works of a step as arrays: the lane of each (0 where nothing is checked), and its tokens `starts..ends - 1`."""
+    """The works of a step as arrays: work i computes tokens `starts[i]..ends[i] - 1` of its request."""
 
     starts: Lengths
     ends: Lengths
-    lanes: Lengths
+
+    @classmethod
+    def of(cls, batch: Batch) -> Rows:
+        """The rows of a batch, in its order."""
+        works = batch.works
+        starts = np.fromiter([work.start for work in works], dtype=np.int64, count=len(works))
+        counts = np.fromiter([work.count for work in works], dtype=np.int64, count=len(works))
+        return cls(starts, starts + counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +68,18 @@ class _Reads:
 @dataclass(slots=True)
 class SimulatedStep:
     """A launched step. `drawn` is the token of each work, None for those that draw none. The rest is what the device
-    needs to check it: by group the slots it writes, the tables it reads, and the pieces where requests carry a frame."""
+    needs to check it: by group the pieces where requests carry a frame, the slots it writes and the tables it reads, and
+    the lane of each work."""
 
     number: int
     batch: Batch
     fence: int
     rows: Rows
     drawn: list[int | None]
+    pieces: dict[int, Pieces]
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[_Reads]] = field(default_factory=dict)
-    pieces: dict[int, Pieces] = field(default_factory=dict)
+    lanes: Lengths = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class SimulatedDevice:
@@ -81,33 +90,24 @@ class SimulatedDevice:
     """
 
     def __init__(self, cache: KVCache, *, check: bool = True) -> None:
-        self._cache = cache
-        self._carried = tuple(index for index, group in enumerate(cache.groups) if group.reach.carried)
         self._lanes = _Lanes(cache) if check else None
         self._memory = tuple(_Memory(cache, index, self._lanes) for index in range(len(cache.groups)) if self._lanes)
         self._launched = self._settled = 0
 
-    def launch(self, batch: Batch) -> SimulatedStep:
-        """Start a step and open its fence. O(works) without checks."""
-        works = batch.works
-        starts = np.fromiter([work.start for work in works], dtype=np.int64, count=len(works))
-        ends = starts + np.fromiter([work.count for work in works], dtype=np.int64, count=len(works))
-        requests: list[ScriptedRequest] = [work.request for work in works]  # type: ignore[misc]
-        drawn = [
-            request.draws[end] if work.samples else None
-            for work, request, end in zip(works, requests, ends.tolist(), strict=True)
+    def launch(self, batch: Batch, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
+        """Start a step. `fence` was opened for it, and `pieces` are `KVCache.launch` of every group that has any.
+        O(works) without checks."""
+        drawn: list[int | None] = [
+            work.request.draws[end] if work.samples else None  # type: ignore[attr-defined]
+            for work, end in zip(batch.works, rows.ends.tolist(), strict=True)
         ]
         self._launched += 1
-        fence = self._cache.open_fence()
-        lanes = self._lanes.of(requests, self._launched, self._settled) if self._lanes is not None else starts
-        step = SimulatedStep(self._launched, batch, fence, Rows(starts, ends, lanes), drawn)
-        kvs = [work.kv for work in works] if self._carried or self._lanes is not None else []
-        for index in self._carried:
-            pieces = self._cache.launch(index, kvs, ends)
-            assert pieces is not None
-            step.pieces[index] = pieces
+        step = SimulatedStep(self._launched, batch, fence, rows, drawn, pieces)
         if self._lanes is not None:
-            self._lanes.check_inputs(requests, step.rows)
+            requests: list[ScriptedRequest] = [work.request for work in batch.works]  # type: ignore[misc]
+            kvs = [work.kv for work in batch.works]
+            step.lanes = self._lanes.of(requests, self._launched, self._settled)
+            self._lanes.check_inputs(requests, rows)
             for memory in self._memory:
                 memory.capture(step, kvs, self._settled)
         return step
@@ -252,26 +252,28 @@ class _Memory:
     def run(self, step: SimulatedStep) -> None:
         """Write and read what was captured."""
         if self._carried:
-            self._carry(step.pieces[self._group], step.rows)
+            self._carry(step.pieces[self._group], step)
             return
-        self._write(step.writes[self._group], step.rows)
+        self._write(step.writes[self._group], step)
         for part in step.reads[self._group]:
-            self._check(part, step.rows)
+            self._check(part, step)
 
-    def _write(self, slots: Ids, rows: Rows) -> None:
+    def _write(self, slots: Ids, step: SimulatedStep) -> None:
+        rows = step.rows
         counts = rows.ends - rows.starts
         offsets = np.repeat(rows.starts - (np.cumsum(counts) - counts), counts)
         positions = np.arange(len(slots), dtype=np.int64) + offsets
         frames = slots // self._size
         if not frames.all():
-            lane = int(np.repeat(rows.lanes, counts)[np.flatnonzero(frames == 0)[0]])
+            lane = int(np.repeat(step.lanes, counts)[np.flatnonzero(frames == 0)[0]])
             raise WrongContent(f"request '{self._lanes.owner(lane)}' writes to a page of '{self._name}' that has no frame.")
-        self._held.reshape(-1)[slots] = self._lanes.names[np.repeat(rows.lanes, counts), positions]
+        self._held.reshape(-1)[slots] = self._lanes.names[np.repeat(step.lanes, counts), positions]
         touched = frames[np.concatenate(([True], frames[1:] != frames[:-1]))]
         self._digests[touched] = self._lanes.chain.digests(self._held[touched].reshape(-1))
 
-    def _check(self, part: _Reads, rows: Rows) -> None:
-        ends, lanes = rows.ends[part.rows], rows.lanes[part.rows]
+    def _check(self, part: _Reads, step: SimulatedStep) -> None:
+        rows = step.rows
+        ends, lanes = rows.ends[part.rows], step.lanes[part.rows]
         firsts = self._firsts[rows.starts[part.rows] // self._size]
         whole, rest = ends // self._size, ends % self._size
         skip = int(firsts.min(initial=0))
@@ -309,13 +311,14 @@ class _Memory:
             what = f"is in frame {frame}, which holds {missing} of its {self._size} tokens"
         raise WrongContent(f"{where} {what}; {count} of the pages that its step reads are wrong.")
 
-    def _carry(self, pieces: Pieces, rows: Rows) -> None:
+    def _carry(self, pieces: Pieces, step: SimulatedStep) -> None:
         """Each piece reads what its request holds so far, if that is anything, and writes what it holds then."""
+        rows = step.rows
         owners = _owners_of(pieces, rows)
         ends = np.cumsum(pieces.lengths)
         starts = ends - pieces.lengths
         flat = rows.starts - (np.cumsum(rows.ends - rows.starts) - (rows.ends - rows.starts))  # position of flat row 0
-        lanes, begins, stops = rows.lanes[owners], starts + flat[owners], ends + flat[owners]
+        lanes, begins, stops = step.lanes[owners], starts + flat[owners], ends + flat[owners]
         order = np.arange(len(owners)) - np.searchsorted(owners, owners)  # of each piece within its request
         held, names = self._held[:, 0], self._lanes.names
         for turn in range(int(order.max(initial=-1)) + 1):
