@@ -1,8 +1,9 @@
 """Pieces: text that is known by name and length only, and the tokens it stands for.
 
-Published traces do not say what was written, only which parts were alike, and a generated workload only needs parts that
-are alike. So a text is a sequence of pieces, and the tokens of a piece are a fixed function of its key and the position
-inside it: nothing has to be stored, any request can be built alone, and two texts share exactly the pieces they begin with.
+Published traces do not say what was written, only which parts were alike, and a generated workload only needs parts
+that are alike. So a text is a sequence of pieces, and the tokens of a piece are a fixed function of its key and the
+position inside it: nothing has to be stored, any request can be built alone, and two texts share the pieces they begin
+with.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ class TraceRequest:
     output: Ids
     """int32: what the model will produce."""
     arrival: float = 0.0
-    """Seconds from the trace's start. For a follow-up the earliest there could be, which orders the trace; a replay goes
-    by `after` and `think`."""
+    """Seconds from the trace's start. For a follow-up an estimate, which orders the trace: a replay goes by `after` and
+    `think`."""
     session: str = ""
-    namespace: Namespace = Namespace()
+    namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
     after: str = ""
-    """`request_id` of the turn before, if this is a follow-up: it arrives `think` seconds after that one has finished."""
+    """`request_id` of the turn before, if this is a follow-up: it arrives `think` seconds after that one finished."""
     think: float = 0.0
     priority: int = 0
     abort_after: int | None = None
@@ -82,7 +82,7 @@ class Trace:
         return sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths)
 
     def _built(self, planned: Planned) -> TraceRequest:
-        return planned.build(planned.arrival - self._start)
+        return planned.build(round(planned.arrival - self._start, 6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class PlannedPieces:
     output: tuple[Piece, ...]
     arrival: float = 0.0
     session: str = ""
-    namespace: Namespace = Namespace()
+    namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
     after: str = ""
     think: float = 0.0
     priority: int = 0

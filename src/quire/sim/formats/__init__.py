@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.errors import InvalidInput
+from quire.sim.formats.agent_text import AgentText
+from quire.sim.formats.azure import Azure
 from quire.sim.formats.lines import fields_of, lines
+from quire.sim.formats.mooncake import Mooncake
+from quire.sim.formats.ragpulse import RagPulse
+from quire.sim.formats.request_log import RequestLog
 from quire.sim.formats.token_trace import TokenTrace, write_trace
 from quire.sim.formats.trace_format import Tokenize, TraceFormat, utf8_bytes
 
 __all__ = ["FORMATS", "Tokenize", "TraceFormat", "format_of", "utf8_bytes", "write_trace"]
 
-FORMATS: tuple[TraceFormat, ...] = (TokenTrace(),)
+FORMATS: tuple[TraceFormat, ...] = (TokenTrace(), Mooncake(), AgentText(), RagPulse(), Azure(), RequestLog())
 
 
 def format_of(path: Path) -> TraceFormat:

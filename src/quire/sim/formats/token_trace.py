@@ -2,12 +2,13 @@
 
     {"prompt_token_ids": [5, 6, 7], "output_token_ids": [8, 9], "timestamp": 1500, "session": "s1"}
 
-`timestamp` is in milliseconds. Every other field of a `TraceRequest` may be there too, under its own name, with `adapter`
-and `salt` for the namespace and `think` in milliseconds.
+`timestamp` is in milliseconds. Every other field of a `TraceRequest` may be there too, under its own name, with
+`adapter` and `salt` for the namespace and `think` in milliseconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ _Tokens = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
 class _Row(msgspec.Struct, omit_defaults=True):
     prompt_token_ids: Annotated[_Tokens, Meta(min_length=1)]
     output_token_ids: _Tokens
-    timestamp: Annotated[float, Meta(ge=0)]
+    timestamp: Annotated[float, Meta(ge=0)] = 0.0
     session: str = ""
     request_id: str = ""
     after: str = ""
@@ -54,16 +55,18 @@ class TokenTrace:
 
     def read(self, path: Path, tokenize: Tokenize) -> Iterator[Planned]:
         """The requests, whose tokens are read from the file again when they are built."""
-        seen: set[str] = set()
+        arrivals: dict[str, float] = {}
         for line in lines(path):
             row = line.decode(_ROWS)
             line.check_length("prompt_token_ids", len(row.prompt_token_ids) + len(row.output_token_ids))
-            if row.after and row.after not in seen:
-                line.refuse(f"'after' names request '{row.after}', which no line before this one has")
+            if row.after and arrivals.get(row.after, math.inf) > row.timestamp:
+                line.refuse(
+                    f"'after' names '{row.after}', and no line before this one has such a request that is earlier"
+                )
             request_id = row.request_id or str(line.number)
-            if request_id in seen:
+            if request_id in arrivals:
                 line.refuse(f"there was a request '{request_id}' before")
-            seen.add(request_id)
+            arrivals[request_id] = row.timestamp
             lengths = len(row.prompt_token_ids), len(row.output_token_ids)
             yield Planned(_seconds(row.timestamp), partial(_request, line), lengths)
 

@@ -8,12 +8,23 @@ from typing import Any
 
 from quire.errors import InvalidInput
 from quire.sim.trace_request import Planned
-from quire.sim.workloads.conversations import chat
+from quire.sim.workloads.conversations import agents, alternating, chat, sessions
+from quire.sim.workloads.namespaces import noisy_neighbour, rl_groups, same_text_other_namespace
+from quire.sim.workloads.prefixes import match_unit, mixed_prefixes, rag_scan
+from quire.sim.workloads.pressure import abort_storm, fillers, fits, near_capacity, over_commit, two_loads
 from quire.sim.workloads.workload import Draft
 
 __all__ = ["WORKLOADS", "make_workload"]
 
-WORKLOADS: dict[str, Callable[..., None]] = {"chat": chat}
+_CONVERSATIONS = (chat, sessions, alternating, agents)
+_PREFIXES = (rag_scan, mixed_prefixes, match_unit)
+_PRESSURE = (over_commit, two_loads, near_capacity, abort_storm, fillers, fits)
+_NAMESPACES = (rl_groups, same_text_other_namespace, noisy_neighbour)
+
+WORKLOADS: dict[str, Callable[..., None]] = {
+    make.__name__.replace("_", "-"): make for make in (*_CONVERSATIONS, *_PREFIXES, *_PRESSURE, *_NAMESPACES)
+}
+"""Name to function; its docstring says what the workload is."""
 
 
 def make_workload(source: str, seed: int) -> Iterator[Planned]:
@@ -36,7 +47,8 @@ def _settings(name: str, make: Callable[..., None], settings: str) -> dict[str, 
         try:
             found[key] = type(known[key])(value)
         except ValueError:
-            raise InvalidInput(f"setting '{key}' of workload '{name}' is no number: '{value}'.", fix=_known(known))
+            why = f"setting '{key}' of workload '{name}' is not a number such as {known[key]}: '{value}'."
+            raise InvalidInput(why, fix=_known(known)) from None
         if not 0 < found[key] < 1e9:
             raise InvalidInput(f"setting '{key}' of workload '{name}' is {value}.", fix="use a number above 0.")
     return found

@@ -55,7 +55,7 @@ class Draft:
         arrival: float,
         request_id: str = "",
         session: str = "",
-        namespace: Namespace = Namespace(),  # noqa: B008  a frozen value
+        namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
         after: str = "",
         think: float = 0.0,
         priority: int = 0,
@@ -89,7 +89,7 @@ class Conversation:
         opening: Sequence[Piece],
         *,
         arrival: float,
-        namespace: Namespace = Namespace(),  # noqa: B008  a frozen value
+        namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
         priority: int = 0,
     ) -> None:
         self._draft = draft
@@ -102,7 +102,8 @@ class Conversation:
         self._turns = 0
 
     def turn(self, user: Sequence[Piece], output_tokens: int, *, think: float = 0.0) -> None:
-        """Adds the next turn: it arrives `think` seconds after the one before has finished."""
+        """Adds the next turn: it arrives `think` seconds after the one before has finished, the first at once."""
+        think = think if self._last else 0.0
         self._said.extend(user)
         output = self._draft.text(output_tokens)
         self._last = self._draft.add(
@@ -113,7 +114,7 @@ class Conversation:
             session=self._session,
             namespace=self._namespace,
             after=self._last,
-            think=think if self._last else 0.0,
+            think=think,
             priority=self._priority,
         )
         self._arrival += think + output_tokens * NOMINAL_STEP_S
