@@ -73,12 +73,14 @@ class CostModel:
     def seconds(self, starts: Lengths, ends: Lengths) -> float:
         """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, without the
         launch."""
-        counts = ends - starts
-        single = counts == 1
-        # Token p of a prompt reads p + 1 keys: the sum over starts..ends - 1 is a difference of triangles.
-        pairs = (ends * (ends + 1) - starts * (starts + 1))[~single].sum() / 2
-        total = max(self.weights, self.token * int(counts.sum())) + self.pair * float(pairs)
-        contexts = ends[single]
+        contexts = ends
+        tokens, pairs = int((ends - starts).sum()), 0
+        if tokens > len(ends):  # some requests compute more than one token
+            prompts = ends - starts > 1
+            contexts, first, last = ends[~prompts], starts[prompts], ends[prompts]
+            # Token p of a prompt reads p + 1 keys: the sum over starts..ends - 1 is a difference of triangles.
+            pairs = int((last * (last + 1) - first * (first + 1)).sum()) // 2
+        total = max(self.weights, self.token * tokens) + self.pair * pairs
         for seconds, most in self.reads:
             total += seconds * int((np.minimum(contexts, most) if most else contexts).sum())
         return total

@@ -37,7 +37,7 @@ from quire.sim.scripted_request import ScriptedRequest
 from quire.spec.ids import Ids
 
 Lengths = npt.NDArray[np.int64]
-_FEW_PAGES = 8192
+_FEW_PAGES = 16384
 """A step that reads no more than this is compared as one table, padding and all."""
 
 

@@ -124,12 +124,14 @@ class Replay:
             if work.request.admitted is not None:  # type: ignore[attr-defined]
                 break
             work.request.admitted = self.clock.now  # type: ignore[attr-defined]
-        kvs = [work.kv for work in batch.works] if self._carried else []
-        watch = time.thread_time()
-        fence = self.cache.open_fence()
-        pieces = {index: self.cache.launch(index, kvs, rows.ends) for index in self._carried}
-        self._manager_seconds += time.thread_time() - watch
-        step = self.device.launch(batch, fence, rows, {index: found for index, found in pieces.items() if found})
+        fence, pieces = self.cache.open_fence(), {}
+        if self._carried:
+            kvs = [work.kv for work in batch.works]
+            watch = time.thread_time()
+            launched = {index: self.cache.launch(index, kvs, rows.ends) for index in self._carried}
+            self._manager_seconds += time.thread_time() - watch
+            pieces = {index: found for index, found in launched.items() if found is not None}
+        step = self.device.launch(batch, fence, rows, pieces)
         if self._steps % self._sample_every == 0:
             self._sample()
         return step, self.clock.launch(rows.starts, rows.ends)
