@@ -21,7 +21,7 @@ device may. A page that a step in flight still reads and a later one begins anew
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,15 +83,18 @@ class SimulatedStep:
 
 
 class SimulatedDevice:
-    """The device of one cache. `check` off draws tokens and nothing else.
+    """The device of one cache. `check` off draws tokens and nothing else; `overlap` says whether a step may be launched
+    before the one before it has settled.
 
     Raises WrongContent where a step reads what it must not, at the settling of that step or at a launch that comes too
     early.
     """
 
-    def __init__(self, cache: KVCache, *, check: bool = True) -> None:
+    def __init__(self, cache: KVCache, *, check: bool = True, overlap: bool = False) -> None:
         self._lanes = _Lanes(cache) if check else None
-        self._memory = tuple(_Memory(cache, index, self._lanes) for index in range(len(cache.groups)) if self._lanes)
+        self._memory: tuple[_Memory, ...] = ()
+        if self._lanes is not None:
+            self._memory = tuple(_Memory(cache, at, self._lanes, overlap) for at in range(len(cache.groups)))
         self._launched = self._settled = 0
 
     def launch(self, batch: Batch, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
@@ -134,12 +137,16 @@ class _Lanes:
         self._page_size = size
         # Zeroed memory is taken only where something is written, so a lane costs what its longest request does.
         self.names: Names = np.zeros((len(self._owners), longest), dtype=np.uint64)
+        self.names_by_page: Names = self.names.reshape(len(self._owners), -1, size)
         self.digests: Names = np.zeros((len(self._owners), cache.plan.pages_per_row), dtype=np.uint64)
 
     def of(self, requests: Sequence[ScriptedRequest], launched: int, settled: int) -> Lengths:
         """The lane of each request in the step that is being launched; it has one from now on until it ends or waits."""
-        for request in [request for request in requests if request.lane < 0]:
-            self._begin(request, settled)
+        begun = [request for request in requests if request.lane < 0]
+        if begun:
+            self._collect(settled)
+            for request in begun:
+                self._begin(request)
         lanes = np.fromiter([request.lane for request in requests], dtype=np.int64, count=len(requests))
         self._last_used[lanes] = launched
         return lanes
@@ -156,9 +163,7 @@ class _Lanes:
         owner = self._owners[lane]
         return owner.request_id if owner is not None else "?"
 
-    def _begin(self, request: ScriptedRequest, settled: int) -> None:
-        if not self._free:
-            self._collect(settled)
+    def _begin(self, request: ScriptedRequest) -> None:
         lane = request.lane = self._free.pop()
         self._owners[lane] = request
         names = self.chain.names(request.namespace, request.script)
@@ -178,7 +183,7 @@ class _Lanes:
 class _Memory:
     """The frames of one group."""
 
-    def __init__(self, cache: KVCache, group: int, lanes: _Lanes) -> None:
+    def __init__(self, cache: KVCache, group: int, lanes: _Lanes, overlap: bool) -> None:
         self._cache = cache
         self._group = group
         self._name = cache.groups[group].name
@@ -191,6 +196,9 @@ class _Memory:
         self._read_by = np.zeros(num_frames, dtype=np.int64)  # the last step launched that reads the frame
         reach, pages = cache.groups[group].reach, range(cache.plan.pages_per_row + 1)
         self._firsts = np.fromiter((reach.needed(n).start for n in pages), dtype=np.int64, count=len(pages))
+        self._passes = bool(self._firsts.any())
+        self._columns = np.arange(max(len(pages), self._size), dtype=np.int32)
+        self._overlap = overlap
 
     # -- launching
 
@@ -205,22 +213,21 @@ class _Memory:
             begun = writes[writes % self._size == 0] // self._size
             self._check_nobody_reads(begun, settled)
         reads = step.reads[self._group] = list(self._tables(rows, kvs))
-        for part in reads:
-            self._read_by[part.table] = step.number
+        if self._overlap:
+            for part in reads:
+                self._read_by[part.table] = step.number
 
-    def _tables(self, rows: Rows, kvs: Sequence[RequestKV]) -> list[_Reads]:
+    def _tables(self, rows: Rows, kvs: Sequence[RequestKV]) -> Iterator[_Reads]:
         """Page tables of all works, those of like lengths together, so that little of a table is padding."""
         widths = -(-rows.ends // self._size)
-        most = int(widths.max(initial=1))
-        if most * len(kvs) <= _FEW_PAGES:
-            return [_Reads(np.arange(len(kvs)), self._cache.page_table(kvs, rows.ends, self._group))]
-        classes = np.ceil(2 * np.log2(widths)).astype(np.int64)
-        found = []
-        for one in np.unique(classes):
-            members = np.flatnonzero(classes == one)
+        if int(widths.max()) * len(kvs) <= _FEW_PAGES:
+            yield _Reads(np.arange(len(kvs)), self._cache.page_table(kvs, rows.ends, self._group))
+            return
+        order = np.argsort(-widths)
+        for part in _alike(widths[order]):
+            members = order[part]
             table = self._cache.page_table([kvs[at] for at in members.tolist()], rows.ends[members], self._group)
-            found.append(_Reads(members, table))
-        return found
+            yield _Reads(members, table)
 
     def _check_nobody_reads(self, frames: Ids, settled: int) -> None:
         taken = frames[self._read_by[frames] > settled]
@@ -255,46 +262,48 @@ class _Memory:
             self._carry(step.pieces[self._group], step)
             return
         self._write(step.writes[self._group], step)
-        for part in step.reads[self._group]:
-            self._check(part, step)
+        self._check(step.reads[self._group], step)
 
     def _write(self, slots: Ids, step: SimulatedStep) -> None:
-        rows = step.rows
-        counts = rows.ends - rows.starts
-        offsets = np.repeat(rows.starts - (np.cumsum(counts) - counts), counts)
-        positions = np.arange(len(slots), dtype=np.int64) + offsets
+        rows, lanes, positions = step.rows, step.lanes, step.rows.starts
+        if len(slots) > len(positions):  # some works compute more than one token
+            counts = rows.ends - rows.starts
+            positions = np.arange(len(slots)) + np.repeat(rows.starts - (np.cumsum(counts) - counts), counts)
+            lanes = np.repeat(lanes, counts)
         frames = slots // self._size
         if not frames.all():
-            lane = int(np.repeat(step.lanes, counts)[np.flatnonzero(frames == 0)[0]])
-            raise WrongContent(f"request '{self._lanes.owner(lane)}' writes to a page of '{self._name}' that has no frame.")
-        self._held.reshape(-1)[slots] = self._lanes.names[np.repeat(step.lanes, counts), positions]
-        touched = frames[np.concatenate(([True], frames[1:] != frames[:-1]))]
+            owner = self._lanes.owner(int(lanes[np.flatnonzero(frames == 0)[0]]))
+            raise WrongContent(f"request '{owner}' writes to a page of group '{self._name}' that has no frame.")
+        self._held.reshape(-1)[slots] = self._lanes.names[lanes, positions]
+        touched = frames if len(slots) == len(rows.starts) else frames[np.flatnonzero(np.diff(frames, prepend=0))]
         self._digests[touched] = self._lanes.chain.digests(self._held[touched].reshape(-1))
 
-    def _check(self, part: _Reads, step: SimulatedStep) -> None:
-        rows = step.rows
-        ends, lanes = rows.ends[part.rows], step.lanes[part.rows]
-        firsts = self._firsts[rows.starts[part.rows] // self._size]
-        whole, rest = ends // self._size, ends % self._size
-        skip = int(firsts.min(initial=0))
-        table = part.table[:, skip:]
-        wrong = self._digests[table] != self._lanes.digests[lanes, skip : part.table.shape[1]]
-        columns = np.arange(skip, part.table.shape[1])
-        wrong &= columns < whole[:, None]
-        if firsts.any():
-            wrong &= columns >= firsts[:, None]
-        if wrong.any():
-            row, column = (int(at) for at in np.argwhere(wrong)[0])
-            self._complain(int(lanes[row]), column + skip, int(table[row, column]), int(np.count_nonzero(wrong[row])))
-        ragged = np.flatnonzero(rest)
-        if len(ragged):
-            self._check_last(part.table[ragged, whole[ragged]], lanes[ragged], whole[ragged], rest[ragged])
+    def _check(self, reads: Sequence[_Reads], step: SimulatedStep) -> None:
+        """Whole pages by their digests, and then, for all works at once, the slots of pages that are not full."""
+        rows, lanes = step.rows, step.lanes
+        whole = rows.ends // self._size
+        firsts = self._firsts[rows.starts // self._size] if self._passes else None
+        last = np.zeros(len(whole), dtype=np.int32)
+        for part in reads:
+            ends, width = whole[part.rows], part.table.shape[1]
+            last[part.rows] = part.table[np.arange(len(ends)), np.minimum(ends, width - 1)]
+            skip = 0 if firsts is None else int(firsts[part.rows].min())
+            table, columns = part.table[:, skip:], self._columns[skip:width]
+            wrong = self._digests[table] != self._lanes.digests[lanes[part.rows], skip:width]
+            wrong &= columns < ends.astype(np.int32)[:, None]
+            if firsts is not None:
+                wrong &= columns >= firsts[part.rows, None]
+            if wrong.any():
+                row, column = (int(at) for at in np.argwhere(wrong)[0])
+                count = int(np.count_nonzero(wrong[row]))
+                self._complain(int(lanes[part.rows[row]]), column + skip, int(table[row, column]), count)
+        self._check_last(last, lanes, whole, rows.ends - whole * self._size)
 
     def _check_last(self, frames: Ids, lanes: Lengths, pages: Lengths, lengths: Lengths) -> None:
-        """The slots of pages that are not full, `lengths` of each."""
-        offsets = np.arange(self._size)
-        wanted = self._lanes.names[lanes[:, None], pages[:, None] * self._size + offsets]
-        wrong = (self._held[frames] != wanted) & (offsets < lengths[:, None])
+        """The first `lengths[i]` slots of each frame."""
+        wanted = self._lanes.names_by_page[lanes, np.minimum(pages, self._lanes.names_by_page.shape[1] - 1)]
+        wrong = self._held[frames] != wanted
+        wrong &= self._columns[: self._size] < lengths[:, None]
         if wrong.any():
             row = int(np.argwhere(wrong)[0][0])
             self._complain(int(lanes[row]), int(pages[row]), int(frames[row]), 1)
@@ -333,6 +342,19 @@ class _Memory:
                     f"{int(pieces.sources[at])} of group '{self._name}', which holds something else."
                 )
             held[pieces.targets[now]] = names[lanes[now], stops[now] - 1]
+
+
+def _alike(widths: Lengths, start: int = 0) -> Iterator[slice]:
+    """Parts of `widths`, which fall, that are cheap as tables as wide as their first row: it is cut where that saves the
+    most, as long as it saves more than another table costs."""
+    cuts = np.arange(1, len(widths))
+    saved = (widths[0] - widths[1:]) * (len(widths) - cuts)
+    best = int(saved.argmax()) if len(saved) else 0
+    if not len(saved) or saved[best] < _FEW_PAGES:
+        yield slice(start, start + len(widths))
+        return
+    yield from _alike(widths[: best + 1], start)
+    yield from _alike(widths[best + 1 :], start + best + 1)
 
 
 def _owners_of(pieces: Pieces, rows: Rows) -> Lengths:

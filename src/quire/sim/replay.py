@@ -68,7 +68,7 @@ class Replay:
         self.scheduler = Scheduler(
             self.cache, scheduling_policy(settings.order), max_running=plan.max_requests, max_tokens=settings.chunk
         )
-        self.device = SimulatedDevice(self.cache, check=settings.check != "off")
+        self.device = SimulatedDevice(self.cache, check=settings.check != "off", overlap=settings.overlap)
         self.clock = VirtualClock(cost)
         self._settings = settings
         self._progress = progress
