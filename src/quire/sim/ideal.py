@@ -58,40 +58,38 @@ def optimal_hit_tokens(trace: Trace | PageRuns, page_size: int, pool_tokens: int
 
     Why the tree does not change it. A page is of use only with all pages before it. Where a page is looked up, those
     are too, at the same time; so the last interval before that use ends together for all of them, and theirs began no
-    earlier than the page's own. Among intervals that end together the deepest page goes first. So a page that is kept
-    until it is looked up has everything before it: the best choice without the tree's rule obeys the rule.
+    earlier than the page's own. Give up the deepest page first among intervals that end together, and a page that is
+    kept until it is looked up has everything before it: the best choice without the tree's rule can be made so that it
+    obeys the rule. How ties are broken does not change how many pages are kept, so the count need not care.
 
-    Runs stand for pages, and go page by page from their end. A request that the pool cannot hold is refused, and
-    touches nothing. Costs O(uses * log(uses)) once the runs are built.
+    Runs stand for pages, and go page by page. A request that the pool cannot hold is refused, and touches nothing.
+    Costs O(uses * log(uses)) once the runs are built.
     """
     runs = _runs(trace, page_size)
     pool_pages = pool_tokens // page_size
     uses = [use for use in runs.uses if use.held_pages <= pool_pages]
     future = _next_lookups(uses, len(runs.runs))
     kept = [0] * len(runs.runs)
-    expires = [_NEVER] * len(runs.runs)
-    furthest: list[tuple[int, int, int]] = []
+    furthest: list[tuple[int, int]] = []  # (-request that looks it up, run); where nothing is kept of a run, it is old
     num_kept, hits = 0, 0
-    for now, (use, upcoming) in enumerate(zip(uses, future, strict=True)):
+    for use, upcoming in zip(uses, future, strict=True):
         for run in use.runs():
-            if expires[run.number] == now:
-                hits += kept[run.number]
+            hits += kept[run.number]
             num_kept -= kept[run.number]
             kept[run.number] = 0
-        while num_kept > pool_pages - use.held_pages:
-            end, _depth, number = furthest[0]
-            if expires[number] != -end or not kept[number]:
+        while (excess := num_kept - (pool_pages - use.held_pages)) > 0:
+            _, number = furthest[0]
+            if not kept[number]:
                 heappop(furthest)
                 continue
-            dropped = min(kept[number], num_kept - (pool_pages - use.held_pages))
+            dropped = min(kept[number], excess)
             kept[number] -= dropped
             num_kept -= dropped
         for run, lookup in zip(use.runs(), upcoming, strict=True):
-            expires[run.number] = lookup
             if lookup != _NEVER:
                 kept[run.number] = run.num_pages
                 num_kept += run.num_pages
-                heappush(furthest, (-lookup, -run.end, run.number))
+                heappush(furthest, (-lookup, run.number))
     return hits * page_size
 
 

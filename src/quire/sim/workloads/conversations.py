@@ -59,17 +59,17 @@ def alternating(
             conversation.turn([draft.text(user)], user // 2 + 1, think=think)
 
 
-def agents(draft: Draft, *, tasks: int = 32, calls: int = 12, tools: int = 2048) -> None:
+def agents(draft: Draft, *, tasks: int = 32, calls: int = 12, tools: int = 1024) -> None:
     """Agents that call the model in a loop: 86 % of the gaps are under a second, 95 % under ten, the rest minutes.
 
     `tools` is the length of the instructions that all of them share.
     """
     instructions = draft.text(tools)
     for number in range(tasks):
-        task = draft.text(draft.between(200, 1200))
+        task = draft.text(draft.between(100, 800))
         agent = Conversation(draft, f"a{number}", [instructions, task], arrival=draft.random.uniform(0.0, 20.0))
         for _ in range(calls):
             draw = draft.random.random()
             low, high = (0.05, 1.0) if draw < 0.86 else (1.0, 10.0) if draw < 0.95 else (60.0, 600.0)
             think = draft.random.uniform(low, high)
-            agent.turn([draft.text(draft.between(30, 1000))], draft.between(30, 300), think=think)
+            agent.turn([draft.text(draft.between(20, 600))], draft.between(20, 160), think=think)

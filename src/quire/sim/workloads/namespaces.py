@@ -9,8 +9,8 @@ from quire.spec.events import Namespace
 def rl_groups(
     draft: Draft, *, epochs: int = 3, prompts: int = 4, fewest: int = 8, most: int = 64, round_s: float = 60.0
 ) -> None:
-    """Reinforcement learning: in each round `fewest` to `most` samples of each prompt at once, and new weights after it,
-    which nothing computed before may be used with. The prompts are the same in every round."""
+    """Reinforcement learning: in each round `fewest` to `most` samples of each prompt at once, and new weights after
+    it, which nothing computed before may be used with. The prompts are the same in every round."""
     asked = [draft.text(draft.between(128, 1024)) for _ in range(prompts)]
     for epoch in range(epochs):
         namespace = Namespace(salt=f"weights {epoch}")
@@ -40,7 +40,7 @@ def same_text_other_namespace(draft: Draft, *, texts: int = 6, repeats: int = 2,
 
 
 def noisy_neighbour(draft: Draft, *, requests: int = 200, noise: int = 9, rate: float = 4.0) -> None:
-    """Two tenants: for each turn of a quiet one's conversations a noisy one sends `noise` prompts that share nothing."""
+    """Two tenants: for each turn of a quiet one's conversations a noisy one sends `noise` prompts that never recur."""
     quiet, noisy = Namespace(salt="quiet"), Namespace(salt="noisy")
     system = draft.text(1024)
     turns = max(requests // (noise + 1), 1)

@@ -8,8 +8,8 @@ from quire.sim.workloads.workload import Conversation, Draft
 def over_commit(
     draft: Draft, *, pool: int = 16384, ratio: float = 1.25, prompt: int = 128, output: int = 512, rate: float = 50.0
 ) -> None:
-    """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and not all of
-    them can end without another giving way."""
+    """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and not all
+    of them can end without another giving way."""
     arrival = 0.0
     for _ in range(max(round(pool * ratio / (prompt + output)), 1)):
         length = draft.between(output // 2 + 1, output + output // 2)
@@ -73,8 +73,8 @@ def fillers(
 
 
 def fits(draft: Draft, *, pool: int = 32768, turns: int = 4) -> None:
-    """Conversations that a pool of `pool` tokens holds all at once: nothing has to be forgotten, so nothing that is done
-    to make room should cost anything."""
+    """Conversations that a pool of `pool` tokens holds all at once: nothing has to be forgotten, so nothing that is
+    done to make room should cost anything."""
     tokens = pool // 2
     system = draft.text(tokens // 8)
     for number in range(8):
