@@ -43,6 +43,7 @@ def replay(
                 "--model", "-m"),
     ] = None,
     gpu: Annotated[str, _option(_COST, "A device whose published peaks give the times.")] = "h100-80gb",
+    tp: Annotated[int, _option(_COST, "Devices that share the work of a step.")] = 1,
     prefill_rate: Annotated[float | None, _option(_COST, "Prompt tokens per second, instead of a device.")] = None,
     decode_ms: Annotated[float | None, _option(_COST, "Milliseconds of a decode step, instead of a device.")] = None,
     fit: Annotated[bool, _option(_COST, "Measure the engine here with the bundled model.", "--fit")] = False,
@@ -79,7 +80,7 @@ def replay(
 
         words = ReplayWords(
             policy=policy, pool_tokens=pool_tokens, page_size=page_size, models=model or (), gpu=gpu,
-            prefill_rate=prefill_rate, decode_ms=decode_ms, fit=fit, max_running=max_running, chunk=chunk,
+            tp=tp, prefill_rate=prefill_rate, decode_ms=decode_ms, fit=fit, max_running=max_running, chunk=chunk,
             overlap=overlap, order=order, check=check,
         )  # fmt: skip
         _replay(trace, limit, seed, words, plot, as_json)

@@ -29,6 +29,7 @@ class ReplayWords:
     page_size: str
     models: Sequence[str]
     gpu: str
+    tp: int
     prefill_rate: float | None
     decode_ms: float | None
     fit: bool
@@ -93,7 +94,7 @@ def _cost(name: str, words: ReplayWords, *, plain: bool) -> Callable[[MemoryPlan
     def priced(plan: MemoryPlan) -> CostModel:
         groups = model.spec.groups(plan.page_size) if plain else plan.groups
         return CostModel.from_device(
-            words.gpu, model.spec, groups, weight_bytes=weights, active_parameters=active
+            words.gpu, model.spec, groups, weight_bytes=weights, active_parameters=active, ranks=words.tp
         )
 
     return priced

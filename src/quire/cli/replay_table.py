@@ -15,8 +15,8 @@ from quire.sim.comparison import Run
 from quire.sim.trace_request import Trace
 
 _COLUMNS = {
-    "policy": 0, "hit rate": 8, "of gap": 6, "evicted": 7, "preempted": 9, "TTFT": 7, "p99": 7, "output/s": 8,
-    "manager": 7, "digest": 0,
+    "policy": 0, "hit": 6, "of gap": 6, "evicted": 7, "preempts": 8, "TTFT": 7, "p99": 7, "out/s": 6, "manager": 7,
+    "digest": 0,
 }  # fmt: skip
 """Columns of a table and their least widths; 0 for those that stand on the left."""
 
@@ -31,7 +31,7 @@ def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
             title_justify="left",
             title_style="bold",
             box=None,
-            pad_edge=False,
+            padding=(0, 1, 0, 0),
         )
         for name, width in _COLUMNS.items():
             table.add_column(name, justify="right" if width else "left", no_wrap=True, min_width=width or 8)

@@ -94,13 +94,16 @@ class CostModel:
         *,
         weight_bytes: int,
         active_parameters: int,
+        ranks: int = 1,
     ) -> CostModel:
         """From the published peaks of a device (`quire.plan.devices` has their names) and what a model computes and
-        reads. Half of the peak of products and four fifths of the bandwidth are assumed to be reached. Raises
-        InvalidInput for a device that is not known."""
+        reads. Half of the peak of products and four fifths of the bandwidth are assumed to be reached, and that `ranks`
+        devices share the work evenly. Raises InvalidInput for a device that is not known."""
+        if ranks < 1:
+            raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
         device = find_device(name).name
         tflops, memory, bus = _FIGURES[device]
-        compute, bandwidth = tflops * 1e12 * _COMPUTE_SHARE, memory * 1e9 * _MEMORY_SHARE
+        compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * _MEMORY_SHARE
         full, windowed = _pair_flops(spec)
         reads = tuple(
             (group.layout.bytes_per_token / bandwidth, group.reach.tokens)
@@ -114,7 +117,7 @@ class CostModel:
             pair=full / compute,
             reads=reads,
             host_bandwidth=bus * 1e9 * _MEMORY_SHARE,
-            source=f"published peaks of {device}",
+            source=f"published peaks of {device}" + (f", {ranks} of them" if ranks > 1 else ""),
         )
 
     @classmethod
