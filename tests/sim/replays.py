@@ -38,9 +38,7 @@ def replay_of(
     **settings: Any,
 ) -> Replay:
     """A replay that checks everything, unless told otherwise."""
-    plan = small_plan(
-        num_pages, page_size, context=context, max_requests=max_running, frames=frames, **HYBRIDS[groups]
-    )
+    plan = small_plan(num_pages, page_size, context=context, max_requests=max_running, frames=frames, **HYBRIDS[groups])
     return Replay(plan, cost, ReplaySettings(**{"check": "all", "chunk": 16} | settings))
 
 

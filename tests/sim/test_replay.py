@@ -33,25 +33,25 @@ def hits_without_limits(trace: Iterable[TraceRequest], page_size: int) -> int:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_one_after_the_other_in_a_large_pool_hits_what_an_endless_cache_would(page_size: int) -> None:
-    trace = open_trace("chat:requests=30", seed=3)
+    trace = open_trace("chat:requests=14", seed=3)
     serial = [replace(request, arrival=index * 1e4, after="") for index, request in enumerate(trace)]
     result = run(serial, num_pages=400_000 // page_size, page_size=page_size, context=40_000, chunk=4096)
     assert result.hit_tokens == hits_without_limits(serial, page_size) > 0
     assert result.evicted_tokens == result.preemptions == 0
     ideal = ideal_hits(PageRuns(trace, page_size), page_size)
-    assert 0 <= ideal.hit_tokens - result.hit_tokens <= 30 * page_size  # it counts last tokens that are never computed
-    assert [record.hit_tokens for record in result.records][0] == 0
+    assert 0 <= ideal.hit_tokens - result.hit_tokens <= 14 * page_size  # it counts last tokens that are never computed
+    assert result.records[0].hit_tokens == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_replay_twice_is_the_same(overlap: bool) -> None:
-    trace = open_trace("agents", limit=60, seed=1)
-    settings = {"num_pages": 1500, "page_size": 16, "context": 30_000, "chunk": 2048, "overlap": overlap}
+    trace = open_trace("agents", limit=20, seed=1)
+    settings = {"num_pages": 600, "page_size": 16, "context": 30_000, "chunk": 2048, "overlap": overlap}
     first, second = run(trace, **settings), run(trace, **settings)
     unchecked = run(trace, **settings, check="off")
     assert first.digest == second.digest == unchecked.digest
     assert first.evicted_tokens > 0
-    assert run(trace, **settings | {"num_pages": 1400}).digest != first.digest
+    assert run(trace, **settings | {"num_pages": 560}).digest != first.digest
 
 
 @pytest.mark.parametrize("groups", HYBRIDS)
@@ -120,10 +120,16 @@ def test_no_more_run_than_are_allowed() -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_replays_with_all_checks(name: str) -> None:
-    trace = open_trace(name, limit=24, seed=2)
+    trace = open_trace(name, limit=16, seed=2)
     longest = max(sum(lengths) for lengths in trace.lengths)
     result = run(
-        trace, num_pages=max(longest // 16 + 2, 512), page_size=16, context=longest, max_running=16, chunk=2048, cost=COST
+        trace,
+        num_pages=max(longest // 16 + 2, 512),
+        page_size=16,
+        context=longest,
+        max_running=16,
+        chunk=2048,
+        cost=COST,
     )
     assert len(result.records) == len(trace)
     assert result.count("refused") == 0

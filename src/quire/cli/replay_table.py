@@ -57,7 +57,9 @@ def remarks(runs: Sequence[Run]) -> Iterator[Text]:
         refused = [record for record in run.result.records if record.refused]
         if refused:
             where = f"{run.model}, {run.result.policy}, {run.result.pool_tokens:,} tokens"
-            yield Text(f"{where}: {len(refused):,} requests were refused. The first: {refused[0].refused}", style="yellow")
+            yield Text(
+                f"{where}: {len(refused):,} requests were refused. The first: {refused[0].refused}", style="yellow"
+            )
     if runs and runs[0].result.checked != "off":
         yield Text("Every page that a step read held what it must.", style="green")
 

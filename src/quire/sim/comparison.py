@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from quire.plan.budget import MemoryPlan
@@ -22,8 +23,8 @@ _BASELINE = "lru"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model as far as a replay needs it: its groups (`spec` None: one that reads everything), and its costs, given the
-    pools."""
+    """A model as far as a replay needs it: its groups (`spec` None: one that reads everything), and what its steps cost
+    on given pools."""
 
     name: str = PLAIN
     spec: ModelSpec | None = None
@@ -55,8 +56,8 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens; `gap_closed` is the
-    part of the way from LRU's hits to the optimum's, None where LRU was not replayed or leaves nothing to win."""
+    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens. `gap_closed` is
+    the part of the way from LRU's hits to the optimum's, None where LRU was not replayed or leaves nothing to win."""
 
     model: str
     trace: str
@@ -153,8 +154,7 @@ def _replays(
         what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"
         progress(what, 0)
         settings = replace(grid.settings, policy=policy)
-        replay = Replay(plan, cost, settings, progress=lambda ended, steps, what=what: progress(what, ended))
-        yield replay.run(trace)
+        yield Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
 
 
 def _with_gaps(runs: Sequence[Run]) -> list[Run]:

@@ -1,22 +1,26 @@
 """SimulatedDevice: runs steps without a model, and checks what they read.
 
 It draws the tokens of each request's script. Its frames hold names of contents (`quire.sim.names`), one for each token
-slot of each group: a step names its whole prefix, and all layers and fields of a group are written at the same slots by
-the same step, so one name stands for all of them, and the array it is in for the group.
+slot of each group: a name stands for the namespace and all tokens up to its own, so for the position too. All layers
+and fields of a group are written at the same slots by the same step, so one name stands for all of them; the array that
+it is in stands for the group.
 
-Every step does, in the order of launches and for every group, what a forward pass would:
+Every step does for every group what a forward pass would, in the order of launches:
 
-    write    the names of its new tokens to the slots that the cache gave
+    write    the names of its new tokens, to the slots that the cache gave
     read     every page that attention reads for a request, from the first that its reach needs to its last token
 
-What is read is compared with what must be there, completely and in every step: whole pages by their digest, the slots of
-the last page one by one. The digest of a frame is computed again from all of its slots whenever one of them is written,
-and what a request must find is computed from its script alone. So a page that is missing, too short, stale, another
-request's or in the wrong place is noticed by the first step that reads it; nothing is remembered between steps that could
-hide it. A digest for a page makes that affordable: a decode step of one request reads `context / page_size` numbers.
+Why nothing escapes. What is read is compared with what must be there, completely and in every step: whole pages by
+their digest, the last page slot by slot. The digest of a frame is computed from all of its slots again whenever one of
+them is written, and what a request must find is computed from its script alone, before it runs. No result of an earlier
+step is believed: the page table is taken from the cache for each step, and each entry's frame is looked up. So the
+first step that reads a page which is missing, short, stale, in the wrong place or another's reports it, but for two
+different contents with one 64-bit number. Digests make it affordable: a decode step compares `context / page_size`
+numbers.
 
-Steps in flight: a step's slots and pages are captured when it is launched and touched when it settles, as late as a
-device may. A page that a step in flight still reads and a later one begins anew is reported at the later launch.
+What it does not see: pages that no step reads, and times. For steps in flight, slots and pages are captured when a step
+is launched and touched when it settles, as late as a device may; and a later step that begins a page anew, or rewrites
+a carried frame, which a step in flight reads is reported when it is launched.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from quire.sim.scripted_request import ScriptedRequest
 from quire.spec.ids import Ids
 
 Lengths = npt.NDArray[np.int64]
+_SEVERAL = -1
 _FEW_PAGES = 16384
 """A step that reads no more than this is compared as one table, padding and all."""
 
@@ -68,8 +73,8 @@ class _Reads:
 @dataclass(slots=True)
 class SimulatedStep:
     """A launched step. `drawn` is the token of each work, None for those that draw none. The rest is what the device
-    needs to check it: by group the pieces where requests carry a frame, the slots it writes and the tables it reads, and
-    the lane of each work."""
+    needs to check it: by group the pieces where requests carry a frame, the slots it writes and the tables it reads,
+    and the lane of each work."""
 
     number: int
     batch: Batch
@@ -141,7 +146,7 @@ class _Lanes:
         self.digests: Names = np.zeros((len(self._owners), cache.plan.pages_per_row), dtype=np.uint64)
 
     def of(self, requests: Sequence[ScriptedRequest], launched: int, settled: int) -> Lengths:
-        """The lane of each request in the step that is being launched; it has one from now on until it ends or waits."""
+        """The lane of each request in the step that is being launched; it has one until it ends or is preempted."""
         begun = [request for request in requests if request.lane < 0]
         if begun:
             self._collect(settled)
@@ -194,6 +199,8 @@ class _Memory:
         self._held: Names = np.zeros((num_frames, 1 if self._carried else self._size), dtype=np.uint64)
         self._digests: Names = np.zeros(num_frames, dtype=np.uint64)
         self._read_by = np.zeros(num_frames, dtype=np.int64)  # the last step launched that reads the frame
+        self._written_by = np.zeros_like(self._read_by)  # and, of a carried frame, the last one that writes it
+        self._reader, self._writer = np.zeros_like(self._read_by), np.zeros_like(self._read_by)  # lanes that do so
         reach, pages = cache.groups[group].reach, range(cache.plan.pages_per_row + 1)
         self._firsts = np.fromiter((reach.needed(n).start for n in pages), dtype=np.int64, count=len(pages))
         self._passes = bool(self._firsts.any())
@@ -205,7 +212,7 @@ class _Memory:
     def capture(self, step: SimulatedStep, kvs: Sequence[RequestKV], settled: int) -> None:
         """Take down what the step will touch."""
         if self._carried:
-            self._check_pieces(step)
+            self._check_pieces(step, settled)
             return
         rows = step.rows
         writes = step.writes[self._group] = self._cache.slots(kvs, rows.starts, rows.ends, self._group)
@@ -214,8 +221,10 @@ class _Memory:
             self._check_nobody_reads(begun, settled)
         reads = step.reads[self._group] = list(self._tables(rows, kvs))
         if self._overlap:
+            firsts = self._firsts[rows.starts // self._size]
             for part in reads:
-                self._read_by[part.table] = step.number
+                read = self._columns[: part.table.shape[1]] >= firsts[part.rows, None]
+                self._read_by[part.table[read]] = step.number
 
     def _tables(self, rows: Rows, kvs: Sequence[RequestKV]) -> Iterator[_Reads]:
         """Page tables of all works, those of like lengths together, so that little of a table is padding."""
@@ -237,22 +246,26 @@ class _Memory:
                 f"{int(self._read_by[taken[0]])}, which reads it, is in flight."
             )
 
-    def _check_pieces(self, step: SimulatedStep) -> None:
-        """The pieces are the step's tokens, and no request touches a frame that another one writes in this step."""
+    def _check_pieces(self, step: SimulatedStep, settled: int) -> None:
+        """The pieces are the step's tokens, and no request touches a frame that another one writes in this step, or
+        writes one that another uses in a step in flight."""
         pieces, rows = step.pieces[self._group], step.rows
         ends = np.cumsum(pieces.lengths)
         if not np.isin(np.cumsum(rows.ends - rows.starts), ends).all() or not pieces.targets.all():
             raise WrongContent(f"the pieces of group '{self._name}' are not the tokens of the step.")
         owners = _owners_of(pieces, rows)
-        writers = np.full(len(self._held), -1, dtype=np.int64)
-        writers[pieces.targets] = owners
-        for frames in (pieces.targets, pieces.sources):
-            foreign = (writers[frames] >= 0) & (writers[frames] != owners)
-            if foreign.any():
-                raise WrongContent(
-                    f"frame {int(frames[foreign][0])} of group '{self._name}' is written by one request and used by "
-                    "another in the same step."
-                )
+        users, sources, targets = step.lanes[owners], pieces.sources, pieces.targets
+        foreign = (self._written_by[targets] > settled) & (self._writer[targets] != users)
+        foreign |= (self._read_by[targets] > settled) & (self._reader[targets] != users)
+        self._writer[targets], self._written_by[targets] = users, step.number
+        foreign |= self._writer[targets] != users
+        foreign |= (self._written_by[sources] == step.number) & (self._writer[sources] != users)
+        self._reader[sources], self._read_by[sources] = users, step.number
+        self._reader[sources[self._reader[sources] != users]] = _SEVERAL
+        if foreign.any():
+            raise WrongContent(
+                f"a request writes a frame of group '{self._name}' that another one uses at the same time."
+            )
 
     # -- running
 
@@ -345,8 +358,8 @@ class _Memory:
 
 
 def _alike(widths: Lengths, start: int = 0) -> Iterator[slice]:
-    """Parts of `widths`, which fall, that are cheap as tables as wide as their first row: it is cut where that saves the
-    most, as long as it saves more than another table costs."""
+    """Parts of `widths`, which fall, that are cheap as tables as wide as their first row: they are cut where that saves
+    the most, as long as it saves more than another table costs."""
     cuts = np.arange(1, len(widths))
     saved = (widths[0] - widths[1:]) * (len(widths) - cuts)
     best = int(saved.argmax()) if len(saved) else 0

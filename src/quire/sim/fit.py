@@ -33,8 +33,8 @@ class StepTime:
 def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
     """The cost model with the least squared relative error over these steps, and no negative cost.
 
-    A step costs something of its own, for each new token, for each (query, key) pair of prompts, and for each key that a
-    single token reads; reading the weights is part of the first. Raises InvalidInput for fewer than 8 steps.
+    A step costs something of its own, for each new token, for each (query, key) pair of prompts, and for each key that
+    a single token reads; reading the weights is part of the first. Raises InvalidInput for fewer than 8 steps.
     """
     if len(records) < 8:
         raise InvalidInput(f"{len(records)} measured steps are too few to fit costs.", fix="measure at least 8.")
@@ -75,7 +75,9 @@ def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
                 for index in range(batch):
                     tokens = random.integers(core.model.spec.vocab_size, size=length, dtype=np.int32)
                     params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
-                    core.add(EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=tokens.tobytes(), params=params))
+                    core.add(
+                        EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=tokens.tobytes(), params=params)
+                    )
                 found = _steps(core)
                 records += found if warm else []
     return records

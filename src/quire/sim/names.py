@@ -1,4 +1,4 @@
-"""Names of contents: a 64-bit number for what a token's slot holds, which depends on the namespace and all tokens before.
+"""Names of contents: a 64-bit number for what a token's slot holds, by the namespace and all tokens up to this one.
 
 Token i of a sequence has the name `n[i] = A * n[i - 1] + m(t[i])` modulo 2^64, with `n[-1]` made from the namespace, an
 odd `A`, and a mixing `m` that is one-to-one. Solved for all tokens at once it is two multiplications and a running sum,

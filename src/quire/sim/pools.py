@@ -24,8 +24,8 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRequest:
-    """What pools are for: requests of these lengths (prompt and output together), so many at once, `chunk` prompt tokens
-    in a step."""
+    """What pools are for: requests of these lengths (prompt and output together), so many at once, and so many prompt
+    tokens in a step (`chunk`)."""
 
     lengths: Sequence[int]
     max_running: int
@@ -82,5 +82,7 @@ def _pool_size(text: str) -> int | Fraction:
     except (ValueError, ZeroDivisionError):
         found = Fraction(0)
     if found <= 0:
-        raise InvalidInput(f"'{text}' is not a pool size.", fix="write tokens (64k) or a part of the working set (1/8).")
+        raise InvalidInput(
+            f"'{text}' is not a pool size.", fix="write tokens (64k) or a part of the working set (1/8)."
+        )
     return found

@@ -28,7 +28,7 @@ CHECKS = ("off", "reads", "all")
 """What a replay checks: nothing; what every step reads; and all laws of the cache every so often as well."""
 
 _AUDIT_EVERY = 512  # steps
-_MOST_SAMPLES = 1024
+_MOST_SAMPLES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ReplaySettings:
 class Replay:
     """One run: a cache of this plan, empty at first. Used once.
 
-    `progress` is called with the number of requests that have ended and of steps, now and then.
+    `progress` is called with the number of requests that have ended, whenever one has.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Replay:
         cost: CostModel,
         settings: ReplaySettings,
         *,
-        progress: Callable[[int, int], None] = lambda ended, steps: None,
+        progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
         self.cache = KVCache(plan, eviction=settings.policy, checkpoint_interval=settings.checkpoint_interval)
         self.scheduler = Scheduler(
@@ -97,7 +97,7 @@ class Replay:
             self.clock.move_to(following)
         if self._settings.check == "all":
             self.cache.audit()
-        self._progress(len(self._ledger.records), self._steps)
+        self._progress(len(self._ledger.records))
         return self._result(time.perf_counter() - began)
 
     # -- one turn of the loop
@@ -201,7 +201,7 @@ class Replay:
         self._leaving.pop(request.request_id, None)
         self._ledger.end(request, self.cache.statistics().evicted_pages)
         arrivals.ended(request.request_id, self.clock.now)
-        self._progress(len(self._ledger.records), self._steps)
+        self._progress(len(self._ledger.records))
 
     # -- looking
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from quire.scheduler.request import Request
@@ -30,7 +32,9 @@ class ScriptedRequest(Request):
         )
         output = request.output if len(request.output) else np.zeros(1, dtype=np.int32)
         self.script: Ids = np.concatenate((request.prompt, output))
-        self.draws = memoryview(self.script)  # numbers of Python come out of it faster than out of an array
+        self.draws: Sequence[int] = memoryview(
+            self.script.data
+        )  # numbers of Python come out of it faster than out of an array
         self.abort_after = request.abort_after
         self.arrived = arrived
         self.admitted: float | None = None
