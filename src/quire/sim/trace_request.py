@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from quire.errors import InvalidInput
 from quire.sim.pieces import Piece, num_tokens, tokens_of
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -31,6 +32,11 @@ class TraceRequest:
     priority: int = 0
     abort_after: int | None = None
     """The client leaves once it has seen this many output tokens; 0: while it waits, so the request never runs."""
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            fix = "remove it, or use another tokenizer if it has text."
+            raise InvalidInput(f"request '{self.request_id}' of the trace has no prompt tokens.", fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,11 @@ class Trace:
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, built one at a time."""
         return map(self._built, self._planned)
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last; those of follow-ups are estimates."""
+        return self._planned[-1].arrival - self._start if self._planned else 0.0
 
     @property
     def prompt_tokens(self) -> int:

@@ -44,9 +44,9 @@ def noisy_neighbour(draft: Draft, *, requests: int = 200, noise: int = 9, rate: 
     quiet, noisy = Namespace(salt="quiet"), Namespace(salt="noisy")
     system = draft.text(1024)
     turns = max(requests // (noise + 1), 1)
-    think = 4 * (noise + 1) / rate
+    think = (noise + 1) / rate
     for number in range(0, turns, 4):
-        conversation = Conversation(draft, f"quiet {number}", [system], arrival=number * think / 4, namespace=quiet)
+        conversation = Conversation(draft, f"quiet {number}", [system], arrival=number * think, namespace=quiet)
         for _ in range(min(4, turns - number)):
             conversation.turn([draft.text(draft.between(50, 300))], draft.between(20, 100), think=think)
     for number in range(max(requests - turns, 0)):
