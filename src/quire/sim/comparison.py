@@ -154,7 +154,8 @@ def _replays(
         what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"
         progress(what, 0)
         settings = replace(grid.settings, policy=policy)
-        yield Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
+        result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
+        yield replace(result, pool_tokens=tokens)  # plans of windows only have more pages than that
 
 
 def _with_gaps(runs: Sequence[Run]) -> list[Run]:
