@@ -42,11 +42,11 @@ def test_json_has_a_run_for_every_combination(run: Run) -> None:
         assert one["hit_rate"] <= one["optimal_hit_rate"] <= one["ideal_hit_rate"]
         assert one["gap_closed"] == 0.0 or one["policy"] == "fifo" or one["hit_rate"] == one["optimal_hit_rate"]
     assert {(one["page_size"], one["pool_tokens"]) for one in found if one["pool_tokens"] == 20480} == {
-        (1, 20480),
+        (4, 20480),
         (16, 20480),
     }
     (half,) = {one["pool_tokens"] for one in found if one["page_size"] == 4} - {20480}
-    assert half == found[0]["working_set_tokens"] // 2
+    assert half == found[0]["working_set_tokens"] // 8 * 4
 
 
 def test_the_same_words_give_the_same_digest(run: Run) -> None:

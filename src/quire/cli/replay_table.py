@@ -27,7 +27,7 @@ def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
         same = list(group)
         share = pool / same[0].working_set_tokens if same[0].working_set_tokens else 0.0
         table = Table(
-            title=f"{model}: pages of {page_size}, pool of {pool:,} tokens, {share:.3g} of what the trace would fill",
+            title=f"{model}: pages of {page_size}, {pool:,} tokens, {share:.3g} of the working set",
             title_justify="left",
             title_style="bold",
             box=None,
@@ -47,7 +47,7 @@ def heading(trace: Trace, runs: Sequence[Run]) -> Text:
     result, filled = runs[0].result, runs[0].working_set_tokens
     return Text(
         f"{trace.source}: {len(result.records):,} requests, {result.prompt_tokens:,} prompt and "
-        f"{result.output_tokens:,} output tokens, which would fill {filled:,} tokens.\n"
+        f"{result.output_tokens:,} output tokens; a working set of {filled:,}.\n"
     )
 
 
