@@ -11,6 +11,7 @@ from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
 from quire.cli.plan import plan
+from quire.cli.replay import replay
 from quire.cli.serve import serve
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(plan)
+app.command()(replay)
 app.command()(demo)
 app.command()(doctor)
 
