@@ -105,7 +105,7 @@ class HitDensity(EvictionPolicy):
         where = (stay.kind, stay.since // self._epoch)
         run = self._runs.get(where)
         if run is None:
-            if len(self._runs) >= RUNS:
+            while len(self._runs) >= RUNS:
                 self._merge_runs()
                 where = (stay.kind, stay.since // self._epoch)
             run = self._runs.setdefault(where, [])
