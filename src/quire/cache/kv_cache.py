@@ -124,6 +124,7 @@ class KVCache:
         self._free_rows = list(range(plan.max_requests - 1, -1, -1))
         self._rows = np.zeros((plan.max_requests, plan.pages_per_row), dtype=np.int32)
         self._flat_rows = self._rows.reshape(-1)
+        self.num_changes = 0  # how often something came back or became cached: whom it was too full for may ask again
         self._epoch = self._ended = 0  # changes of what a `RunningBatch` remembers, and requests that have ended
         self._allocated = np.zeros(plan.max_requests, dtype=np.int64)
         self._committed = np.zeros(plan.max_requests, dtype=np.int64)
@@ -309,6 +310,7 @@ class KVCache:
             duplicates = duplicates.copy()  # a view of the row that is rewritten next
             pages[start:end] = inserted.pages
             self._epoch += 1
+        self.num_changes += 1
         self._committed_pages += end - start
         self._duplicate_pages += len(duplicates)
         given: list[Given] = []
@@ -611,6 +613,7 @@ class KVCache:
             self._release(pages, lease, given)
 
     def _release(self, pages: Ids, lease: Lease | None, given: Sequence[Given]) -> None:
+        self.num_changes += 1
         for part in given:
             self.groups[part.group].give_back(part)
         if lease is not None:

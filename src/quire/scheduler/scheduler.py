@@ -36,6 +36,7 @@ class Scheduler:
         self._running: list[Request] = []  # sorted by Request.order
         self._requests: dict[str, Request] = {}
         self._decoding = cache.batch([])
+        self._blocked_at: tuple[int, ...] | None = None
         self._arrivals = 0
         self.num_preemptions = 0
 
@@ -94,8 +95,8 @@ class Scheduler:
             left = self._max_tokens - batch.num_tokens
             if left and request.state is RequestState.RUNNING:
                 self._grant(batch, [self._work(request, left)])
-        if preempted == self.num_preemptions and self._waiting:
-            self._admit(batch)
+        if preempted == self.num_preemptions and self._waiting and self._blocked_at != self._admission_state():
+            self._blocked_at = self._admission_state() if self._admit(batch) else None
         for work in batch.works:
             work.request.num_launched += work.count
             work.request.pending += work.samples
@@ -173,7 +174,14 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, request, key=_order)
 
-    def _admit(self, batch: Batch) -> None:
+    def _admission_state(self) -> tuple[int, ...]:
+        """What has to change before a request that does not fit may fit: something came back or became cached, or other
+        requests wait or run."""
+        return (self._cache.num_changes, self._arrivals, len(self._waiting), len(self._running))
+
+    def _admit(self, batch: Batch) -> bool:
+        """Admit waiting requests, in the policy's order. True where the next one did not fit, which another step will
+        not change."""
         hits: dict[str, PrefixHit] = {}
         self._commit_settled()
         leaders = self._leaders()
@@ -187,24 +195,26 @@ class Scheduler:
         deferred = 0
         for request in list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens)):
             if deferred >= self._max_running:
-                return
+                return False
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
-                return
+                return not deferred
             hit = match(request)
-            leader = self._leader(
-                request, hit, leaders
-            )  # also where nothing is left of the step: it hears of who waits for it
+            # Also where nothing is left of the step: a leader hears of who waits for it.
+            leader = self._leader(request, hit, leaders)
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader.request_id} is computing"
                 deferred += 1
                 continue
             left = self._max_tokens - batch.num_tokens
-            if not left or not self._fits(request, hit):
-                return
+            if not left:
+                return False
+            if not self._fits(request, hit):
+                return not deferred
             self._begin(batch, request, hit, left)
             if self._cache.share_prefixes:
                 leaders.append(request)
+        return False
 
     def _begin(self, batch: Batch, request: Request, hit: PrefixHit, limit: int) -> None:
         request.kv = self._cache.begin(
