@@ -131,7 +131,7 @@ class System:
         while True:
             while cache.num_free_pages * page >= sizes.node:
                 filled += 1
-                store(cache, np.concatenate((Tree(sizes).chain(3)[: sizes.node], tokens(sizes.node, page, count, filled))))
+                store(cache, np.concatenate((Tree(sizes).chain(sizes.chains - 1)[: sizes.node], tokens(sizes.node, page, count, filled))))
             with (watch := Stopwatch()):
                 found = cache.evict(count // page)
             yield watch.sample(1, tokens=found * page)
