@@ -42,7 +42,12 @@ class Process:
     """A worker process; see peers/metadata_worker.py for what it answers."""
 
     def __init__(self, system: str, python: str, log: Path) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
+        env = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+        }
         if system != "quire":
             env.pop("PYTHONPATH", None)
         self.system = system
@@ -105,7 +110,9 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Process]
     return found, about, absent
 
 
-def measure(case: Case, workers: dict[str, Process], about: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    case: Case, workers: dict[str, Process], about: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
     """Samples of one row: `{"samples": {system: [...]}, "failed": {system: why}}`."""
     families = ("quire", *case.peers)
     chosen = [s for s in workers if s.partition("-")[0] in families and case.operation in about[s]["operations"]]
@@ -217,7 +224,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         for number, case in enumerate(every, 1):
-            console(options).print(f"[dim]{time.perf_counter() - began:5.0f} s  {number} of {len(every)}: {case.name}[/]")
+            console(options).print(
+                f"[dim]{time.perf_counter() - began:5.0f} s  {number} of {len(every)}: {case.name}[/]"
+            )
             if case.operation == "replay":
                 trace = traces[Path(case.arguments["trace"]).stem]
                 ideals[case.name] = ideal_hits(trace, case.page) / sum(len(request.prompt) for request in trace)
@@ -270,13 +279,17 @@ def cpu_model() -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Options, with `sizes` put together from them."""
     parser = argparse.ArgumentParser(description="Compare what bookkeeping costs.")
-    parser.add_argument("--peers", help=f"comma-separated, of {','.join(FAMILIES)}, or none; default all, none with --toy")
+    parser.add_argument(
+        "--peers", help=f"comma-separated, of {','.join(FAMILIES)}, or none; default all, none with --toy"
+    )
     parser.add_argument("--install-peers", action="store_true", help="install them into --folder first")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "quire-bench", help="%(default)s")
     parser.add_argument("--only", default="", help="comma-separated parts of names of rows")
     parser.add_argument("--trace", action="append", metavar="FILE.py", help="a generator to replay; may be repeated")
     parser.add_argument("--repeats", type=int, help="samples of each row; default 11, with --toy 3; replays at most 3")
-    parser.add_argument("--patience", type=float, default=20, help="seconds for samples of one row and system (%(default)s)")
+    parser.add_argument(
+        "--patience", type=float, default=20, help="seconds for samples of one row and system (%(default)s)"
+    )
     parser.add_argument("--running", type=int, help="requests that a replay runs at once; default 32")
     parser.add_argument("--pool", type=int, help="tokens of the pool of a replay; default 262,144")
     parser.add_argument("--toy", action="store_true", help="small sizes, no peers; exits 1 if a result is wrong")

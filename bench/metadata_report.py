@@ -122,7 +122,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_yticks(list(places), [name for name, *_ in bars], fontsize=7)
     axes.set_ylim(0.3, len(bars) + 0.7)
-    axes.set_xlabel(f"times the CPU time of Quire's cache (bar), goal (mark); {result['cpu']}, {result['date']}", fontsize=8)
+    axes.set_xlabel(
+        f"times the CPU time of Quire's cache (bar), goal (mark); {result['cpu']}, {result['date']}", fontsize=8
+    )
     axes.spines[["top", "right"]].set_visible(False)
     figure_.tight_layout()
     figure_.savefig(path, metadata={"Date": None})

@@ -131,7 +131,12 @@ class System:
         while True:
             while cache.num_free_pages * page >= sizes.node:
                 filled += 1
-                store(cache, np.concatenate((Tree(sizes).chain(sizes.chains - 1)[: sizes.node], tokens(sizes.node, page, count, filled))))
+                store(
+                    cache,
+                    np.concatenate(
+                        (Tree(sizes).chain(sizes.chains - 1)[: sizes.node], tokens(sizes.node, page, count, filled))
+                    ),
+                )
             with (watch := Stopwatch()):
                 found = cache.evict(count // page)
             yield watch.sample(1, tokens=found * page)
@@ -198,7 +203,12 @@ class System:
         of their pages, so that `running / page` of them reach a new one in a step."""
         count, first, most = sizes.running, 4 * sizes.steps, 48 * sizes.steps
         cache = new_cache(
-            count * most * 2, page, context=most + count + first, requests=count, kind=kind, checkpoint_interval=most * 9
+            count * most * 2,
+            page,
+            context=most + count + first,
+            requests=count,
+            kind=kind,
+            checkpoint_interval=most * 9,
         )
         groups, step, kvs = range(len(cache.groups)), most, []
         one = np.ones(count, dtype=np.int64)

@@ -152,9 +152,7 @@ class System:
         while True:
             while cache.token_to_kv_pool_allocator.available_size() >= sizes.node:
                 filled += 1
-                store(
-                    cache, key(np.concatenate((prefix, tokens(sizes.node, page, count, filled)))), sizes.node
-                )
+                store(cache, key(np.concatenate((prefix, tokens(sizes.node, page, count, filled)))), sizes.node)
             with (watch := Stopwatch()):
                 found = cache.evict(EvictParams(num_tokens=count))
             yield watch.sample(1, tokens=found.num_tokens_evicted)

@@ -44,9 +44,7 @@ def specs(page: int, kind: str) -> list[KVCacheSpec]:
         return [full]
     if kind == "full+window":
         return [full, SlidingWindowSpec(**attention, sliding_window=WINDOW)]
-    state = MambaSpec(
-        block_size=page, shapes=((page, 16),), dtypes=(torch.float16,), mamba_cache_mode="align"
-    )
+    state = MambaSpec(block_size=page, shapes=((page, 16),), dtypes=(torch.float16,), mamba_cache_mode="align")
     return [full, state]
 
 
