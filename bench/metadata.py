@@ -1,4 +1,4 @@
-"""What bookkeeping costs: Quire's cache and its peers', the same work on the same tokens, CPU time, one machine, one run.
+"""What bookkeeping costs in CPU time: Quire's cache and its peers', the same work on the same tokens, in one run.
 
     python bench/metadata.py --install-peers       everything; the flag installs the peers, 0.6 GB, and is needed once
     python bench/metadata.py --only match,decode   rows whose names contain one of these
@@ -28,11 +28,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
-sys.path[:0] = [str(HERE), str(PEERS)]
+sys.path[:0] = [str(PEERS)]
 
-from cases import FAMILIES, Case, cases
-from metadata_report import console, plot, print_table
-from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace
+from cases import FAMILIES, Case, cases  # noqa: E402
+from metadata_report import console, plot, print_table  # noqa: E402
+from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
 ENVIRONMENTS = {"sglang": "sglang-cache", "vllm": "vllm-cache", "nano": "nano-cache"}
 SEED = 20

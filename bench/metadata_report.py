@@ -17,6 +17,13 @@ NAMES = {
     "vllm": "vLLM",
     "nano": "nano-vllm",
 }
+PACKAGES = {
+    "quire": "quire",
+    "sglang-rust": "sglang",
+    "sglang-python": "sglang",
+    "vllm": "vllm",
+    "nano": "nano-vllm-npu",
+}
 
 
 def console(options: argparse.Namespace, file: TextIO | None = None) -> Console:
@@ -46,15 +53,10 @@ def print_table(result: dict[str, Any], out: Console) -> None:
     """One row per work and page size, one line per goal of it."""
     systems = [name for name in NAMES if any(name in row["systems"] for row in result["rows"])]
     versions = "; ".join(
-        f"{NAMES[name]} {said.get(name.partition('-')[0], said.get('nano-vllm-fork', ''))}"
-        for name, said in result["versions"].items()
-        if name in systems
+        f"{NAMES[name]} {said[PACKAGES[name]]}" for name, said in result["versions"].items() if name in systems
     )
-    out.print(
-        f"{result['date']}, {result['cpu']}, {result['cores']} cores (load {result['load']}), Python {result['python']}; "
-        f"{versions}",
-        soft_wrap=True,
-    )
+    machine = f"{result['date']}, {result['cpu']}, {result['cores']} cores, load {result['load']}"
+    out.print(f"{machine}, Python {result['python']}; {versions}", soft_wrap=True)
     table = Table(
         title="CPU time of one operation in microseconds, medians; replays: per request",
         caption="Ratios are medians over pairs of samples of the same repeat: how many times as long a peer takes.",

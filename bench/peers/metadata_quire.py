@@ -47,8 +47,10 @@ class System:
     """Generators as `metadata_worker` describes them."""
 
     OPERATIONS = frozenset(
-        ("match", "match_edge", "insert", "insert_again", "evict", "evict_many", "free", "extend", "decode", "admit")
-        + ("replay",)
+        (
+            *("match", "match_edge", "insert", "insert_again", "evict", "evict_many"),
+            *("free", "extend", "decode", "admit", "replay"),
+        )
     )
 
     def __init__(self) -> None:

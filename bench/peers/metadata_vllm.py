@@ -1,6 +1,6 @@
 """vLLM's `KVCacheManager` and `Request`, untouched. Tokens enter as lists, blocks are named by SHA-256 as by default.
 
-It has no tree: "a node" is so many blocks, and eviction happens inside `allocate_slots` alone, so there is no verb for it.
+It has no tree, and evicts inside `allocate_slots` alone, so there is no verb for that.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     sample   do it once more: {"cpu": us, "wall": us, ...} of one operation, and what it found, to be checked
 
 A system (`metadata_quire.py` and so on) has one generator for each operation: what comes before its first `yield` is
-preparation, and every later one gives a sample. Garbage is collected and frozen between the two, and not collected while
-a sample is timed, alike for all; replays, which last seconds, run with the collector on.
+preparation, and every later one gives a sample. Garbage is collected and frozen between the two, and not collected
+while a sample is timed, alike for all; replays, which last seconds, run with the collector on.
 
 Runs in the interpreters of peers, so it needs numpy and nothing else. Never decides what to measure.
 """
@@ -29,7 +29,7 @@ from workloads import Arrival, Sizes, load_trace
 
 Sample = dict[str, Any]
 Operation = Generator[Sample, None, None]
-PACKAGES = ("quire", "numpy", "torch", "sglang", "vllm", "nano-vllm")
+PACKAGES = ("quire", "numpy", "torch", "sglang", "vllm", "nano-vllm-npu")
 
 
 class Stopwatch:
