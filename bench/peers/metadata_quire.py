@@ -83,6 +83,7 @@ class System:
         times = max(4, 65_536 // len(prompt))
         yield {}
         while True:
+            cache.match(prompt)
             with (watch := Stopwatch()):
                 for _ in range(times):
                     pages = cache.match(prompt).match.pages

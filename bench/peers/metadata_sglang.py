@@ -107,6 +107,7 @@ class System:
         times = max(4, 65_536 // len(prompt))
         yield {}
         while True:
+            cache.path_device_indices(cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt))).last_device_node)
             with (watch := Stopwatch()):
                 for _ in range(times):
                     found = cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt)))

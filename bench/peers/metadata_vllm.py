@@ -111,6 +111,7 @@ class System:
         times = max(1, 8_192 // length)
         yield {}
         while True:
+            manager.get_computed_blocks(requests.new(prompt))
             with (watch := Stopwatch()):
                 for _ in range(times):
                     _, found, _ = manager.get_computed_blocks(requests.new(prompt))
