@@ -34,7 +34,7 @@ from cases import FAMILIES, Case, cases  # noqa: E402
 from metadata_report import console, plot, print_table  # noqa: E402
 from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
-ENVIRONMENTS = {"sglang": "sglang-cache", "vllm": "vllm-cache", "nano": "nano-cache"}
+ENVIRONMENTS = {"sglang": "sglang-cache", "cpp": "cpp-cache", "vllm": "vllm-cache", "nano": "nano-cache"}
 SEED = 20
 
 

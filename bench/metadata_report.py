@@ -14,6 +14,7 @@ NAMES = {
     "quire": "Quire",
     "sglang-rust": "SGLang, Rust",
     "sglang-python": "SGLang, Python",
+    "cpp": "SGLang, C++",
     "vllm": "vLLM",
     "nano": "nano-vllm",
 }
@@ -21,6 +22,7 @@ PACKAGES = {
     "quire": "quire",
     "sglang-rust": "sglang",
     "sglang-python": "sglang",
+    "cpp": "sglang",
     "vllm": "vllm",
     "nano": "nano-vllm-npu",
 }

