@@ -13,8 +13,7 @@ PAGES = (1, 16, 64)
 FAMILIES = {"sglang": ("sglang-rust", "sglang-python"), "cpp": ("cpp",), "vllm": ("vllm",), "nano": ("nano",)}
 
 PEERS_OF_REPLAYS = {1: ("sglang", "cpp"), 16: ("sglang", "vllm"), 64: ("sglang", "vllm", "nano")}
-"""By page size. vLLM has no block of one token, nano-vllm is made for large ones, and SGLang 0.5.12 allocates pages on a
-GPU only."""
+"""By page size: vLLM has no block of one token, nano-vllm wants large ones, SGLang 0.5.12 has pages on GPUs only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
