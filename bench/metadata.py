@@ -35,19 +35,22 @@ from metadata_report import console, plot, print_table  # noqa: E402
 from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
 ENVIRONMENTS = {"sglang": "sglang-cache", "cpp": "cpp-cache", "vllm": "vllm-cache", "nano": "nano-cache"}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+"""For all: without it a fresh array of some megabytes costs a page fault per 4 KiB."""
 SEED = 20
 
 
 class Process:
     """A worker process; see peers/metadata_worker.py for what it answers."""
 
-    def __init__(self, system: str, python: str, log: Path) -> None:
+    def __init__(self, system: str, python: str, log: Path, *, own_malloc: bool) -> None:
         env = os.environ | {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": "0",
         }
+        env |= {} if own_malloc else ALLOCATOR
         if system != "quire":
             env.pop("PYTHONPATH", None)
         self.system = system
@@ -101,7 +104,7 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Process]
         if not python.exists():
             absent[system] = "not installed; --install-peers installs it"
             continue
-        process = Process(system, str(python), folder / f"{system}.log")
+        process = Process(system, str(python), folder / f"{system}.log", own_malloc=options.default_malloc)
         try:
             about[system] = process.ask("about")
             found[system] = process
@@ -250,6 +253,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "load": round(os.getloadavg()[1], 1),
         "versions": {system: said["versions"] for system, said in about.items()},
         "absent": absent,
+        "allocator": {} if options.default_malloc else ALLOCATOR,
         "repeats": options.repeats,
         "sizes": asdict(options.sizes),
         "traces": {
@@ -293,6 +297,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--running", type=int, help="requests that a replay runs at once; default 32")
     parser.add_argument("--pool", type=int, help="tokens of the pool of a replay; default 262,144")
     parser.add_argument("--toy", action="store_true", help="small sizes, no peers; exits 1 if a result is wrong")
+    parser.add_argument("--default-malloc", action="store_true", help="leave the allocator as it is, for all systems")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart of the ratios here")
