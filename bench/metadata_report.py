@@ -106,7 +106,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "quire"
+    matplotlib.rcParams |= {"svg.hashsalt": "quire", "svg.fonttype": "none"}  # text stays text
     from matplotlib import pyplot
 
     bars = [
