@@ -249,18 +249,20 @@ class KVCache:
         self._refresh(batch)
         if batch.room < 1 and len(batch):
             raise self._beyond_context()
-        rows, lengths, size = batch.rows, batch.lengths, self.page_size
-        crossing = np.flatnonzero(lengths % size == 0)
+        rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
+        crossing = (filled == size).nonzero()[0]
         num_new = len(crossing)
         if num_new or self._carries:
             self._make_room(rows, num_new, batch)
             pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
             if num_new:
+                filled[crossing] = 0
                 self._flat_rows[rows[crossing] * self._rows.shape[1] + lengths[crossing] // size] = pages
             for group in self.groups:
                 if num_new or group.reach.carried:
                     group.grow(rows, pages)
         lengths += 1
+        filled += 1
         batch.room -= 1
         self._allocated[rows] = lengths
         self._epoch = batch.epoch = self._epoch + 1
@@ -282,6 +284,7 @@ class KVCache:
         last = np.maximum(lengths - 1, 0)
         pages = self._flat_rows[rows * self._rows.shape[1] + last // size]
         offset = (last % size).astype(np.int32)
+        batch.filled = np.where(lengths > 0, last % size + 1, size)
         batch.slots = [column[pages] * np.int32(size) + offset for column in self._columns]
         batch.epoch = self._epoch
 

@@ -105,8 +105,8 @@ class BaseTokenToKVPoolAllocator(ABC):
 
         Raises OutOfPages, changing nothing.
         """
-        self.check_room(num_pages)
-        if num_pages > len(self._free):
+        if not 0 <= num_pages <= len(self._free):
+            self.check_room(num_pages)
             self._merge_released()
         pages = self._free.take(num_pages)
         self._out.mark(pages)
