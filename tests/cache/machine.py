@@ -25,8 +25,8 @@ from quire.spec.ids import Tier
 from quire.testing import ContentOracle
 from quire.testing.content import slots_of_frames
 from tests.cache.plain_cache import PlainCache, Prefix, Sequence
-from tests.choices import Choices
-from tests.small_hybrids import hybrid_plan, tokens_read
+from quire.testing.fuzz.choices import Choices
+from quire.testing.fuzz.plans import hybrid_plan, tokens_read
 
 NAMESPACES = (Namespace(), Namespace(adapter="a"), Namespace(salt="a"), Namespace("a", "b"))
 WEIGHTS = {

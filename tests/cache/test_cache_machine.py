@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.cache.machine import WEIGHTS, CacheMachine, run_cache
-from tests.choices import Choices
+from quire.testing.fuzz.choices import Choices
 
 MUST_HAPPEN = (
     "hit",

@@ -23,8 +23,8 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.events import Namespace
 from quire.testing import FakeModel, FakeStep
-from tests.choices import Choices
-from tests.small_hybrids import hybrid_plan
+from quire.testing.fuzz.choices import Choices
+from quire.testing.fuzz.plans import hybrid_plan
 
 NAMESPACES = (Namespace(), Namespace(salt="a"))
 

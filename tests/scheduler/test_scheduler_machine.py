@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.choices import Choices
+from quire.testing.fuzz.choices import Choices
 from tests.scheduler.machine import SchedulerMachine, run_scheduler
 
 MUST_HAPPEN = (
