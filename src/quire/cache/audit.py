@@ -32,9 +32,8 @@ def audit(cache: KVCache) -> Picture:
     O(pages + nodes).
     """
     picture = Picture(cache)
-    cached, private, moving = picture.cached, picture.private, picture.moving
     broken = [
-        *_page_owners(picture, cached, private, moving),
+        *_page_owners(picture),
         *_requests(picture),
         *_tree(picture),
         *_leases(picture),
@@ -42,20 +41,20 @@ def audit(cache: KVCache) -> Picture:
     for group in picture.groups:
         broken += _frames(picture, group)
         if group.group.shelf is not None:
-            broken += _shelf(group, cached)
+            broken += _shelf(group, picture.cached)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
     return picture
 
 
-def _page_owners(picture: Picture, cached: list[int], private: list[int], moving: list[int]) -> Iterator[str]:
+def _page_owners(picture: Picture) -> Iterator[str]:
     """Every page id is free, private, cached or moving, and only one of them."""
-    owned = sorted(cached + private + moving)
+    owned = sorted(picture.cached + picture.private + picture.moving)
     num_pages = picture.cache.plan.num_pages
     if owned != picture.out:
         out = set(picture.out)
         free = [page for page in range(1, num_pages + 1) if page not in out]
-        owners = {"free": free, "private": private, "cached": cached, "moving": moving}
+        owners = {"free": free, "private": picture.private, "cached": picture.cached, "moving": picture.moving}
         for page, count in sorted(Counter(owned + free).items()):
             if count > 1 or not 1 <= page <= num_pages:
                 yield f"page {page} has {count} owners ({', '.join(n for n, pages in owners.items() if page in pages)})"
@@ -93,7 +92,7 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
         return
     for row in picture.rows:
         first = group.reach.needed(row.committed // picture.cache.page_size).start
-        if not all([column[page] for page in row.pages[first:]]):
+        if 0 in [column[page] for page in row.pages[first:]]:
             yield f"{name}: row {row.kv.row} reads a page that has no frame"
 
 

@@ -307,6 +307,10 @@ class KVCache:
         row = self._row_of(kv)
         return self._rows[row, : pages_for(int(self._allocated[row]), self.page_size)].copy()
 
+    def row_pages(self, kv: RequestKV, num_pages: int) -> Ids:
+        """Its first pages in order, a view that is good until the next operation."""
+        return self._rows[self._row_of(kv), :num_pages]
+
     def page_table(self, kvs: Sequence[RequestKV], num_tokens: Lengths, group: int = 0) -> Ids:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded with frame 0 or with
         frames beyond `num_tokens`."""

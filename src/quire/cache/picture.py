@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from quire.cache.fences import Retired
-from quire.cache.groups import GroupCache
+from quire.cache.groups import Given, GroupCache
 from quire.cache.request_kv import RequestKV
 from quire.prefix.node import Lease, Node
 from quire.spec.ids import Tier
@@ -31,11 +28,11 @@ class RowPicture:
 
     __slots__ = ("allocated", "committed", "kv", "pages", "shared")
 
-    def __init__(self, cache: KVCache, kv: RequestKV) -> None:
+    def __init__(self, kv: RequestKV, allocated: int, committed: int, pages: list[int]) -> None:
         self.kv = kv
-        self.allocated = cache.allocated(kv)
-        self.committed = cache.committed(kv)
-        self.pages: list[int] = cache.page_ids(kv).tolist()
+        self.allocated = allocated
+        self.committed = committed
+        self.pages = pages
         self.shared = kv.lease.num_pages
 
     def held(self) -> tuple[object, ...]:
@@ -54,31 +51,31 @@ class GroupPicture:
     __slots__ = ("carried", "column", "group", "num_evictable", "num_free", "num_pinned", "out", "pins", "readers")
     __slots__ += ("shelved",)
 
-    def __init__(self, cache: KVCache, group: GroupCache, rows: Sequence[RowPicture], retired: Sequence[Retired]):
+    def __init__(self, cache: KVCache, group: GroupCache, rows: Sequence[RowPicture], given: Sequence[Given]) -> None:
         self.group = group
         self.column: list[int] = cache.frames.column(Tier.DEVICE, group.index).tolist()
-        self.out: list[int] = np.flatnonzero(group.frames.is_out(_ALL)).tolist()
+        self.out: list[int] = group.frames.is_out(_ALL).nonzero()[0].tolist()
         self.num_free = group.num_free
+        self.num_evictable = group.num_evictable
         self.carried: list[int] = []
         self.readers: list[int] = []
         self.pins: list[int] = []
         self.shelved: list[int] = []
-        self.num_evictable = group.num_evictable
         self.num_pinned = 0
+        for part in given:
+            if part.group == group.index:
+                self.carried += part.frames.tolist()
+                self.readers += part.unpinned.tolist()
         if group.reach.carried:
             for row in rows:
                 self.carried += group.frames_of(row.kv.row).tolist()
-        for each in retired:
-            for given in each.given:
-                if given.group == group.index:
-                    self.carried += given.frames.tolist()
-                    self.readers += given.unpinned.tolist()
-        if group.shelf is not None:
-            self.pins = group.shelf.pins(_ALL).tolist()
-            self.shelved = np.flatnonzero(group.shelf.on_shelf(_ALL)).tolist()
-            self.num_pinned = group.shelf.num_pinned
+        shelf = group.shelf
+        if shelf is not None:
+            self.pins = shelf.pins(_ALL).tolist()
+            self.shelved = shelf.on_shelf(_ALL).nonzero()[0].tolist()
+            self.num_pinned = shelf.num_pinned
             for row in rows:
-                self.readers += group.pinned(row.kv.row, np.array(row.pages[: row.shared], dtype=np.int32)).tolist()
+                self.readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
 
     def held(self) -> tuple[object, ...]:
         """All of it, for comparison."""
@@ -86,37 +83,42 @@ class GroupPicture:
 
 
 class Picture:
-    """See above. `out` are the page ids handed out, ascending; `edges` come parents first."""
+    """See above. `out` are the page ids handed out, ascending; `edges` come parents first.
 
-    __slots__ = ("cache", "edges", "groups", "leases", "num_free", "out", "queued", "retired", "roots", "rows")
+    `cached`, `private` and `moving` are the page ids that the tree holds, that running requests own alone, and that
+    were given up and wait for a step in flight.
+    """
+
+    __slots__ = ("cache", "cached", "edges", "groups", "leases", "moving", "num_free", "out", "private", "queued")
+    __slots__ += ("retired", "roots", "rows")
 
     def __init__(self, cache: KVCache) -> None:
+        tree, size = cache.tree, cache.page_size
         self.cache = cache
-        self.out: list[int] = np.flatnonzero(cache.pages.is_out(_ALL)).tolist()
+        self.out: list[int] = cache.pages.is_out(_ALL).nonzero()[0].tolist()
         self.num_free = cache.num_free_pages
+        self.rows: list[RowPicture] = []
+        self.leases: list[Lease] = []
+        self.private: list[int] = []
+        for kv in cache.live_requests:
+            allocated, committed = cache.allocated(kv), cache.committed(kv)
+            row = RowPicture(kv, allocated, committed, cache.row_pages(kv, -(-allocated // size)).tolist())
+            self.rows.append(row)
+            self.leases.append(kv.lease)
+            self.private += row.pages[row.shared :]
         self.retired = cache.retired
-        self.rows = [RowPicture(cache, kv) for kv in cache.live_requests]
-        self.groups = [GroupPicture(cache, group, self.rows, self.retired) for group in cache.groups]
-        self.edges: list[Edge] = [(node, node.pages.tolist()) for node in cache.tree.nodes()]
-        self.roots = list(cache.tree.roots().values())
-        self.queued = cache.tree.queued()
-        self.leases: list[Lease] = [row.kv.lease for row in self.rows]
-        self.leases += [each.lease for each in self.retired if each.lease is not None]
-
-    @property
-    def cached(self) -> list[int]:
-        """Page ids that the tree holds."""
-        return [page for _, pages in self.edges for page in pages]
-
-    @property
-    def private(self) -> list[int]:
-        """Page ids that running requests own alone."""
-        return [page for row in self.rows for page in row.pages[row.shared :]]
-
-    @property
-    def moving(self) -> list[int]:
-        """Page ids that were given up and wait for a step in flight."""
-        return [page for each in self.retired for page in each.pages.tolist()]
+        self.moving: list[int] = []
+        given: list[Given] = []
+        for each in self.retired:
+            self.moving += each.pages.tolist()
+            given += each.given
+            if each.lease is not None:
+                self.leases.append(each.lease)
+        self.edges: list[Edge] = [(node, node.pages.tolist()) for node in tree.nodes()]
+        self.cached: list[int] = [page for _, pages in self.edges for page in pages]
+        self.roots = list(tree.roots().values())
+        self.queued = tree.queued()
+        self.groups = [GroupPicture(cache, group, self.rows, given) for group in cache.groups]
 
     def held(self) -> tuple[object, ...]:
         """What an operation that must change nothing leaves as it is, for comparison. Clocks and counters are not."""

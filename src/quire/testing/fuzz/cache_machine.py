@@ -8,10 +8,10 @@ host hears of that later still and in any order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.picture import Picture
 from quire.errors import OutOfPages
 from quire.prefix.evict import POLICIES
 from quire.spec.events import CacheEvent, Namespace
@@ -69,6 +69,8 @@ class CacheMachine:
         self._earlier: tuple[int, PrefixHit] | None = None
         self.evicted = self.prompt_tokens = self.hit_tokens = self.duplicates = 0
         self.happened: Counter[str] = Counter()
+        self._unchanged: tuple[object, ...] | None = None  # what the operation must leave as it is
+        self._afterwards: Callable[[Picture], None] | None = None  # what else to check once it has been looked at
         self._operations: dict[str, Callable[[Choices], None]] = {name: getattr(self, name) for name in WEIGHTS}
 
     def step(self, choices: Choices) -> str:
@@ -105,6 +107,13 @@ class CacheMachine:
         if self.cache.tree.version != version and self.evicted == evicted:
             self.happened["split"] += 1
         self.watch.check()
+        if self._afterwards is not None:
+            self._afterwards(self.watch.picture)
+            self._afterwards = None
+        if self._unchanged is not None:
+            assert self.watch.picture.held() == self._unchanged, "what must change nothing has changed something"
+            assert not self._events, "what must change nothing was told as an event"
+            self._unchanged = None
         if self._events:
             self.fold.take(self._events)
             self._events.clear()
@@ -116,8 +125,8 @@ class CacheMachine:
     def look(self, choices: Choices) -> None:
         """Match without beginning; sometimes the hit is used later, when it may be out of date."""
         name = self._prompt(choices)
-        with self._unchanged():
-            self._earlier = name, self._match(name)
+        self._unchanged = self.watch.picture.held()
+        self._earlier = name, self._match(name)
 
     def begin(self, choices: Choices) -> None:
         """A request begins, perhaps on a hit that was taken earlier. With all rows taken, another one is refused."""
@@ -141,8 +150,10 @@ class CacheMachine:
         self.prompt_tokens += len(tokens)
         self.hit_tokens += cached
         self.happened["hit"] += cached > 0
-        if len(self.model.live) == self.cache.plan.max_requests:
+        if len(self.model.live) == self.cache.plan.max_requests and choices.chance(30):
+            before = Picture(self.cache).held()
             self._refused("rows", lambda: self.cache.begin(tokens, namespace))
+            self._unchanged = before
 
     def extend(self, choices: Choices) -> None:
         """Room for more tokens in some requests: all of it or, where it does not fit, an error that says why."""
@@ -155,25 +166,16 @@ class CacheMachine:
         kvs = [s.kv for s in batch]
         short = self._short(batch, wanted)
         if short is not None:
+            self._unchanged = self.watch.picture.held()
             error = self._refused(short[0], lambda: self.cache.extend(kvs, counts))
             found = (error.group, error.wanted, error.free, error.evictable)
             assert found == short, f"the error says {found}: {short}"
             return
-        moving = set(self.watch.picture.moving)
-        touched = [set().union(*[self.device.touches(step, g) for step, _ in self.steps]) for g in self.groups]
-        before = [len(self.watch.resident(g)) for g in self.groups] if self.happened["extend"] % 8 == 0 else []
+        self._check_new(batch, [-(-s.allocated // size) for s in batch])
         self.cache.extend(kvs, counts)
         self._forgotten(max(0, wanted - free))
-        for g, count in enumerate(before):
-            self.happened["dropped"] += count > len(self.watch.resident(g)) and wanted <= free
         for s, count in zip(batch, counts, strict=True):
-            pages = self.cache.page_ids(s.kv)[-(-s.allocated // size) :].tolist()
-            assert moving.isdisjoint(pages), "a page was handed out while a step could touch it"
-            for frames, group in zip(touched, self.watch.picture.groups, strict=True):
-                new = [group.column[page] for page in pages if group.column[page]]
-                assert frames.isdisjoint(new), "a frame was handed out while a step could touch it"
             s.allocated += count
-            s.grown = True
         self.happened["batch"] += len(batch) > 1
         self.happened["decode"] += set(counts) == {1}
 
@@ -352,6 +354,24 @@ class CacheMachine:
         column = picture.groups[g].column
         return len([page for page in self.watch.ends.values() if column[page] and page not in held])
 
+    def _check_new(self, batch: list[Sequence], first: list[int]) -> None:
+        """After this operation: no page or frame that these requests have got is one that a step could touch."""
+        moving = set(self.watch.picture.moving)
+        touched = [set().union(*[self.device.touches(step, g) for step, _ in self.steps]) for g in self.groups]
+        if not moving and not any(touched):
+            return
+
+        def check(picture: Picture) -> None:
+            rows = {row.kv: row.pages for row in picture.rows}
+            for s, start in zip(batch, first, strict=True):
+                pages = rows[s.kv][start:]
+                assert moving.isdisjoint(pages), "a page was handed out while a step could touch it"
+                for frames, group in zip(touched, picture.groups, strict=True):
+                    new = [group.column[page] for page in pages if group.column[page]]
+                    assert frames.isdisjoint(new), "a frame was handed out while a step could touch it"
+
+        self._afterwards = check
+
     def _commit(self, s: Sequence, num_tokens: int) -> None:
         self.cache.commit(s.kv, self.names.tokens(self.names.prefix(s.name, num_tokens)))
         self._committed(s, num_tokens)
@@ -363,33 +383,23 @@ class CacheMachine:
         self.happened["commit in flight"] += s.launched > num_tokens and bool(self.model.open)
 
     def _forgotten(self, expected: int, *, counted: bool = True) -> None:
-        """As many pages as needed were evicted, and none that a lease holds. Which ones is the policy's business."""
-        self.watch.see()
-        gone = self.model.cached - self.watch.ends.keys()
-        assert len(gone) == expected, f"{len(gone)} pages were evicted, {expected} had to be"
-        assert gone.isdisjoint(self.model.leased()), "a page was evicted that a lease holds"
-        self.model.forget(gone)
+        self.model.expect_evicted(expected)
         self.evicted += expected * counted
         self.happened["evicted"] += expected > 0
 
     def _refused(self, group: str, operation: Callable[[], object]) -> OutOfPages:
-        with self._unchanged():
-            try:
-                operation()
-            except OutOfPages as error:
-                assert error.group == group, f"group '{error.group}' is said to be short, not '{group}'"
-                self.happened["out of pages"] += group != "rows"
-                return error
-        raise AssertionError(f"nothing was refused, and '{group}' is short")
+        error = self._error(operation)
+        if error is None or error.group != group:
+            raise AssertionError(f"'{group}' is short, and the answer is: {error}")
+        self.happened["out of pages"] += group != "rows"
+        return error
 
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        self.watch.see()
-        before, events = self.watch.picture.held(), len(self._events)
-        yield
-        self.watch.see()
-        assert self.watch.picture.held() == before, "what must change nothing has changed something"
-        assert len(self._events) == events, "what must change nothing was told as an event"
+    def _error(self, operation: Callable[[], object]) -> OutOfPages | None:
+        try:
+            operation()
+        except OutOfPages as error:
+            return error
+        return None
 
     def _prompt(self, choices: Choices) -> int:
         """Mostly a cached or running prefix, cut or continued, now and then with one token changed."""

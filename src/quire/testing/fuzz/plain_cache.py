@@ -6,7 +6,7 @@ of all tokens up to its end; pages are only counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass
 
 from quire.cache.request_kv import RequestKV
@@ -28,7 +28,6 @@ class Sequence:
     executed: int
     settled: int
     committed: int
-    grown: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +50,7 @@ class PlainCache:
         self.live: list[Sequence] = []
         self.open: set[int] = set()
         self.waiting: list[Waiting] = []
+        self._to_evict = 0
 
     def matched(self, name: int) -> int:
         """Pages of a path that are cached, from the first on."""
@@ -73,7 +73,13 @@ class PlainCache:
         """Pages that belong to nobody."""
         size = self.page_size
         private = sum([-(-s.allocated // size) - s.pinned for s in self.live])
-        return self.num_pages - len(self.cached) - private - sum([entry.num_pages for entry in self.waiting])
+        return (
+            self.num_pages
+            - len(self.cached)
+            + self._to_evict
+            - private
+            - sum([entry.num_pages for entry in self.waiting])
+        )
 
     def evictable(self) -> int:
         """Cached pages that no lease holds."""
@@ -102,9 +108,18 @@ class PlainCache:
             entry.steps.discard(step)
         self.waiting = [entry for entry in self.waiting if entry.steps]
 
-    def forget(self, gone: Iterable[int]) -> None:
-        """These were evicted."""
-        self.cached.difference_update(gone)
+    def expect_evicted(self, num_pages: int) -> None:
+        """So many pages were evicted. Which ones is the policy's business, and is seen when the tree is looked at."""
+        self._to_evict += num_pages
+
+    def settle_evictions(self, found: Set[int]) -> None:
+        """The tree holds these now: what is missing was evicted, as many as expected, and none that a lease holds."""
+        expected, self._to_evict = self._to_evict, 0
+        if expected:
+            gone = self.cached - found
+            assert len(gone) == expected, f"{len(gone)} pages were evicted, {expected} had to be"
+            assert gone.isdisjoint(self.leased()), "a page was evicted that a lease holds"
+            self.cached -= gone
 
     def _retire(self, num_pages: int, leased: int) -> None:
         if self.open:

@@ -42,11 +42,6 @@ class Watch:
             else:
                 self._check_pages(group, wanted)
 
-    def see(self) -> None:
-        """What the tree holds now, for operations that evict, before anything is checked."""
-        self.picture = Picture(self._cache)
-        self._read_tree(self.picture, [None] * (self._cache.plan.num_pages + 1))
-
     def resident(self, group: int) -> set[int]:
         """Cached pages, by their last names, that have a frame in that group."""
         column = self.picture.groups[group].column
@@ -80,6 +75,7 @@ class Watch:
 
     def _check_tree(self, picture: Picture, wanted: list[Page | None]) -> None:
         self._read_tree(picture, wanted)
+        self._model.settle_evictions(self.ends.keys())
         if self.ends.keys() != self._model.cached:
             raise AssertionError(
                 f"the tree does not hold what was committed and not evicted: it lacks "
