@@ -26,22 +26,30 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 
 
-def audit(cache: KVCache) -> Picture:
+def audit(cache: KVCache, before: Picture | None = None) -> Picture:
     """Check every law, and return what was seen. Raises AuditFailure naming each one that is broken.
 
-    O(pages + nodes).
+    Laws about what is as it was in `before`, a picture that has passed, are not checked again. O(pages + nodes).
     """
-    picture = Picture(cache)
-    broken = [
-        *_page_owners(picture),
-        *_requests(picture),
-        *_tree(picture),
-        *_leases(picture),
-    ]
-    for group in picture.groups:
-        broken += _frames(picture, group)
-        if group.group.shelf is not None:
-            broken += _shelf(group, picture.cached)
+    picture = Picture(cache, before)
+    pages_changed = before is None or picture.out is not before.out
+    rows_changed = before is None or picture.requests is not before.requests
+    tree_changed = before is None or picture.tree is not before.tree
+    waits_changed = before is None or picture.waits is not before.waits
+    broken: list[str] = []
+    if pages_changed or rows_changed or tree_changed or waits_changed:
+        broken += _page_owners(picture)
+        broken += _requests(picture)
+        broken += _tree(picture)
+        broken += _leases(picture)
+    broken += _queue(picture)
+    if picture.num_free + len(picture.out) != cache.plan.num_pages:
+        broken.append(f"{picture.num_free} pages are free, but {cache.plan.num_pages - len(picture.out)} are not out")
+    for at, group in enumerate(picture.groups):
+        if pages_changed or rows_changed or tree_changed or before is None or group is not before.groups[at]:
+            broken += _frames(picture, group)
+            if group.group.shelf is not None:
+                broken += _shelf(group, picture.tree.cached)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
     return picture
@@ -49,20 +57,19 @@ def audit(cache: KVCache) -> Picture:
 
 def _page_owners(picture: Picture) -> Iterator[str]:
     """Every page id is free, private, cached or moving, and only one of them."""
-    owned = sorted(picture.cached + picture.private + picture.moving)
+    cached, private, moving = picture.tree.cached, picture.requests.private, picture.waits.pages
+    owned = sorted(cached + private + moving)
     num_pages = picture.cache.plan.num_pages
     if owned != picture.out:
         out = set(picture.out)
         free = [page for page in range(1, num_pages + 1) if page not in out]
-        owners = {"free": free, "private": picture.private, "cached": picture.cached, "moving": picture.moving}
+        owners = {"free": free, "private": private, "cached": cached, "moving": moving}
         for page, count in sorted(Counter(owned + free).items()):
             if count > 1 or not 1 <= page <= num_pages:
                 yield f"page {page} has {count} owners ({', '.join(n for n, pages in owners.items() if page in pages)})"
         missing = sorted(out - set(owned))
         if missing:
             yield f"{len(missing)} pages have no owner: {missing[:8]}"
-    if picture.num_free + len(picture.out) != num_pages:
-        yield f"{picture.num_free} pages are in the free list, but {num_pages - len(picture.out)} are not out"
 
 
 def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
@@ -116,7 +123,7 @@ def _shelf(found: GroupPicture, cached: list[int]) -> Iterator[str]:
 def _requests(picture: Picture) -> Iterator[str]:
     """protected <= committed <= allocated; the protected part is page-aligned and is the leased path."""
     size = picture.cache.page_size
-    pages = dict(picture.edges)
+    pages = dict(picture.tree.edges)
     for row in picture.rows:
         protected, committed, allocated = row.shared * size, row.committed, row.allocated
         if not 0 <= protected <= committed <= allocated:
@@ -137,11 +144,10 @@ def _requests(picture: Picture) -> Iterator[str]:
 
 
 def _tree(picture: Picture) -> Iterator[str]:
-    """Edges hold whole pages, children hang under their first page, parents point back, unleased leaves are queued,
-    and the tree's counters are right."""
+    """Edges hold whole pages, children hang under their first page, parents point back; the tree's counters are right."""
     tree, page_bytes = picture.cache.tree, picture.cache.page_size * TOKEN_BYTES
-    num_pages = num_protected = num_shared = 0
-    for node, pages in picture.edges:
+    num_pages = num_protected = num_shared = num_children = 0
+    for node, pages in picture.tree.edges:
         length = len(pages)
         if not length or len(node.key) != length * page_bytes:
             yield f"an edge of {length} pages has {len(node.key)} bytes of tokens"
@@ -149,33 +155,37 @@ def _tree(picture: Picture) -> Iterator[str]:
         if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
             yield "a child hangs in the wrong place"
         num_pages += length
+        num_children += len(node.children)
         if node.leases:
             num_protected += length
             if node.leases > 1:
                 num_shared += length
-        elif not node.children and node not in picture.queued:
-            yield f"an unleased leaf of {length} pages can never be evicted"
-    nodes = {node for node, _ in picture.edges}
-    for above in (*picture.roots, *nodes):
-        for child in above.children.values():
-            if child.parent is not above or child not in nodes:
-                yield "a child hangs in the wrong place"
-    for root in picture.roots:
+    for root in picture.tree.roots:
+        num_children += len(root.children)
         if not root.children and not root.leases:
             yield "a root is kept that nothing needs"
+    if num_children != len(picture.tree.edges):
+        yield "a child hangs in the wrong place"
     for name, total in (("num_pages", num_pages), ("num_protected", num_protected), ("num_shared", num_shared)):
         if getattr(tree, name) != total:
             yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
 
 
+def _queue(picture: Picture) -> Iterator[str]:
+    """Every unleased leaf has its entry in the eviction queue."""
+    for node, pages in picture.tree.edges:
+        if not node.leases and not node.children and node not in picture.queued:
+            yield f"an unleased leaf of {len(pages)} pages can never be evicted"
+
+
 def _leases(picture: Picture) -> Iterator[str]:
     """A node counts exactly the leases at it and below it, those that wait for a fence among them."""
     expected: dict[Node, int] = {}
-    for lease in picture.leases:
-        node: Node | None = lease.node
+    for end in picture.tree.ends:
+        node: Node | None = end
         while node is not None:
             expected[node] = expected.get(node, 0) + 1
             node = node.parent
-    for node in (*picture.roots, *(node for node, _ in picture.edges)):
+    for node in (*picture.tree.roots, *(node for node, _ in picture.tree.edges)):
         if node.leases != expected.get(node, 0):
             yield f"a node counts {node.leases} leases and has {expected.get(node, 0)}"

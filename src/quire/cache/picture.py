@@ -3,6 +3,9 @@
 The only code beside the cache that knows how its parts keep their books. Pools under test are tiny, and there a list
 costs a tenth of an array. A picture shares nothing with the cache but its nodes, leases and request records, so two of
 them say what has changed in between. O(pages + nodes).
+
+Whoever takes one picture after the other gives the last one as `before`: what is byte for byte as it was is not turned
+into lists again, and is the same object in both, so that it need not be checked again either.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.cache.groups import Given, GroupCache
+from quire.cache.fences import Retired
+from quire.cache.groups import GroupCache
 from quire.cache.request_kv import RequestKV
 from quire.prefix.node import Lease, Node
 from quire.spec.ids import Tier
@@ -19,8 +23,8 @@ if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
 
 _ALL = slice(None)
-Edge = tuple[Node, list[int]]
-"""A node that is not a root, and the ids of its pages."""
+GivenPicture = tuple[int, list[int], list[int], list[int]]
+"""A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
 
 
 class RowPicture:
@@ -35,9 +39,56 @@ class RowPicture:
         self.pages = pages
         self.shared = kv.lease.num_pages
 
-    def held(self) -> tuple[object, ...]:
-        """All of it, for comparison."""
-        return self.kv, self.allocated, self.committed, self.pages, self.shared
+
+class Requests:
+    """What running requests hold: `rows` in the order in which they began, and in `private` the pages that they own
+    alone."""
+
+    __slots__ = ("books", "private", "rows")
+
+    def __init__(self, cache: KVCache, books: tuple[object, ...]) -> None:
+        size = cache.page_size
+        self.books = books
+        self.rows: list[RowPicture] = []
+        self.private: list[int] = []
+        for kv in cache.live_requests:
+            allocated = cache.allocated(kv)
+            pages: list[int] = cache.row_pages(kv, -(-allocated // size)).tolist()
+            self.rows.append(RowPicture(kv, allocated, cache.committed(kv), pages))
+            self.private += pages[kv.lease.num_pages :]
+
+
+class Waits:
+    """What was given up and waits for a step in flight: page ids, leases, and what was given up in single groups."""
+
+    __slots__ = ("books", "leases", "pages", "parts")
+
+    def __init__(self, retired: tuple[Retired, ...]) -> None:
+        self.pages: list[int] = []
+        self.parts: list[GivenPicture] = []
+        self.leases: list[Lease] = []
+        for each in retired:
+            self.pages += each.pages.tolist()
+            self.parts += [(g.group, g.unpinned.tolist(), g.dropped.tolist(), g.frames.tolist()) for g in each.given]
+            if each.lease is not None:
+                self.leases.append(each.lease)
+        self.books = (self.pages, self.parts, self.leases)
+
+
+class Tree:
+    """The nodes but the roots, parents first, and the page ids of each; `cached` has them all, `roots` the roots.
+
+    `ends` are the nodes that leases pin, those of running requests first.
+    """
+
+    __slots__ = ("books", "cached", "edges", "ends", "roots")
+
+    def __init__(self, books: tuple[object, ...], nodes: Sequence[Node], roots: list[Node], ends: list[Node]) -> None:
+        self.books = books
+        self.edges: list[tuple[Node, list[int]]] = [(node, node.pages.tolist()) for node in nodes]
+        self.cached: list[int] = [page for _, pages in self.edges for page in pages]
+        self.roots = roots
+        self.ends = ends
 
 
 class GroupPicture:
@@ -48,80 +99,97 @@ class GroupPicture:
     three are empty where no frame goes before its page.
     """
 
-    __slots__ = ("carried", "column", "group", "num_evictable", "num_free", "num_pinned", "out", "pins", "readers")
-    __slots__ += ("shelved",)
+    __slots__ = ("books", "carried", "column", "group", "num_evictable", "num_free", "num_pinned", "out", "pins")
+    __slots__ += ("readers", "shelved")
 
-    def __init__(self, cache: KVCache, group: GroupCache, rows: Sequence[RowPicture], given: Sequence[Given]) -> None:
+    def __init__(self, group: GroupCache, books: tuple[object, ...], carried: list[int], readers: list[int]) -> None:
         self.group = group
-        self.column: list[int] = cache.frames.column(Tier.DEVICE, group.index).tolist()
+        self.books = books
+        self.carried = carried
+        self.readers = readers
+        self.column: list[int] = group.frames.column.tolist()
         self.out: list[int] = group.frames.is_out(_ALL).nonzero()[0].tolist()
         self.num_free = group.num_free
         self.num_evictable = group.num_evictable
-        self.carried: list[int] = []
-        self.readers: list[int] = []
         self.pins: list[int] = []
         self.shelved: list[int] = []
         self.num_pinned = 0
-        for part in given:
-            if part.group == group.index:
-                self.carried += part.frames.tolist()
-                self.readers += part.unpinned.tolist()
-        if group.reach.carried:
-            for row in rows:
-                self.carried += group.frames_of(row.kv.row).tolist()
-        shelf = group.shelf
-        if shelf is not None:
-            self.pins = shelf.pins(_ALL).tolist()
-            self.shelved = shelf.on_shelf(_ALL).nonzero()[0].tolist()
-            self.num_pinned = shelf.num_pinned
-            for row in rows:
-                self.readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
-
-    def held(self) -> tuple[object, ...]:
-        """All of it, for comparison."""
-        return self.column, self.out, self.carried, self.pins, self.shelved, self.num_evictable, self.num_free
+        if group.shelf is not None:
+            self.pins = group.shelf.pins(_ALL).tolist()
+            self.shelved = group.shelf.on_shelf(_ALL).nonzero()[0].tolist()
+            self.num_pinned = group.shelf.num_pinned
 
 
 class Picture:
-    """See above. `out` are the page ids handed out, ascending; `edges` come parents first.
+    """See above. `out` are the page ids handed out, ascending, `num_free` those that the free list counts."""
 
-    `cached`, `private` and `moving` are the page ids that the tree holds, that running requests own alone, and that
-    were given up and wait for a step in flight.
-    """
+    __slots__ = ("cache", "groups", "num_free", "out", "out_books", "queued", "requests", "tree", "waits")
 
-    __slots__ = ("cache", "cached", "edges", "groups", "leases", "moving", "num_free", "out", "private", "queued")
-    __slots__ += ("retired", "roots", "rows")
-
-    def __init__(self, cache: KVCache) -> None:
-        tree, size = cache.tree, cache.page_size
+    def __init__(self, cache: KVCache, before: Picture | None = None) -> None:
         self.cache = cache
-        self.out: list[int] = cache.pages.is_out(_ALL).nonzero()[0].tolist()
+        waits = Waits(cache.retired)
+        self.waits = before.waits if before is not None and before.waits.books == waits.books else waits
+        self.requests = self._requests(cache, before)
+        self.tree = self._tree(cache, before)
+        self.queued = cache.tree.queued()
         self.num_free = cache.num_free_pages
-        self.rows: list[RowPicture] = []
-        self.leases: list[Lease] = []
-        self.private: list[int] = []
-        for kv in cache.live_requests:
-            allocated, committed = cache.allocated(kv), cache.committed(kv)
-            row = RowPicture(kv, allocated, committed, cache.row_pages(kv, -(-allocated // size)).tolist())
-            self.rows.append(row)
-            self.leases.append(kv.lease)
-            self.private += row.pages[row.shared :]
-        self.retired = cache.retired
-        self.moving: list[int] = []
-        given: list[Given] = []
-        for each in self.retired:
-            self.moving += each.pages.tolist()
-            given += each.given
-            if each.lease is not None:
-                self.leases.append(each.lease)
-        self.edges: list[Edge] = [(node, node.pages.tolist()) for node in tree.nodes()]
-        self.cached: list[int] = [page for _, pages in self.edges for page in pages]
-        self.roots = list(tree.roots().values())
-        self.queued = tree.queued()
-        self.groups = [GroupPicture(cache, group, self.rows, given) for group in cache.groups]
+        self.out_books = cache.pages.is_out(_ALL).tobytes()
+        self.out: list[int]
+        if before is not None and self.out_books == before.out_books:
+            self.out = before.out
+        else:
+            self.out = cache.pages.is_out(_ALL).nonzero()[0].tolist()
+        olds: Sequence[GroupPicture | None] = before.groups if before is not None else (None,) * len(cache.groups)
+        self.groups = [self._group(cache, group, old) for group, old in zip(cache.groups, olds, strict=True)]
+
+    @property
+    def rows(self) -> list[RowPicture]:
+        """Running requests, in the order in which they began."""
+        return self.requests.rows
 
     def held(self) -> tuple[object, ...]:
         """What an operation that must change nothing leaves as it is, for comparison. Clocks and counters are not."""
-        tree = [(node, node.key, pages, node.leases) for node, pages in self.edges]
-        groups = [group.held() for group in self.groups]
-        return self.out, self.num_free, [row.held() for row in self.rows], groups, tree, self.retired
+        groups = [group.books for group in self.groups]
+        return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
+
+    def _requests(self, cache: KVCache, before: Picture | None) -> Requests:
+        live = cache.live_requests
+        books = (live, [kv.lease.num_pages for kv in live], *cache.row_books())
+        if before is not None and before.requests.books == books:
+            return before.requests
+        return Requests(cache, books)
+
+    def _tree(self, cache: KVCache, before: Picture | None) -> Tree:
+        tree = cache.tree
+        nodes = list(tree.nodes())
+        roots = list(tree.roots().values())
+        ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
+        edges = [
+            (n, n.parent, n.key, n.pages.tobytes(), n.leases, (*n.children,) if n.children else None) for n in nodes
+        ]
+        tops = [(n, n.leases, (*n.children,)) for n in roots]
+        books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared)
+        if before is not None and before.tree.books == books:
+            return before.tree
+        return Tree(books, nodes, roots, ends)
+
+    def _group(self, cache: KVCache, group: GroupCache, old: GroupPicture | None) -> GroupPicture:
+        carried: list[int] = []
+        readers: list[int] = []
+        for index, unpinned, _, frames in self.waits.parts:
+            if index == group.index:
+                carried += frames
+                readers += unpinned
+        shelf, shelf_books = group.shelf, (b"", b"", 0)
+        if shelf is not None:
+            for row in self.requests.rows:
+                readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
+                if group.reach.carried:
+                    carried += group.frames_of(row.kv.row).tolist()
+            shelf_books = (shelf.pins(_ALL).tobytes(), shelf.on_shelf(_ALL).tobytes(), shelf.num_pinned)
+        column = cache.frames.column(Tier.DEVICE, group.index).tobytes()
+        out = group.frames.is_out(_ALL).tobytes()
+        books = (column, out, carried, readers, group.num_free, group.num_evictable, shelf_books)
+        if old is not None and old.books == books:
+            return old
+        return GroupPicture(group, books, carried, readers)

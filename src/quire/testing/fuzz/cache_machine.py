@@ -30,8 +30,8 @@ WEIGHTS = {
     "launch": 12,
     "execute": 10,
     "settle": 9,
-    "commit": 4,
-    "finish": 3,
+    "commit": 5,
+    "finish": 6,
     "evict": 1,
     "clear": 1,
     "look": 4,
@@ -338,13 +338,7 @@ class CacheMachine:
     def _idle(self, g: int) -> int:
         """Resident pages of the tree that no request and no step in flight reads."""
         size, picture = self.model.page_size, self.watch.picture
-        held = {
-            page
-            for retired in picture.retired
-            for given in retired.given
-            if given.group == g
-            for page in given.unpinned.tolist()
-        }
+        held = {page for group, unpinned, _, _ in picture.waits.parts if group == g for page in unpinned}
         carried = self.cache.groups[g].reach.carried
         for row, s in zip(picture.rows, self.model.live, strict=True):
             if not carried:
@@ -356,7 +350,7 @@ class CacheMachine:
 
     def _check_new(self, batch: list[Sequence], first: list[int]) -> None:
         """After this operation: no page or frame that these requests have got is one that a step could touch."""
-        moving = set(self.watch.picture.moving)
+        moving = set(self.watch.picture.waits.pages)
         touched = [set().union(*[self.device.touches(step, g) for step, _ in self.steps]) for g in self.groups]
         if not moving and not any(touched):
             return

@@ -25,16 +25,22 @@ class Watch:
         self._device = device
         self._model = model
         self._edges: dict[Node, tuple[bytes, int, int]] = {}  # key, name of the parent, own name
-        self.node_names: dict[Node, int] = {}
         self.ends: dict[int, int] = {}
+        self._promised: list[Page | None] = []  # by page id: what the tree promises
+        self._leased: list[int] = []
         self.picture = audit(cache)
+        self._read_tree(self.picture)
 
     def check(self) -> None:
-        """All of it. O(pages) in small numbers."""
-        picture = audit(self._cache)
+        """All of it. O(pages) in small numbers, and less where little has changed."""
+        before, model = self.picture, self._model
+        picture = audit(self._cache, before)
         self.picture = picture
-        wanted: list[Page | None] = [None] * (self._cache.plan.num_pages + 1)
-        self._check_tree(picture, wanted)
+        if picture.tree is not before.tree:
+            self._read_tree(picture)
+        model.settle_evictions(self.ends.keys())
+        self._check_tree(picture)
+        wanted = self._promised.copy()
         self._check_requests(picture, wanted)
         for group in picture.groups:
             if group.group.reach.carried:
@@ -49,13 +55,14 @@ class Watch:
 
     # -- the tree
 
-    def _read_tree(self, picture: Picture, wanted: list[Page | None]) -> None:
+    def _read_tree(self, picture: Picture) -> None:
         """Name every edge, and say what its pages promise."""
         names, edges, known = self._names, self._edges, {}
         ends: dict[int, int] = {}
-        for root in picture.roots:
+        wanted: list[Page | None] = [None] * (self._cache.plan.num_pages + 1)
+        for root in picture.tree.roots:
             known[root] = names.root(root.namespace)
-        for node, pages in picture.edges:
+        for node, pages in picture.tree.edges:
             assert node.parent is not None
             above = known[node.parent]
             seen = edges.get(node)
@@ -69,24 +76,22 @@ class Watch:
             for page, content, end in zip(pages, names.pages[name][-count:], names.ends[name][-count:], strict=True):
                 wanted[page] = content
                 ends[end] = page
-        self.node_names, self.ends = known, ends
+        self.ends, self._promised = ends, wanted
+        self._leased = sorted([known[node] for node in picture.tree.ends if not node.is_root])
         if len(edges) > 4 * len(known) + 16:
             self._edges = {node: edge for node, edge in edges.items() if node in known}
 
-    def _check_tree(self, picture: Picture, wanted: list[Page | None]) -> None:
-        self._read_tree(picture, wanted)
-        self._model.settle_evictions(self.ends.keys())
+    def _check_tree(self, picture: Picture) -> None:
         if self.ends.keys() != self._model.cached:
             raise AssertionError(
                 f"the tree does not hold what was committed and not evicted: it lacks "
                 f"{self._shown(self._model.cached - self.ends.keys())} and should not have "
                 f"{self._shown(self.ends.keys() - self._model.cached)}"
             )
-        leased = sorted([self.node_names[lease.node] for lease in picture.leases if not lease.node.is_root])
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
-        if leased != expected:
+        if self._leased != expected:
             raise AssertionError(
-                f"leases hold {self._shown(set(leased))}, and should hold {self._shown(set(expected))}"
+                f"leases hold {self._shown(set(self._leased))}, and should hold {self._shown(set(expected))}"
             )
         if picture.num_free != self._model.free():
             raise AssertionError(f"{picture.num_free} pages are free, and {self._model.free()} should be")
