@@ -25,16 +25,16 @@ from quire.testing.fuzz.watch import Watch
 
 NAMESPACES = (Namespace(), Namespace(adapter="a"), Namespace(salt="a"), Namespace("a", "b"))
 WEIGHTS = {
-    "begin": 8,
-    "extend": 8,
-    "launch": 12,
-    "execute": 10,
-    "settle": 9,
-    "commit": 5,
-    "finish": 6,
+    "begin": 6,
+    "extend": 10,
+    "launch": 14,
+    "execute": 14,
+    "settle": 14,
+    "commit": 6,
+    "finish": 4,
     "evict": 1,
     "clear": 1,
-    "look": 4,
+    "look": 3,
     "mark": 1,
     "count": 1,
 }
@@ -47,7 +47,7 @@ class CacheMachine:
 
     def __init__(self, choices: Choices) -> None:
         page_size = choices.between(1, 4)
-        num_pages = choices.between(3, 20)
+        num_pages = choices.between(3, 24)
         self.context = num_pages * page_size - choices.below(page_size)
         plan = hybrid_plan(choices, num_pages, page_size, self.context, choices.between(1, 5))
         self._events: list[CacheEvent] = []
@@ -161,7 +161,13 @@ class CacheMachine:
         batch = choices.some_of(model.live)
         most = 1 if choices.chance(30) else 2 * size + 1
         counts = [self._count(choices, s, most) for s in batch]
-        wanted = sum([-(-(s.allocated + n) // size) + -s.allocated // size for s, n in zip(batch, counts, strict=True)])
+        wanted = self._pages(batch, counts)
+        while wanted > model.free() + model.evictable() and batch and choices.chance(90):
+            batch.pop()
+            counts.pop()
+            wanted = self._pages(batch, counts)
+        if not batch:
+            return
         free = model.free()
         kvs = [s.kv for s in batch]
         short = self._short(batch, wanted)
@@ -260,7 +266,7 @@ class CacheMachine:
 
     def clear(self, choices: Choices) -> None:
         """Now and then everything is forgotten that no request holds."""
-        if choices.chance(85):
+        if choices.chance(95):
             return
         expected = self.model.evictable()
         found = self.cache.clear()
@@ -314,6 +320,11 @@ class CacheMachine:
             ):
                 return count
         return 0
+
+    def _pages(self, batch: list[Sequence], counts: list[int]) -> int:
+        """New pages that so many more tokens take."""
+        size = self.model.page_size
+        return sum([-(-(s.allocated + n) // size) + -s.allocated // size for s, n in zip(batch, counts, strict=True)])
 
     def _short(self, batch: list[Sequence], wanted: int) -> tuple[str, int, int, int] | None:
         """(group, wanted, free, evictable) of the first group that is short, by counting what somebody reads."""
