@@ -152,8 +152,12 @@ class GroupCache(ABC):
         """A request begins behind these cached pages."""
 
     @abstractmethod
-    def grow(self, rows: Ids, new_pages: Ids) -> None:
-        """Give what `wanted` counted; there is room."""
+    def take(self, rows: Ids, new_pages: Ids) -> Ids:
+        """Frames that `wanted` counted, for `grow`, which cannot fail, or to be given back."""
+
+    @abstractmethod
+    def grow(self, rows: Ids, new_pages: Ids, frames: Ids) -> None:
+        """Give these frames, which `take` returned, to the pages or rows they are for."""
 
     @abstractmethod
     def owes(self, row: int, num_pages: int) -> bool:
@@ -223,8 +227,11 @@ class WholeGroup(GroupCache):
     def begin(self, row: int, pages: Ids) -> None:
         pass
 
-    def grow(self, rows: Ids, new_pages: Ids) -> None:
-        self.frames.take(new_pages)
+    def take(self, rows: Ids, new_pages: Ids) -> Ids:
+        return self.frames.allocator.alloc_pages(len(new_pages))
+
+    def grow(self, rows: Ids, new_pages: Ids, frames: Ids) -> None:
+        self.frames.give(new_pages, frames)
 
     def owes(self, row: int, num_pages: int) -> bool:
         return False

@@ -188,9 +188,8 @@ class KVCache:
             positions, owners = _positions(before, after), np.repeat(rows, after - before)
         starts = positions % self.page_size == 0
         new_pages = slots[starts] // np.int32(self.page_size)
+        self._grow(rows, new_pages)
         self._rows[owners[starts], positions[starts] // self.page_size] = new_pages
-        for group in self.groups:
-            group.grow(rows, new_pages)
         self._allocated[rows] = after
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
@@ -474,6 +473,20 @@ class KVCache:
         for group, n in zip(self.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)
+
+    def _grow(self, rows: Ids, new_pages: Ids) -> None:
+        """Frames in every group for new pages of these rows: all of them, or the pages go back as well."""
+        taken: list[Ids] = []
+        try:
+            for group in self.groups:
+                taken.append(group.take(rows, new_pages))  # noqa: PERF401 - what was taken before a failure goes back
+        except OutOfPages:
+            for group, frames in zip(self.groups, taken, strict=False):
+                group.frames.untake(frames)
+            self.pages.free_pages(new_pages)
+            raise
+        for group, frames in zip(self.groups, taken, strict=True):
+            group.grow(rows, new_pages, frames)
 
     def _frame_counts(self, index: int, group: GroupCache) -> FrameCounts:
         given = [part for retired in self.retired for part in retired.given if part.group == index]

@@ -26,6 +26,7 @@ class Names:
         self.page_size = page_size
         self._children: list[dict[int, int]] = [{}]
         self._roots: dict[Namespace, int] = {}
+        self._named: dict[tuple[Namespace, bytes], int] = {}
         self.namespaces: list[Namespace] = [Namespace()]
         self.path: list[tuple[int, ...]] = [()]
         self.data: list[bytes] = [b""]
@@ -58,6 +59,13 @@ class Names:
         for token in np.frombuffer(data, dtype=np.int32).tolist():
             name = self.child(name, token)
         return name
+
+    def named(self, namespace: Namespace, data: bytes) -> int:
+        """The name of a whole prefix, int32 bytes. What was asked for before is found at once."""
+        found = self._named.get((namespace, data))
+        if found is None:
+            found = self._named[namespace, data] = self.follow(self.root(namespace), data)
+        return found
 
     def prefix(self, name: int, num_tokens: int) -> int:
         """The name of the first `num_tokens` tokens of a path."""
