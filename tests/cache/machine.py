@@ -24,9 +24,9 @@ from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, P
 from quire.spec.ids import Tier
 from quire.testing import ContentOracle
 from quire.testing.content import slots_of_frames
-from tests.cache.plain_cache import PlainCache, Prefix, Sequence
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.plans import hybrid_plan, tokens_read
+from tests.cache.plain_cache import PlainCache, Prefix, Sequence
 
 NAMESPACES = (Namespace(), Namespace(adapter="a"), Namespace(salt="a"), Namespace("a", "b"))
 WEIGHTS = {

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.cache.machine import WEIGHTS, CacheMachine, run_cache
 from quire.testing.fuzz.choices import Choices
+from tests.cache.machine import WEIGHTS, CacheMachine, run_cache
 
 MUST_HAPPEN = (
     "hit",

@@ -22,7 +22,8 @@ from quire.testing.fuzz.device import Device, Step
 from quire.testing.fuzz.events import EventFold
 from quire.testing.fuzz.faults import Faults
 from quire.testing.fuzz.names import Names
-from quire.testing.fuzz.plain_cache import PlainCache, Sequence as Followed
+from quire.testing.fuzz.plain_cache import PlainCache
+from quire.testing.fuzz.plain_cache import Sequence as Followed
 from quire.testing.fuzz.watch import Watch
 
 NAMESPACE = Namespace()
