@@ -144,7 +144,7 @@ def _requests(picture: Picture) -> Iterator[str]:
 
 
 def _tree(picture: Picture) -> Iterator[str]:
-    """Edges hold whole pages, children hang under their first page, parents point back; the tree's counters are right."""
+    """Edges hold whole pages, children hang under their first page, parents point back; counters are sums."""
     tree, page_bytes = picture.cache.tree, picture.cache.page_size * TOKEN_BYTES
     num_pages = num_protected = num_shared = num_children = 0
     for node, pages in picture.tree.edges:

@@ -1,4 +1,4 @@
-"""Choices: where random checks get their numbers from. A seed gives any length fast; a property-based tester shrinks."""
+"""Choices: where random checks get their numbers from: a seed, which is fast, or a property-based tester."""
 
 from __future__ import annotations
 

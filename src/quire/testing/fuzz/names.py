@@ -1,7 +1,7 @@
 """Names: what a token's key and value depend on, as one number. A token's name stands for it and all tokens before it.
 
 Two contents are equal exactly if their names are. Everything about a prefix is remembered with the name of its last
-token, so that whoever compares contents compares numbers, and mostly the same objects. No code is shared with the cache.
+token, so that whoever compares contents compares numbers, and mostly the same objects. None of it is the cache's code.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Page = tuple[int, ...]
 class Names:
     """A tree of all prefixes that were ever named. Name 0 is that of nothing; a namespace has one, too.
 
-    Of a name: `parent`, the `path` of names from the first token to it, `data` with its tokens as int32 bytes, the whole
-    `pages` of the path, and the `ends`, which are the last names of those pages.
+    Of a name: the `path` of names from the first token to it, `data` with its tokens as int32 bytes, its own `token`,
+    the whole `pages` of the path, and the `ends`, which are the last names of those pages.
     """
 
     def __init__(self, page_size: int) -> None:

@@ -1,7 +1,7 @@
 """Watch: what must be true of a cache after every operation: its own laws, what it holds, and what its frames contain.
 
-Three things that know nothing of each other are compared: the cache, a model made of sets, and the device's memory. What
-is cached of every page, in every group, is what its place in the tree promises, and what requests hold is their own.
+Three things that know nothing of each other are compared: the cache, a model made of sets, and the device's memory.
+What is cached of every page, in every group, is what its place in the tree promises, and what requests hold is theirs.
 """
 
 from __future__ import annotations

@@ -83,11 +83,9 @@ def a_failed_allocation_keeps_what_it_has(patch: Patch) -> None:
     patch.setattr(SlotFrames, "untake", lambda group, frames: None)
 
 
-@mutant(
-    "cache", "a decoding sequence gets its new page one token too late and writes into its neighbour", field.OFF_BY_ONE
-)
+@mutant("cache", field.OFF_BY_ONE)
 def decode_crosses_one_token_late(patch: Patch) -> None:
-    """The page is taken for its last token, not for its first."""
+    """A decoding sequence gets its new page one token too late and writes into its neighbour."""
 
     def alloc_decode(allocator: BaseTokenToKVPoolAllocator, seq_lens: Any, last_loc: Any) -> Ids:
         seq, last = np.asarray(seq_lens), np.asarray(last_loc, dtype=np.int64)

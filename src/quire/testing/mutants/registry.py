@@ -1,7 +1,7 @@
 """The registry of mutants: mistakes that engines of this kind have shipped, each as a change to the real code.
 
-A mutant is a function that breaks something through a `Patch`, its docstring, which says what goes wrong for a user, and
-the reports of the field that had it. `injected` breaks the code for the length of a `with` block.
+A mutant is a function that breaks something through a `Patch`, its docstring, which says what goes wrong for a user,
+and the reports of the field that had it. `injected` breaks the code for the length of a `with` block.
 """
 
 from __future__ import annotations
