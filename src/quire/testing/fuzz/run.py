@@ -91,20 +91,22 @@ def run_life(level: str, seed: int, operations: int, *, trail: int = 12) -> Tall
     started = time.process_time()
     tally = Tally(lives=1)
     did: list[str] = []
-    machine = make_machine(level, choices)
+    machine: Machine | None = None
     try:
+        machine = make_machine(level, choices)
         while machine.cache.operations < operations:
             machine.step(choices)
             did.append(machine.did)
     except Exception as error:
-        did.append(machine.did)
+        did.append(machine.did if machine is not None else "make a cache")
         kind = "" if isinstance(error, FOUND) else f"{type(error).__name__}: "
-        message = f"{kind}{error}" or type(error).__name__
-        tally.violation = Violation(level, seed, machine.cache.operations + 1, message, tuple(did[-trail:]))
-    tally.operations[level] = machine.cache.operations
+        at = machine.cache.operations + 1 if machine is not None else 1
+        tally.violation = Violation(level, seed, at, f"{kind}{error}" or "an assertion", tuple(did[-trail:]))
     tally.seconds[level] = time.process_time() - started
-    tally.happened = machine.cache.happened
-    tally.digest = _digest(seed, machine.cache)
+    if machine is not None:
+        tally.operations[level] = machine.cache.operations
+        tally.happened = machine.cache.happened
+        tally.digest = _digest(seed, machine.cache)
     return tally
 
 
