@@ -99,8 +99,19 @@ class GroupPicture:
     three are empty where no frame goes before its page.
     """
 
-    __slots__ = ("books", "carried", "column", "group", "num_evictable", "num_free", "num_pinned", "out", "pins")
-    __slots__ += ("readers", "shelved")
+    __slots__ = (
+        "books",
+        "carried",
+        "column",
+        "group",
+        "num_evictable",
+        "num_free",
+        "num_pinned",
+        "out",
+        "pins",
+        "readers",
+        "shelved",
+    )
 
     def __init__(self, group: GroupCache, books: tuple[object, ...], carried: list[int], readers: list[int]) -> None:
         self.group = group
@@ -128,7 +139,7 @@ class Picture:
     def __init__(self, cache: KVCache, before: Picture | None = None) -> None:
         self.cache = cache
         waits = Waits(cache.retired)
-        self.waits = before.waits if before is not None and before.waits.books == waits.books else waits
+        self.waits: Waits = before.waits if before is not None and before.waits.books == waits.books else waits
         self.requests = self._requests(cache, before)
         self.tree = self._tree(cache, before)
         self.queued = cache.tree.queued()
@@ -140,7 +151,9 @@ class Picture:
         else:
             self.out = cache.pages.is_out(_ALL).nonzero()[0].tolist()
         olds: Sequence[GroupPicture | None] = before.groups if before is not None else (None,) * len(cache.groups)
-        self.groups = [self._group(cache, group, old) for group, old in zip(cache.groups, olds, strict=True)]
+        self.groups: list[GroupPicture] = [
+            self._group(cache, group, old) for group, old in zip(cache.groups, olds, strict=True)
+        ]
 
     @property
     def rows(self) -> list[RowPicture]:

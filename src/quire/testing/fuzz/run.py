@@ -25,7 +25,7 @@ LIFE = 600
 """Operations of one life, about."""
 LEVELS = ("cache", "scheduler")
 FOUND = (AssertionError, QuireError)
-"""What a check raises. Another error is a defect of its own, and is found all the same."""
+"""What a check raises. Another error is a violation too, but of code that has just failed."""
 
 
 class Machine(Protocol):
@@ -40,13 +40,14 @@ class Machine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Violation:
     """Something that must not be. `operation` is the number of the operation in the life of `seed`; `trail` what was
-    done until then, the last one last."""
+    done until then, the last one last. `by_check` says whether a check found it; else the code has just failed."""
 
     level: str
     seed: int
     operation: int
     message: str
     trail: tuple[str, ...]
+    by_check: bool = True
 
     @property
     def command(self) -> str:
@@ -59,7 +60,7 @@ class Tally:
     """What was done: operations and seconds of CPU by level, lives, what happened, and a digest of it all."""
 
     operations: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
     lives: int = 0
     digest: int = 0
@@ -68,7 +69,8 @@ class Tally:
     def add(self, other: Tally) -> None:
         """Add what another process has done."""
         self.operations.update(other.operations)
-        self.seconds.update(other.seconds)
+        for level, seconds in other.seconds.items():
+            self.seconds[level] = self.seconds.get(level, 0.0) + seconds
         self.happened.update(other.happened)
         self.lives += other.lives
         self.digest ^= other.digest
@@ -99,9 +101,10 @@ def run_life(level: str, seed: int, operations: int, *, trail: int = 12) -> Tall
             did.append(machine.did)
     except Exception as error:
         did.append(machine.did if machine is not None else "make a cache")
-        kind = "" if isinstance(error, FOUND) else f"{type(error).__name__}: "
+        by_check = isinstance(error, FOUND)
+        message = str(error) if by_check else f"{type(error).__name__}: {error}"
         at = machine.cache.operations + 1 if machine is not None else 1
-        tally.violation = Violation(level, seed, at, f"{kind}{error}" or "an assertion", tuple(did[-trail:]))
+        tally.violation = Violation(level, seed, at, message or "an assertion", tuple(did[-trail:]), by_check)
     tally.seconds[level] = time.process_time() - started
     if machine is not None:
         tally.operations[level] = machine.cache.operations
@@ -118,12 +121,17 @@ def run_lives(
     seconds: float | None = None,
     inject: str | None = None,
     on_life: Callable[[Tally], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Tally:
-    """Lives of these seeds until something is wrong, or that much was done; with a mutant injected if one is named."""
+    """Lives of these seeds until something is wrong, that much was done or it is stopped; with a mutant if named.
+
+    `on_life` hears of each life. Raises InvalidInput for a mutant that is not known.
+    """
     total = Tally()
+    level = level_for(level, inject)
     until = time.monotonic() + seconds if seconds is not None else None
     with injected(inject) if inject is not None else nullcontext():
-        while total.violation is None:
+        while total.violation is None and not stopped():
             left = LIFE if operations is None else operations - total.operations.total()
             if left <= 0 or (until is not None and time.monotonic() >= until):
                 break
@@ -135,9 +143,12 @@ def run_lives(
     return total
 
 
-def level_for(level: str | None, inject: str | None) -> str:
-    """The level asked for, or that on which the injected mutant is met, or both."""
-    return level or (find(inject).level if inject is not None else "both")
+def level_for(level: str, inject: str | None) -> str:
+    """That level, or for "both" the one on which the injected mutant is met. Raises InvalidInput for an unknown one."""
+    if inject is None:
+        return level
+    needed = find(inject).level
+    return needed if level == "both" else level
 
 
 def _digest(seed: int, cache: FollowedCache) -> int:

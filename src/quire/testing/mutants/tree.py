@@ -86,7 +86,7 @@ def duplicates_freed_but_still_in_the_row(patch: Patch) -> None:
 def duplicates_are_a_view(patch: Patch) -> None:
     """The pages freed as duplicates are a view of a row that was rewritten: the tree's are freed instead."""
 
-    class View(np.ndarray):  # type: ignore[type-arg]
+    class View(np.ndarray):
         def copy(self, order: Any = "C") -> Any:
             return self
 
@@ -192,5 +192,5 @@ def split_keeps_all_hashes_below(patch: Patch) -> None:
 @mutant("cache", field.KEY)
 def hashes_ignore_the_namespace(patch: Patch) -> None:
     """Two tenants' pages have one hash, and a router sends a prompt to pages that it may not read."""
-    real = radix_cache.namespace_seed
+    real: Any = vars(radix_cache)["namespace_seed"]
     patch.setattr(radix_cache, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))
