@@ -53,6 +53,7 @@ class CacheMachine:
             plan,
             eviction=choices.one_of(sorted(POLICIES)),
             emit=events.append if events is not None else None,
+            share_prefixes=not choices.chance(6),
             checkpoint_interval=choices.between(1, 4 * page_size),
         )
         shuffle_frames(cache, choices)

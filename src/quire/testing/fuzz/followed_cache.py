@@ -40,7 +40,7 @@ class FollowedCache:
         self.cache = cache
         self.page_size = cache.page_size
         self.names = Names(cache.page_size)
-        self.model = PlainCache(self.names, cache.plan.num_pages, cache.page_size)
+        self.model = PlainCache(self.names, cache.plan.num_pages, cache.page_size, shares=cache.share_prefixes)
         self.device = Device(cache, self.names)
         self.watch = Watch(cache, self.names, self.device, self.model)
         self.steps: list[Step] = []

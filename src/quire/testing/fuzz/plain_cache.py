@@ -42,8 +42,9 @@ class Waiting:
 class PlainCache:
     """The model. `live` are requests, in the order in which they began, `open` the steps in flight."""
 
-    def __init__(self, names: Names, num_pages: int, page_size: int) -> None:
+    def __init__(self, names: Names, num_pages: int, page_size: int, *, shares: bool = True) -> None:
         self.names = names
+        self.shares = shares
         self.num_pages = num_pages
         self.page_size = page_size
         self.cached: set[int] = set()
@@ -87,6 +88,9 @@ class PlainCache:
 
     def commit(self, s: Sequence, num_tokens: int) -> int:
         """Returns how many of its pages were duplicates."""
+        if not self.shares:
+            s.committed = num_tokens
+            return 0
         pages = self.names.ends[s.name][s.pinned : num_tokens // self.page_size]
         duplicates = len(self.cached.intersection(pages))
         self.cached.update(pages)

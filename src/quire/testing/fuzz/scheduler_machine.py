@@ -56,6 +56,7 @@ class SchedulerMachine:
         cache = KVCache(
             self.plan,
             eviction=choices.one_of(sorted(EVICTION)),
+            share_prefixes=not choices.chance(6),
             checkpoint_interval=choices.between(1, 12),
         )
         shuffle_frames(cache, choices)
