@@ -32,24 +32,29 @@ def audit(cache: KVCache, before: Picture | None = None) -> Picture:
     Laws about what is as it was in `before`, a picture that has passed, are not checked again. O(pages + nodes).
     """
     picture = Picture(cache, before)
-    pages_changed = before is None or picture.out is not before.out
-    rows_changed = before is None or picture.requests is not before.requests
-    tree_changed = before is None or picture.tree is not before.tree
-    waits_changed = before is None or picture.waits is not before.waits
+    pages = before is None or picture.out is not before.out  # whether each has changed
+    rows = before is None or picture.requests is not before.requests
+    tree = before is None or picture.tree is not before.tree
+    waits = before is None or picture.waits is not before.waits
     broken: list[str] = []
-    if pages_changed or rows_changed or tree_changed or waits_changed:
+    if pages or rows or tree or waits:
         broken += _page_owners(picture)
+    if rows or tree:
         broken += _requests(picture)
+    if tree:
         broken += _tree(picture)
         broken += _leases(picture)
     broken += _queue(picture)
     if picture.num_free + len(picture.out) != cache.plan.num_pages:
         broken.append(f"{picture.num_free} pages are free, but {cache.plan.num_pages - len(picture.out)} are not out")
-    for at, group in enumerate(picture.groups):
-        if pages_changed or rows_changed or tree_changed or before is None or group is not before.groups[at]:
-            broken += _frames(picture, group)
-            if group.group.shelf is not None:
-                broken += _shelf(group, picture.tree.cached)
+    for at, found in enumerate(picture.groups):
+        group = before is None or found is not before.groups[at]
+        if group or pages:
+            broken += _frames(picture, found)
+        if found.group.shelf is not None and (group or tree):
+            broken += _shelf(found, picture.tree.cached)
+        if not found.whole and (group or rows):
+            broken += _reads(picture, found)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
     return picture
@@ -95,12 +100,17 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
         missing = sorted(set(picture.out) - set(resident))
         if missing and group.reach.whole:
             yield f"{name}: page {missing[0]} is out and has no frame"
-    if group.reach.whole or group.reach.carried:
+
+
+def _reads(picture: Picture, found: GroupPicture) -> Iterator[str]:
+    """What a request reads of a group that is read in part is there."""
+    group, column, size = found.group, found.column, picture.cache.page_size
+    if group.reach.carried:
         return
     for row in picture.rows:
-        first = group.reach.needed(row.committed // picture.cache.page_size).start
+        first = group.reach.needed(row.committed // size).start
         if 0 in [column[page] for page in row.pages[first:]]:
-            yield f"{name}: row {row.kv.row} reads a page that has no frame"
+            yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
 
 
 def _shelf(found: GroupPicture, cached: list[int]) -> Iterator[str]:

@@ -17,7 +17,6 @@ from quire.cache.fences import Retired
 from quire.cache.groups import GroupCache
 from quire.cache.request_kv import RequestKV
 from quire.prefix.node import Lease, Node
-from quire.spec.ids import Tier
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
@@ -111,10 +110,12 @@ class GroupPicture:
         "pins",
         "readers",
         "shelved",
+        "whole",
     )
 
     def __init__(self, group: GroupCache, books: tuple[object, ...], carried: list[int], readers: list[int]) -> None:
         self.group = group
+        self.whole = group.reach.whole
         self.books = books
         self.carried = carried
         self.readers = readers
@@ -189,20 +190,27 @@ class Picture:
     def _group(self, cache: KVCache, group: GroupCache, old: GroupPicture | None) -> GroupPicture:
         carried: list[int] = []
         readers: list[int] = []
-        for index, unpinned, _, frames in self.waits.parts:
-            if index == group.index:
-                carried += frames
-                readers += unpinned
         shelf, shelf_books = group.shelf, (b"", b"", 0)
+        frames = group.frames
         if shelf is not None:
+            for index, unpinned, _, given in self.waits.parts:
+                if index == group.index:
+                    carried += given
+                    readers += unpinned
             for row in self.requests.rows:
                 readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
                 if group.reach.carried:
                     carried += group.frames_of(row.kv.row).tolist()
             shelf_books = (shelf.pins(_ALL).tobytes(), shelf.on_shelf(_ALL).tobytes(), shelf.num_pinned)
-        column = cache.frames.column(Tier.DEVICE, group.index).tobytes()
-        out = group.frames.is_out(_ALL).tobytes()
-        books = (column, out, carried, readers, group.num_free, group.num_evictable, shelf_books)
+        books = (
+            frames.column.tobytes(),
+            frames.allocator.is_out(_ALL).tobytes(),
+            carried,
+            readers,
+            frames.allocator.num_free,
+            group.num_evictable,
+            shelf_books,
+        )
         if old is not None and old.books == books:
             return old
         return GroupPicture(group, books, carried, readers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from quire.cache import KVCache, PrefixHit
 from quire.errors import OutOfPages
@@ -38,6 +39,8 @@ WEIGHTS = {
 }
 _DRAWN = tuple(name for name, weight in WEIGHTS.items() for _ in range(weight))
 MOST_IN_FLIGHT = 3
+Did = tuple[Any, ...]
+"""What an operation did, to be put in words by `tell` when somebody wants to know."""
 
 
 class CacheMachine:
@@ -63,8 +66,8 @@ class CacheMachine:
         self._vocabulary = choices.between(1, 3)
         self._batches: dict[Step, list[Sequence]] = {}
         self._earlier: tuple[int, PrefixHit] | None = None
-        self._verbs: dict[str, Callable[[Choices], str]] = {name: getattr(self, name) for name in WEIGHTS}
-        self.did = ""
+        self._verbs: dict[str, Callable[[Choices], Did]] = {name: getattr(self, name) for name in WEIGHTS}
+        self.did: Did = ("make a cache",)
 
     @property
     def happened(self) -> Counter[str]:
@@ -102,21 +105,28 @@ class CacheMachine:
 
     def run(self, operation: str, choices: Choices) -> None:
         """One operation of that name and all checks. `did` says what it was, also where it fails."""
-        self.did = operation
+        self.did = (operation,)
         version, evicted = self.cache.cache.tree.version, self.cache.evicted
         self.did = self._verbs[operation](choices)
         if self.cache.cache.tree.version != version and self.cache.evicted == evicted:
             self.happened["split"] += 1
 
+    def tell(self, did: Did) -> str:
+        """What was done, in words."""
+        if did[0] in ("begin", "match") and len(did) > 1:
+            name = did[1]
+            did = (did[0], self.names.tokens(name).tolist(), "in", self.names.namespaces[name], *did[2:])
+        return " ".join(str(part) for part in did)
+
     # -- operations; each returns what it did
 
-    def look(self, choices: Choices) -> str:
+    def look(self, choices: Choices) -> Did:
         """Match without beginning; sometimes the hit is used later, when it may be out of date."""
         name = self._prompt(choices)
         self._earlier = name, self.cache.match(self.names.tokens(name), self.names.namespaces[name])
-        return f"match {self.names.tokens(name)}"
+        return "match", name
 
-    def begin(self, choices: Choices) -> str:
+    def begin(self, choices: Choices) -> Did:
         """A request begins, perhaps on a hit that was taken earlier; with all rows taken it is refused."""
         if len(self.model.live) == self.cache.plan.max_requests and choices.chance(90):
             return self.finish(choices)
@@ -127,14 +137,14 @@ class CacheMachine:
         else:
             name = self._prompt(choices)
         tokens, namespace = self.names.tokens(name), self.names.namespaces[name]
-        self.did = f"begin {tokens} in {namespace}" + (" on an earlier hit" if hit is not None else "")
+        self.did = "begin", name, *(("on an earlier hit",) if hit is not None else ())
         try:
             self.cache.begin(tokens, namespace, hit=hit, priority=choices.below(3))
         except OutOfPages:
-            self.did += ": refused"
+            self.did += (": refused",)
         return self.did
 
-    def extend(self, choices: Choices) -> str:
+    def extend(self, choices: Choices) -> Did:
         """Room for more tokens in some requests, now and then with an allocation that fails on the way."""
         model, size = self.model, self.model.page_size
         batch = choices.some_of(model.live)
@@ -144,20 +154,20 @@ class CacheMachine:
             batch, counts = batch[:1], [min(1, counts[0])]
         if self._faults is not None and choices.chance(15):
             self._faults.arm(choices)
-        self.did = f"extend {[model.live.index(s) for s in batch]} by {counts}"
+        self.did = "extend", [model.live.index(s) for s in batch], "by", counts
         try:
             self.cache.extend([s.kv for s in batch], counts)
         except OutOfPages:
-            self.did += ": refused"
+            self.did += (": refused",)
         if self._faults is not None:
             self._faults.disarm()
         return self.did
 
-    def launch(self, choices: Choices) -> str:
+    def launch(self, choices: Choices) -> Did:
         """A step of some requests is launched; they may get new tokens."""
         batch = choices.some_of([s for s in self.model.live if s.launched < s.allocated])
         if not batch or len(self.cache.steps) == MOST_IN_FLIGHT:
-            return "launch nothing"
+            return ("launch nothing",)
         parts = []
         for s in batch:
             start = s.launched
@@ -166,27 +176,27 @@ class CacheMachine:
                 s.name = self.names.child(s.name, self._next(choices, s))
                 s.num_tokens += 1
             parts.append(Part(start, s.launched, self.names.prefix(s.name, s.launched)))
-        self.did = f"launch {[(self.model.live.index(s), p.start, p.end) for s, p in zip(batch, parts, strict=True)]}"
+        self.did = "launch", [(self.model.live.index(s), p.start, p.end) for s, p in zip(batch, parts, strict=True)]
         step = self.cache.device.launch([s.kv for s in batch], parts)
         self._batches[step] = batch
         self.cache.launched(step)
         return self.did
 
-    def execute(self, choices: Choices) -> str:
+    def execute(self, choices: Choices) -> Did:
         """The device gets to the next step. The host has not heard of it yet."""
         step = next((step for step in self.cache.steps if not step.executed), None)
         if step is not None:
             self.cache.execute(step, self._batches[step])
-        return "execute"
+        return ("execute",)
 
-    def settle(self, choices: Choices) -> str:
+    def settle(self, choices: Choices) -> Did:
         """The host hears of a step that is done, perhaps before it hears of an earlier one; it may commit at once."""
         done = [step for step in self.cache.steps if step.executed]
         if not done:
-            return "settle nothing"
+            return ("settle nothing",)
         step = choices.one_of(done) if choices.chance(30) else done[0]
         commits = choices.chance(50)
-        self.did = f"settle step {step.fence}" + (" and commit" if commits else "")
+        self.did = "settle step", step.fence, *(("and commit",) if commits else ())
         for s, part in zip(self._batches.pop(step), step.parts, strict=True):
             if s in self.model.live:
                 s.settled = max(s.settled, part.end)
@@ -195,55 +205,55 @@ class CacheMachine:
         self.cache.close_fence(step)
         return self.did
 
-    def mark(self, choices: Choices) -> str:
+    def mark(self, choices: Choices) -> Did:
         """Another request waits for a prefix of this one."""
         at = choices.below(len(self.model.live))
         num_pages = choices.between(1, self.model.num_pages)
         self.cache.will_leave(self.model.live[at].kv, num_pages)
-        return f"wait for {num_pages} pages of {at}"
+        return "wait for", num_pages, "pages of", at
 
-    def commit(self, choices: Choices) -> str:
+    def commit(self, choices: Choices) -> Did:
         """What has settled of one request becomes reusable, all of it or a part."""
         behind = [s for s in self.model.live if s.committed < s.settled] or self.model.live
         if not behind:
-            return "commit nothing"
+            return ("commit nothing",)
         s = choices.one_of(behind)
         num_tokens = s.settled if choices.chance(60) else choices.between(s.committed, s.settled)
-        self.did = f"commit {num_tokens} tokens of {self.model.live.index(s)}"
+        self.did = "commit", num_tokens, "tokens of", self.model.live.index(s)
         self.cache.commit(s.kv, self.names.tokens(self.names.prefix(s.name, num_tokens)))
         return self.did
 
-    def finish(self, choices: Choices) -> str:
+    def finish(self, choices: Choices) -> Did:
         """A request ends or is aborted, whatever the device is doing with it."""
         at = choices.below(len(self.model.live))
         s = self.model.live[at]
         if choices.chance(25):
-            self.did = f"abort {at}"
+            self.did = "abort", at
             self.cache.finish(s.kv)
             return self.did
         num_tokens = s.settled if choices.chance(70) else choices.between(s.committed, s.settled)
-        self.did = f"finish {at} with {num_tokens} tokens"
+        self.did = "finish", at, "with", num_tokens, "tokens"
         self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, num_tokens)))
         return self.did
 
-    def evict(self, choices: Choices) -> str:
+    def evict(self, choices: Choices) -> Did:
         """Some cached pages are forgotten."""
         num_pages = choices.between(0, 3)
-        self.did = f"evict {num_pages}"
+        self.did = "evict", num_pages
         self.cache.evict(num_pages)
         return self.did
 
-    def clear(self, choices: Choices) -> str:
+    def clear(self, choices: Choices) -> Did:
         """Now and then everything is forgotten that no request holds."""
         if choices.chance(90):
             return self.evict(choices)
         self.cache.clear()
-        return "clear"
+        return ("clear",)
 
-    def count(self, choices: Choices) -> str:
+    def count(self, choices: Choices) -> Did:
         """The statistics say what there is."""
         self.cache.count()
-        return "count"
+        return ("count",)
 
     # -- inside
 

@@ -45,7 +45,8 @@ class Device:
     """The frames of one cache, and its steps. Raises AssertionError when a step reads what it must not.
 
     `pages[group][frame]` are the names in a frame, one for each token; `carried[group][frame]` is the name of the last
-    token that went into what a request carries along. `num_read` counts pages that were checked by being read.
+    token that went into what a request carries along. `num_read` counts pages that were
+    checked by being read, `num_executed` steps.
     """
 
     def __init__(self, cache: KVCache, names: Names) -> None:
@@ -61,7 +62,7 @@ class Device:
             else:
                 self.pages[group.index] = [(0,) * self._size] * num_frames
         self._reads = [tokens_read(group.reach, cache.page_size) for group in cache.plan.groups]
-        self.num_read = 0
+        self.num_read = self.num_executed = 0
 
     def launch(self, kvs: list[RequestKV], parts: list[Part]) -> Step:
         """A step is launched: what it will read and write is what the cache says now."""
@@ -89,6 +90,7 @@ class Device:
         """The device gets to a step: it writes its tokens, and reads what they attend to."""
         assert not step.executed
         step.executed = True
+        self.num_executed += 1
         for group, table in step.frames.items():
             for part, frames in zip(step.parts, table, strict=True):
                 self._write(group, part, frames)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.errors import QuireError
 from quire.testing.fuzz.cache_machine import CacheMachine
@@ -29,12 +29,14 @@ FOUND = (AssertionError, QuireError)
 
 
 class Machine(Protocol):
-    """What is driven: `step` does something random, `did` says what, and `cache` counts and checks."""
+    """What is driven: `step` does something random, `did` is what, which `tell` puts in words; `cache` checks."""
 
     cache: FollowedCache
-    did: str
+    did: tuple[Any, ...]
 
     def step(self, choices: Choices, /) -> object: ...
+
+    def tell(self, did: tuple[Any, ...], /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +94,19 @@ def run_life(level: str, seed: int, operations: int, *, trail: int = 12) -> Tall
     choices = Choices.seeded(seed)
     started = time.process_time()
     tally = Tally(lives=1)
-    did: list[str] = []
+    done: deque[tuple[Any, ...]] = deque(maxlen=trail - 1)
     machine: Machine | None = None
     try:
         machine = make_machine(level, choices)
         while machine.cache.operations < operations:
             machine.step(choices)
-            did.append(machine.did)
+            done.append(machine.did)
     except Exception as error:
-        did.append(machine.did if machine is not None else "make a cache")
+        told = [machine.tell(did) for did in (*done, machine.did)] if machine is not None else ["make a cache"]
         by_check = isinstance(error, FOUND)
         message = str(error) if by_check else f"{type(error).__name__}: {error}"
         at = machine.cache.operations + 1 if machine is not None else 1
-        tally.violation = Violation(level, seed, at, message or "an assertion", tuple(did[-trail:]), by_check)
+        tally.violation = Violation(level, seed, at, message or "an assertion", tuple(told), by_check)
     tally.seconds[level] = time.process_time() - started
     if machine is not None:
         tally.operations[level] = machine.cache.operations

@@ -76,7 +76,7 @@ class SchedulerMachine:
         self._flight: _Flight | None = None
         self._idle = 0  # turns in a row that did nothing
         self._turns = 0  # since a request ended
-        self.did = ""
+        self.did: tuple[Any, ...] = ("make a cache",)
 
     def step(self, choices: Choices) -> None:
         """Something arrives, something is aborted, or the engine takes a turn; with all checks."""
@@ -87,6 +87,10 @@ class SchedulerMachine:
             self.abort(choices.one_of(self._requests))
         else:
             self.turn()
+
+    def tell(self, did: tuple[Any, ...]) -> str:
+        """What was done, in words."""
+        return " ".join(str(part) for part in did)
 
     # -- operations
 
@@ -109,7 +113,7 @@ class SchedulerMachine:
             priority=choices.between(0, 2) if choices.chance(30) else 0,
         )
         self._arrived += 1
-        self.did = f"add {request.request_id}: {prompt}, {most} tokens, priority {request.priority}"
+        self.did = "add", request.request_id, "with", prompt, "for", most, "tokens, priority", request.priority
         self.cache.happened["arrived"] += 1
         if len(prompt) + most > self.plan.largest_request:
             self._refused(request)
@@ -120,7 +124,7 @@ class SchedulerMachine:
 
     def abort(self, request: Request) -> None:
         """A request is ended wherever it is."""
-        self.did = f"abort {request.request_id}"
+        self.did = "abort", request.request_id
         self.cache.happened[f"abort {request.state.name.lower()}"] += 1
         self.cache.happened["abort in flight"] += request.num_launched > request.num_settled
         assert self.scheduler.abort(request.request_id) is request, "an open request was not aborted"
@@ -129,7 +133,7 @@ class SchedulerMachine:
 
     def turn(self) -> None:
         """One turn of an engine."""
-        self.did = "schedule"
+        self.did = ("schedule",)
         first = min(self._running(), key=lambda request: request.order, default=None)
         preemptions = first.num_preemptions if first is not None else 0
         before = self.scheduler.num_preemptions
@@ -139,7 +143,7 @@ class SchedulerMachine:
         self._check_batch(batch)
         launched = self._launch(batch) if batch.works else None
         settled = self._flight is not None
-        self.did = "settle"
+        self.did = *self.did, "and settle"
         if self._flight is not None:
             self._settle(self._flight)
         self._flight = launched
@@ -151,7 +155,7 @@ class SchedulerMachine:
     # -- the device
 
     def _launch(self, batch: Batch) -> _Flight:
-        self.did = f"launch {[(work.request.request_id, work.start, work.start + work.count) for work in batch.works]}"
+        self.did = "launch", [(work.request.request_id, work.start, work.start + work.count) for work in batch.works]
         followed = [self.cache.followed(work.kv) for work in batch.works]
         parts = [Part(work.start, work.start + work.count, 0) for work in batch.works]
         for s, part in zip(followed, parts, strict=True):

@@ -67,8 +67,8 @@ def _replay(level: str, setup: Draws, steps: Sequence[Draws]) -> list[str]:
         try:
             machine.step(Choices(_again(draws)))
         except Exception as error:
-            return [*told, f"{machine.did}: {error}"]
-        told.append(machine.did)
+            return [*told, f"{machine.tell(machine.did)}: {error}"]
+        told.append(machine.tell(machine.did))
     return []
 
 

@@ -28,25 +28,39 @@ class Watch:
         self.ends: dict[int, int] = {}
         self._promised: list[Page | None] = []  # by page id: what the tree promises
         self._leased: list[int] = []
+        self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
+        self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
+        self._executed = 0
         self.picture = audit(cache)
         self._read_tree(self.picture)
 
     def check(self) -> None:
-        """All of it. O(pages) in small numbers, and less where little has changed."""
-        before, model = self.picture, self._model
+        """All of it. O(pages) in small numbers, and less where little has changed since the last check."""
+        before, model, executed = self.picture, self._model, self._device.num_executed
         picture = audit(self._cache, before)
         self.picture = picture
-        if picture.tree is not before.tree:
+        tree = picture.tree is not before.tree
+        rows = picture.requests is not before.requests
+        device = executed != self._executed
+        self._executed = executed
+        changed = False
+        if tree:
             self._read_tree(picture)
         model.settle_evictions(self.ends.keys())
         self._check_tree(picture)
-        wanted = self._promised.copy()
-        self._check_requests(picture, wanted)
-        for group in picture.groups:
+        expected = [(s.allocated, s.committed, s.pinned) for s in model.live]
+        if tree or rows or device or expected != self._expected:
+            self._expected = expected
+            self._known = self._promised.copy()
+            self._check_requests(picture, self._known)
+            changed = True
+        for at, group in enumerate(picture.groups):
+            if not changed and group is before.groups[at]:
+                continue
             if group.group.reach.carried:
                 self._check_carried(group, picture.rows)
             else:
-                self._check_pages(group, wanted)
+                self._check_pages(group, self._known)
 
     def resident(self, group: int) -> set[int]:
         """Cached pages, by their last names, that have a frame in that group."""
