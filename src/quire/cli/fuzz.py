@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 from quire.cli.options import DebugOption, JsonOption
@@ -68,10 +67,9 @@ def fuzz(
             seconds = _SECONDS
         first = secrets.randbelow(10**9) if seed is None else seed
         task = Task(level, first, jobs or os.cpu_count() or 1, operations, seconds, inject)
-        started = time.monotonic()
         tally = _run(task, as_json=as_json)
         short = _shortened(tally.violation, as_json=as_json) if tally.violation is not None and inject is None else ()
-        data = _as_dict(task, tally, time.monotonic() - started, short)
+        data = _as_dict(task, tally, short)
         if as_json:
             print(json.dumps(data))
         else:
@@ -108,7 +106,7 @@ def _shortened(violation: Violation, *, as_json: bool) -> tuple[str, ...]:
         return shorten(violation)
 
 
-def _as_dict(task: Task, tally: Tally, wall: float, short: tuple[str, ...]) -> dict[str, Any]:
+def _as_dict(task: Task, tally: Tally, short: tuple[str, ...]) -> dict[str, Any]:
     found, done = tally.violation, tally.operations.total()
     seconds = sum(tally.seconds.values())
     caught = found is not None and found.by_check
@@ -117,9 +115,9 @@ def _as_dict(task: Task, tally: Tally, wall: float, short: tuple[str, ...]) -> d
         "jobs": task.jobs,
         "level": task.level,
         "operations": done,
-        "operations_per_second": round(done / wall),
+        "operations_per_second": round(done / tally.wall),
         "operations_per_cpu_second": round(done / seconds) if seconds else 0,
-        "seconds": round(wall, 3),
+        "seconds": round(tally.wall, 3),
         "cpu_seconds": round(seconds, 3),
         "levels": {
             name: {"operations": count, "cpu_seconds": round(tally.seconds[name], 3)}
@@ -151,10 +149,11 @@ def _list(*, as_json: bool) -> None:
         mutants = [{"name": m.name, "level": m.level, "wrong": m.wrong, "field": m.field} for m in MUTANTS.values()]
         print(json.dumps({"mutants": mutants}))
         return
-    table = Table.grid(padding=(0, 2))
+    console = Console(highlight=False)
     for made in MUTANTS.values():
-        table.add_row(Text(made.name, style="bold"), Text(made.wrong), Text(made.field, style="dim"))
-    Console(highlight=False).print(table)
+        line = Text(f"{made.name}: ", style="bold")
+        line.append(made.wrong, style="not bold").append(f" ({made.field})", style="not bold dim")
+        console.print(line, soft_wrap=True)
 
 
 def _print(task: Task, tally: Tally, data: dict[str, Any]) -> None:
@@ -167,7 +166,8 @@ def _print(task: Task, tally: Tally, data: dict[str, Any]) -> None:
     )
     levels = [f"{found['operations']:,} on the {name}" for name, found in data["levels"].items()]
     happened = [f"{name} {tally.happened[name]:,}" for name in _WORTH_TELLING if tally.happened[name]]
-    console.print(f"{tally.lives:,} lives, {' and '.join(levels)}; {', '.join(happened)}.", style="dim")
+    told = f"{tally.lives:,} lives" + (f", {' and '.join(levels)}" if levels else "")
+    console.print(f"{told}; {', '.join(happened) or 'nothing happened yet'}.", style="dim")
     violation = data["violation"]
     if violation is None:
         if task.inject is None:

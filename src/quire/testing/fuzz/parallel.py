@@ -39,7 +39,7 @@ def fuzz(task: Task, on_progress: Callable[[Tally], None]) -> Tally:
         on_progress(total)
 
     if task.jobs == 1:
-        _run(task, 0, heard)
+        total.wall = _run(task, 0, heard)
         return total
     level_for(task.level, task.inject)  # a name that is not known is an error here, not in another process
     context = multiprocessing.get_context("spawn")
@@ -58,7 +58,8 @@ def fuzz(task: Task, on_progress: Callable[[Tally], None]) -> Tally:
                 if workers[at].exitcode:
                     total.violation = total.violation or _death(task, workers[at].exitcode)
             continue
-        if life is None:
+        if isinstance(life, float):
+            total.wall = max(total.wall, life)
             running.discard(at)
             continue
         heard(life)
@@ -69,10 +70,11 @@ def fuzz(task: Task, on_progress: Callable[[Tally], None]) -> Tally:
     return total
 
 
-def _run(task: Task, at: int, heard: Callable[[Tally], None], stopped: Callable[[], bool] = lambda: False) -> None:
+def _run(task: Task, at: int, heard: Callable[[Tally], None], stopped: Callable[[], bool] = lambda: False) -> float:
+    """The lives of one process; returns how long they took."""
     operations = None if task.operations is None else -(-task.operations // task.jobs)
     seeds = count(task.seed + at, task.jobs)
-    run_lives(
+    done = run_lives(
         task.level,
         seeds.__next__,
         operations=operations,
@@ -81,11 +83,11 @@ def _run(task: Task, at: int, heard: Callable[[Tally], None], stopped: Callable[
         on_life=heard,
         stopped=stopped,
     )
+    return done.wall
 
 
 def _work(task: Task, at: int, said: Any, stop: Any) -> None:
-    _run(task, at, lambda life: said.put((at, life)), stop.is_set)
-    said.put((at, None))
+    said.put((at, _run(task, at, lambda life: said.put((at, life)), stop.is_set)))
 
 
 def _death(task: Task, exitcode: int | None) -> Violation:

@@ -59,13 +59,17 @@ class Violation:
 
 @dataclass(slots=True)
 class Tally:
-    """What was done: operations and seconds of CPU by level, lives, what happened, and a digest of it all."""
+    """What was done: operations and seconds of CPU by level, lives, what happened, and a digest of it all.
+
+    `wall` is how many seconds it took, the start of processes left out.
+    """
 
     operations: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
     lives: int = 0
     digest: int = 0
+    wall: float = 0.0
     violation: Violation | None = None
 
     def add(self, other: Tally) -> None:
@@ -76,6 +80,7 @@ class Tally:
         self.happened.update(other.happened)
         self.lives += other.lives
         self.digest ^= other.digest
+        self.wall = max(self.wall, other.wall)
         self.violation = self.violation or other.violation
 
 
@@ -131,7 +136,8 @@ def run_lives(
     """
     total = Tally()
     level = level_for(level, inject)
-    until = time.monotonic() + seconds if seconds is not None else None
+    started = time.monotonic()
+    until = started + seconds if seconds is not None else None
     with injected(inject) if inject is not None else nullcontext():
         while total.violation is None and not stopped():
             left = LIFE if operations is None else operations - total.operations.total()
@@ -142,6 +148,7 @@ def run_lives(
             total.add(life)
             if on_life is not None:
                 on_life(life)
+    total.wall = time.monotonic() - started
     return total
 
 
