@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from quire.observe.events import EventLog
+from quire.prefix.hashing import PageHashes
 from quire.spec.events import AllCleared, Namespace, PagesRemoved
+
+EVENTS = [PagesRemoved(Namespace(), PageHashes(b"seed", bytes([number] * 4), 4)) for number in range(99)]
 
 
 def removed(number: int) -> PagesRemoved:
-    return PagesRemoved(namespace=Namespace(), hashes=(bytes([number]),))
+    return EVENTS[number]
 
 
 def test_numbers_start_at_zero_and_have_no_gaps() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quire.errors import LeaseError
+from quire.prefix import hashing
 from quire.prefix.evict import eviction_policy
 from quire.prefix.hashing import chain_pages, namespace_seed
 from quire.prefix.radix_cache import RadixCache
@@ -178,17 +179,33 @@ def test_events_tell_pages_with_their_chain() -> None:
     first = hashlib.sha256(b"quire-page-1" + seed + ids("ab").tobytes()).digest()
     second = hashlib.sha256(b"quire-page-1" + first + ids("cd").tobytes()).digest()
     third = hashlib.sha256(b"quire-page-1" + first + ids("xy").tobytes()).digest()
-    assert events == [
-        PagesStored(namespace=NAMESPACE, parent=seed, hashes=(first, second), tokens=ids("abcd").tobytes()),
-        PagesStored(namespace=NAMESPACE, parent=first, hashes=(third,), tokens=ids("xy").tobytes()),
-        PagesRemoved(namespace=NAMESPACE, hashes=(second,)),
-    ]
+    abcd, xy, gone = events
+    assert isinstance(abcd, PagesStored) and isinstance(xy, PagesStored) and isinstance(gone, PagesRemoved)
+    assert (abcd.parent, abcd.hashes, abcd.tokens) == (seed, (first, second), ids("abcd").tobytes())
+    assert (xy.parent, xy.hashes, xy.tokens) == (first, (third,), ids("xy").tobytes())
+    assert gone.hashes == (second,)
 
 
 def test_without_a_listener_nothing_is_hashed() -> None:
     tree = tree_with("lru")
     store(tree, "abcd")
     assert all(node.hashes == () for node in tree.nodes())
+
+
+def test_nothing_is_hashed_before_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[CacheEvent] = []
+    tree = RadixCache(1, eviction_policy("lru"), emit=events.append)
+    hashed: list[int] = []
+    monkeypatch.setattr(hashing, "chain_pages", lambda *given: hashed.append(1) or chain_pages(*given))
+    store(tree, "abcd")
+    store(tree, "abx", [1, 2, 24])
+    tree.evict(2)
+    assert not hashed
+    kinds = {type(event) for event in events}
+    assert kinds == {PagesStored, PagesRemoved}
+    chained = {digest for event in events if isinstance(event, PagesStored) for digest in event.hashes}
+    removed = {digest for event in events if isinstance(event, PagesRemoved) for digest in event.hashes}
+    assert removed < chained and len(chained) == 5 and len(hashed) == 2, "each page once, however often it is named"
 
 
 def test_hashes_are_fixed_for_ever() -> None:

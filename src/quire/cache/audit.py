@@ -4,7 +4,7 @@ free + private + cached + moving + quarantined == num_frames        every frame 
 protected <= committed <= allocated, protected % page_size == 0     per request
 a row's protected pages are its lease's path                        what it reads is what it pinned
 a page's pins are its readers, and without any it is on the shelf   per group whose frames may go before their pages
-a node's leases are the leases at or below it                       nothing pinned is evicted, nothing else is kept
+a node's level is that of the leases at or below it                 nothing pinned is evicted, nothing else is kept
 the tree's counters are the sums over its nodes
 
 A law that holds costs one comparison of lists; only one that is broken is looked at again, to say where.
@@ -166,13 +166,15 @@ def _tree(picture: Picture) -> Iterator[str]:
             yield "a child hangs in the wrong place"
         num_pages += length
         num_children += len(node.children)
-        if node.leases:
+        if node.level:
             num_protected += length
-            if node.leases > 1:
+            if node.level > 1:
                 num_shared += length
+        if parent is not None and node.depth != parent.depth + parent.num_pages:
+            yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
     for root in picture.tree.roots:
         num_children += len(root.children)
-        if not root.children and not root.leases:
+        if not root.children and not root.ghosts and not root.level:
             yield "a root is kept that nothing needs"
     if num_children != len(picture.tree.edges):
         yield "a child hangs in the wrong place"
@@ -184,18 +186,25 @@ def _tree(picture: Picture) -> Iterator[str]:
 def _queue(picture: Picture) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
     for node, pages in picture.tree.edges:
-        if not node.leases and not node.children and node not in picture.queued:
+        if not node.level and not node.children and node not in picture.queued:
             yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 
 def _leases(picture: Picture) -> Iterator[str]:
-    """A node counts exactly the leases at it and below it, those that wait for a fence among them."""
-    expected: dict[Node, int] = {}
+    """A node counts exactly the leases that end at it, those that wait for a fence among them, and its level is that of
+    the leases at it and below it."""
+    here: dict[Node, int] = {}
+    below: dict[Node, int] = {}
     for end in picture.tree.ends:
+        here[end] = here.get(end, 0) + 1
         node: Node | None = end
         while node is not None:
-            expected[node] = expected.get(node, 0) + 1
+            below[node] = below.get(node, 0) + 1
             node = node.parent
-    for node in (*picture.tree.roots, *(node for node, _ in picture.tree.edges)):
-        if node.leases != expected.get(node, 0):
-            yield f"a node counts {node.leases} leases and has {expected.get(node, 0)}"
+    for node in (*picture.tree.roots, *[node for node, _ in picture.tree.edges]):
+        if node.leases != here.get(node, 0):
+            yield f"a node counts {node.leases} leases and has {here.get(node, 0)}"
+        if node.level != min(2, below.get(node, 0)):
+            yield f"a node with {below.get(node, 0)} leases at it or below it has level {node.level}"
+        if node.held != node.leases + sum([child.level for child in node.children.values()]):
+            yield f"a node is held {node.held} times, which its leases and children do not make"

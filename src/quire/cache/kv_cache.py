@@ -117,11 +117,7 @@ class KVCache:
             if num_pages == limit
             else next(g.name for g, r in zip(self.groups, resumable, strict=True) if not r[limit - 1])
         )
-        evictable = depth = 0
-        for node in found.path:
-            if depth < num_pages and not node.leases:
-                evictable += min(len(node.pages), num_pages - depth)
-            depth += len(node.pages)
+        evictable = found.num_evictable(num_pages)
         hit = found.pages[:num_pages]
         pinned = (*(group.would_pin(hit, evictable) for group in self.groups), evictable)
         held_back = (found.num_pages - num_pages) * self.page_size

@@ -179,9 +179,10 @@ class Picture:
         roots = list(tree.roots().values())
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
         edges = [
-            (n, n.parent, n.key, n.pages.tobytes(), n.leases, (*n.children,) if n.children else None) for n in nodes
+            (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
+            for n in nodes
         ]
-        tops = [(n, n.leases, (*n.children,)) for n in roots]
+        tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.ghosts) for n in roots]
         books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared)
         if before is not None and before.tree.books == books:
             return before.tree

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from quire.errors import LeaseError
+from quire.prefix.ghosts import Ghost
+from quire.prefix.hashing import PageHashes
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+
+ID_BYTES = 4
 
 
 class Node:
     """One edge of the tree and the point at its end.
 
-    `key` is the edge's tokens as raw int32 bytes, a whole number of pages; `pages` are their page ids. `leases` counts
-    the leases at this node or below it, so a node with none has none below it either. The clock values are ticks of the
-    tree's counter, not seconds.
+    `key` is the edge's tokens as raw int32 bytes, a whole number of pages; `run` are the ids of these pages, raw too,
+    so that a path is read by joining bytes. `depth` counts the pages before the edge.
+
+    `leases` end here. `level` is min(2, leases here or below): 0 may go, 1 is protected, 2 is shared. `held` is what
+    the level is made of: the leases here and the levels of the children, so that a lease changes only the nodes whose
+    level it changes.
+
+    `last_used`, `hits` and `priority` are of what ended here, and of children that are gone: right for a leaf, which is
+    all that eviction asks. The clock counts the tree's operations, not seconds.
     """
 
     __slots__ = (
         "children",
         "created",
+        "depth",
+        "ghosts",
         "hashes",
+        "held",
         "hits",
         "key",
         "last_used",
         "leases",
+        "level",
         "namespace",
-        "pages",
         "parent",
         "priority",
+        "returned",
+        "run",
         "ticket",
     )
 
-    def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, pages: Ids, now: int) -> None:
+    def __init__(
+        self, namespace: Namespace, parent: Node | None, key: bytes, run: bytes, depth: int, now: int, returned: int = 0
+    ) -> None:
         self.namespace = namespace
         self.parent = parent
         self.key = key
-        self.pages = pages
+        self.run = run
+        self.depth = depth
         self.children: dict[bytes, Node] = {}  # by the bytes of the child's first page
+        self.ghosts: dict[bytes, Ghost] = {}  # what was evicted from below, likewise
         self.leases = 0
-        self.hits = 0  # leases that began on a hit through this node
+        self.held = 0
+        self.level = 0
+        self.hits = 0  # leases that began on a hit and ended here or in a child that is gone
+        self.returned = returned  # how often these tokens came back after they had been evicted
         self.last_used = now
         self.created = now
         self.priority = 0  # the highest priority of a request that used it
-        self.hashes: tuple[bytes, ...] = ()  # one per page while events are on
+        self.hashes: tuple[PageHashes, ...] = ()  # of its pages, in runs as they came, while events are on
         self.ticket = 0  # which entry of the eviction queue is the valid one
+
+    @property
+    def pages(self) -> Ids:
+        """Page ids of the edge, in order. A view: read it, never write it."""
+        return np.frombuffer(self.run, dtype=np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the edge."""
+        return len(self.run) // ID_BYTES
 
     @property
     def is_root(self) -> bool:

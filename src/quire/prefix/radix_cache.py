@@ -8,53 +8,66 @@ the ids that nobody holds any more, and the caller gives them back.
                                 \\--[page]----------> node (leaf)
 
 A leased node and everything above it stays. The rest can be evicted leaf by leaf, so `num_evictable` counts it all.
+What matching costs is one lookup and one comparison of memory for each edge; nothing is done for each page or token.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from quire.errors import LeaseError
 from quire.prefix.evict import EvictionPolicy
-from quire.prefix.hashing import chain_pages, namespace_seed
-from quire.prefix.node import Lease, Node
+from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
+from quire.prefix.hashing import PageHashes, namespace_seed
+from quire.prefix.node import ID_BYTES, Lease, Node
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids
 
 TOKEN_BYTES = 4
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
+_LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
+_LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
-@dataclass(frozen=True, slots=True)
 class Match:
     """How far a prefix is cached. A snapshot: valid until the tree changes; `RadixCache.lease` makes it last.
 
-    `pages` are the page ids of the matched pages, in order. `path` holds the nodes they come from, the last one
-    possibly matched in part.
+    `pages` are the page ids of the matched pages, in order, not to be written. `path` holds the nodes they come from,
+    the last one possibly matched in part.
     """
 
-    namespace: Namespace
-    pages: Ids
-    path: tuple[Node, ...]
-    version: int
+    __slots__ = ("namespace", "num_pages", "pages", "path", "version")
 
-    @property
-    def num_pages(self) -> int:
-        """Matched pages."""
-        return len(self.pages)
+    def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int) -> None:
+        self.namespace = namespace
+        self.pages = pages
+        self.num_pages = len(pages)
+        self.path = path
+        self.version = version
+
+    def num_evictable(self, num_pages: int) -> int:
+        """How many of the first `num_pages` pages no lease holds now; leases hold from the root on."""
+        end = first = num_pages
+        for node in reversed(self.path):
+            if node.level:
+                break
+            first = node.depth
+        return max(0, end - first)
 
 
-@dataclass(frozen=True, slots=True)
 class Insertion:
     """What `RadixCache.insert` did: the pages that now stand for the inserted tokens, and the caller's pages that were
     not taken because those tokens were cached already (the caller still owns these)."""
 
-    pages: Ids
-    duplicates: Ids
+    __slots__ = ("duplicates", "pages")
+
+    def __init__(self, pages: Ids, duplicates: Ids) -> None:
+        self.pages = pages
+        self.duplicates = duplicates
 
 
 class RadixCache:
@@ -62,6 +75,7 @@ class RadixCache:
 
     `emit` receives an event for every page that becomes or stops being reusable; without it no page is ever hashed.
     `identity` is what hashes begin with, so that caches of different models or layouts never name their pages alike.
+    Of what is evicted, the newest `remembered` tokens are kept as ghosts; `seconds` is the clock that says when.
     """
 
     def __init__(
@@ -71,13 +85,17 @@ class RadixCache:
         *,
         emit: Callable[[CacheEvent], None] | None = None,
         identity: bytes = b"",
+        remembered: int = 0,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
         self._emit = emit
         self._identity = identity
+        self._seconds = seconds
         self._roots: dict[Namespace, Node] = {}
+        self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._queue: list[tuple[tuple[int, ...], int, Node]] = []
         self._ticket = 0
         self._clock = 0
@@ -96,15 +114,40 @@ class RadixCache:
     def match(self, namespace: Namespace, tokens: Ids) -> Match:
         """The longest cached prefix of `tokens` in whole pages. Changes nothing. O(edges + bytes compared)."""
         node = self._roots.get(namespace)
-        if node is None:
-            return Match(namespace, _NO_PAGES, (), self.version)
-        data = tokens.tobytes()
-        pages: list[Ids] = []
         path: list[Node] = []
-        for child, matched in self._walk(node, data):
+        if node is None:
+            return Match(namespace, _NO_PAGES, path, self.version)
+        page_bytes = self._page_bytes
+        end = len(tokens) * TOKEN_BYTES // page_bytes * page_bytes
+        at = 0
+        if len(tokens) > _LONG:
+            first = node.children.get(tokens[: self.page_size].tobytes())
+            if first is None:
+                return Match(namespace, _NO_PAGES, path, self.version)
+            if 2 * len(first.key) > end and _begins_with(tokens, first.key):
+                path.append(first)
+                node, at = first, len(first.key)
+                if end - at < page_bytes:
+                    return Match(namespace, first.pages, path, self.version)
+        data = tokens.tobytes()
+        children, part = node.children, b""
+        while at < end:
+            try:
+                child = children[data[at : at + page_bytes]]
+            except KeyError:
+                break
+            key = child.key
+            if not data.startswith(key, at):
+                part = child.run[: _common_prefix(data, at, key, page_bytes) // page_bytes * ID_BYTES]
+                break
             path.append(child)
-            pages.append(child.pages[:matched])
-        return Match(namespace, np.concatenate(pages) if pages else _NO_PAGES, tuple(path), self.version)
+            at += len(key)
+            children = child.children
+        runs = [node.run for node in path]
+        if part:
+            runs.append(part)
+            path.append(child)
+        return Match(namespace, np.frombuffer(b"".join(runs), dtype=np.int32), path, self.version)
 
     def lease(self, match: Match, num_pages: int | None = None, *, priority: int = 0) -> Lease:
         """Pin the first `num_pages` pages of a match (all of them by default) and count a hit on them.
@@ -115,34 +158,25 @@ class RadixCache:
             raise LeaseError("a match was leased after the tree had changed; match again.")
         wanted = match.num_pages if num_pages is None else num_pages
         assert wanted <= match.num_pages
-        node = self._root(match.namespace)
-        depth = 0
-        for child in match.path:
-            if depth >= wanted:
-                break
-            take = min(len(child.pages), wanted - depth)
-            node = child if take == len(child.pages) else self._split(child, take)
-            depth += take
+        if wanted:
+            node = next(node for node in reversed(match.path) if node.depth < wanted)
+            if wanted - node.depth < node.num_pages:
+                node = self._split(node, wanted - node.depth)
+        else:
+            node = self._root(match.namespace)
         self._clock += 1
-        self._pin(node, None)
-        for ancestor in self._upward(node):
-            ancestor.last_used = self._clock
-            ancestor.hits += 1
-            ancestor.priority = max(ancestor.priority, priority)
-        return Lease(node, depth, priority)
+        node.last_used = self._clock
+        node.hits += 1
+        node.priority = max(node.priority, priority)
+        self._hold(node)
+        return Lease(node, wanted, priority)
 
     def release(self, lease: Lease) -> None:
         """Give a lease back. What it alone held becomes evictable. Raises LeaseError the second time."""
         node = lease.close()
         self._clock += 1
-        for ancestor in self._upward(node):
-            ancestor.last_used = self._clock
-            ancestor.leases -= 1
-            assert ancestor.leases >= 0
-            if ancestor.leases == 0:
-                self.num_protected -= len(ancestor.pages)
-            elif ancestor.leases == 1:
-                self.num_shared -= len(ancestor.pages)
+        node.last_used = self._clock
+        self._let_go(node)
         self._offer(node)
 
     # -- growing
@@ -157,54 +191,62 @@ class RadixCache:
                         | `duplicates`                       | become the tree's
         """
         data = tokens.tobytes()
-        assert len(data) == len(pages) * self._page_bytes
+        page_bytes, end = self._page_bytes, len(data)
+        assert end == len(pages) * page_bytes
         start = node = lease.node
         self._clock += 1
-        matched_pages: list[Ids] = []
-        depth = 0
-        for child, matched in self._walk(node, data):
-            matched_pages.append(child.pages[:matched])
-            node = child if matched == len(child.pages) else self._split(child, matched)
-            depth += matched
-        fresh = pages[depth:]
-        if len(fresh):
-            node = self._append(node, lease, data[depth * self._page_bytes :], fresh)
-        self._pin(node, start)
-        for ancestor in self._upward(node):
-            if ancestor is start:
+        runs: list[bytes] = []
+        at = 0
+        while at < end:
+            child = node.children.get(data[at : at + page_bytes])
+            if child is None:
                 break
-            ancestor.last_used = self._clock
-            ancestor.priority = max(ancestor.priority, lease.priority)
+            if data.startswith(child.key, at):
+                node = child
+            else:
+                node = self._split(child, _common_prefix(data, at, child.key, page_bytes) // page_bytes)
+            runs.append(node.run)
+            at += len(node.key)
+        depth = at // page_bytes
+        if at < end:
+            fresh = pages[depth:].tobytes()
+            runs.append(fresh)
+            node = self._append(node, lease, data[at:], fresh)
+        if node is not start:
+            self._hold(node)
+            self._let_go(start)
+        node.last_used = self._clock
+        node.priority = max(node.priority, lease.priority)
         lease.move_to(node, lease.num_pages + len(pages))
         if not depth:
             return Insertion(pages, _NO_PAGES)
-        return Insertion(np.concatenate((*matched_pages, fresh)), pages[:depth])
+        return Insertion(np.frombuffer(b"".join(runs), dtype=np.int32), pages[:depth])
 
     # -- shrinking
 
-    def evict(self, num_pages: int) -> Ids:
+    def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Forget up to `num_pages` pages that no lease holds, in the policy's order, and return them.
 
-        A leaf loses its tail first, and only as much of it as is needed. O(evicted), plus a log per leaf.
+        A leaf loses its tail first, and only as much of it as is needed. O(evicted), plus a log per leaf. `cause` says
+        for whom, to those who ask later.
         """
-        victims: list[Ids] = []
+        runs: list[bytes] = []
         left = num_pages
+        eviction = Eviction(cause, self._clock, self._seconds())
         while left > 0 and self._queue:
             _, ticket, node = heapq.heappop(self._queue)
-            if ticket != node.ticket or node.leases or node.children:
+            if ticket != node.ticket or node.level or node.children:
                 continue
-            taken = min(left, len(node.pages))
-            keep = len(node.pages) - taken
-            victims.append(node.pages[keep:])
-            self._emit_removed(node, keep)
+            taken = min(left, node.num_pages)
+            runs.append(self._cut(node, node.num_pages - taken, eviction))
             left -= taken
-            self.num_pages -= taken
-            self._cut(node, keep)
-        return np.concatenate(victims) if victims else _NO_PAGES
+        self.num_pages -= num_pages - left
+        return np.frombuffer(b"".join(runs), dtype=np.int32)
 
     def clear(self) -> Ids:
-        """Forget everything that no lease holds and return its pages."""
+        """Forget everything that no lease holds and return its pages; forget what was evicted."""
         pages = self.evict(self.num_pages)
+        self.ghosts.clear()
         if not self.num_pages and self._emit is not None:
             self._emit(AllCleared())
         return pages
@@ -223,140 +265,227 @@ class RadixCache:
         """The root of each namespace that has or had pages held."""
         return dict(self._roots)
 
+    def root(self, namespace: Namespace) -> Node | None:
+        """The root of that namespace, if it has one."""
+        return self._roots.get(namespace)
+
     def queued(self) -> set[Node]:
         """Nodes with a valid entry in the eviction queue. O(queue)."""
         return {node for _, ticket, node in self._queue if ticket == node.ticket}
 
     def path_pages(self, lease: Lease) -> Ids:
         """Page ids of the leased path, in order."""
-        parts = [node.pages for node in self._upward(lease.node)]
-        return np.concatenate(parts[::-1]) if parts else _NO_PAGES
+        runs = []
+        node: Node | None = lease.node
+        while node is not None:
+            runs.append(node.run)
+            node = node.parent
+        return np.frombuffer(b"".join(runs[::-1]), dtype=np.int32)
 
     # -- inside
-
-    def _walk(self, node: Node, data: bytes) -> Iterator[tuple[Node, int]]:
-        """Edges that `data` follows below `node`, each with how many of its pages match, up to the first difference."""
-        page_bytes = self._page_bytes
-        end = len(data) - len(data) % page_bytes
-        at = 0
-        while at < end:
-            child = node.children.get(data[at : at + page_bytes])
-            if child is None:
-                return
-            length = min(len(child.key), end - at)
-            common = _common_prefix(data, at, child.key, length, page_bytes)
-            whole = common == len(child.key)  # before the caller may split the edge
-            yield child, common // page_bytes
-            if not whole:
-                return
-            node = child
-            at += common
 
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(namespace, None, b"", _NO_PAGES, self._clock)
-            root.hashes = (namespace_seed(namespace, self._identity),) if self._emit is not None else ()
+            root = self._roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
         return root
 
-    def _upward(self, node: Node) -> Iterator[Node]:
-        """The node and its ancestors, the root last."""
-        current: Node | None = node
-        while current is not None:
-            yield current
-            current = current.parent
-
-    def _pin(self, node: Node, held: Node | None) -> None:
-        """Count one lease on the path from `node` up to, and not including, `held`, which it already counts on."""
-        for ancestor in self._upward(node):
-            if ancestor is held:
+    def _hold(self, node: Node) -> None:
+        """Count one lease more at `node`, and on the way up what that changes."""
+        node.leases += 1
+        holder: Node | None = node
+        while holder is not None:
+            holder.held += 1
+            if holder.level == 2:
                 return
-            if ancestor.leases == 0:
-                self.num_protected += len(ancestor.pages)
-            elif ancestor.leases == 1:
-                self.num_shared += len(ancestor.pages)
-            ancestor.leases += 1
+            holder.level += 1
+            if holder.level == 1:
+                self.num_protected += holder.num_pages
+            else:
+                self.num_shared += holder.num_pages
+            holder = holder.parent
+
+    def _let_go(self, node: Node) -> None:
+        """Count one lease less at `node`, and on the way up what that changes."""
+        node.leases -= 1
+        assert node.leases >= 0
+        holder: Node | None = node
+        while holder is not None:
+            holder.held -= 1
+            if holder.held >= 2:
+                return
+            holder.level -= 1
+            if holder.level == 0:
+                self.num_protected -= holder.num_pages
+            else:
+                self.num_shared -= holder.num_pages
+            holder = holder.parent
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut an edge after its first `at` pages and return the new upper part. The lower part keeps its identity, so
-        leases on it stay right; the upper part is pinned by the same leases, since they count on every ancestor."""
-        assert 0 < at < len(node.pages) and node.parent is not None
+        leases on it stay right; the upper part has its level, since whoever holds the lower part holds the upper."""
+        assert 0 < at < node.num_pages and node.parent is not None
         self.version += 1
-        cut = at * self._page_bytes
-        upper = Node(node.namespace, node.parent, node.key[:cut], node.pages[:at], node.created)
-        upper.leases = node.leases
-        upper.hits = node.hits
-        upper.last_used = node.last_used
-        upper.priority = node.priority
-        upper.hashes = node.hashes[:at]
-        node.parent.children[self._first_page(upper)] = upper
+        parent, cut = node.parent, at * self._page_bytes
+        upper = Node(
+            node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created, node.returned
+        )
+        upper.held = upper.level = node.level
+        upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
+        upper.hashes, node.hashes = _cut_hashes(node.hashes, at)
+        parent.children[self._first_page(upper)] = upper
         node.parent = upper
         node.key = node.key[cut:]
-        node.pages = node.pages[at:]
-        node.hashes = node.hashes[at:]
+        node.run = node.run[at * ID_BYTES :]
+        node.depth += at
         upper.children[self._first_page(node)] = node
         return upper
 
-    def _append(self, node: Node, lease: Lease, data: bytes, pages: Ids) -> Node:
-        """Hang new pages below `node`: by lengthening its edge where this lease alone holds it, else as a new leaf."""
-        parent_hash = node.hashes[-1] if node.hashes else b""
-        hashes = chain_pages(parent_hash, data, self._page_bytes) if self._emit is not None else ()
-        self.num_pages += len(pages)
-        if node is lease.node and node.is_leaf and not node.is_root and node.leases == 1:
+    def _append(self, node: Node, lease: Lease, data: bytes, run: bytes) -> Node:
+        """Hang new pages below `node`: by lengthening its edge where this lease alone holds it, else as new nodes. One,
+        or several where tokens come back: a new edge ends where something else that was evicted still hangs."""
+        self.num_pages += len(run) // ID_BYTES
+        if (
+            node is lease.node
+            and not node.children
+            and not node.ghosts
+            and node.held == 1
+            and node.parent is not None
+            and len(node.key) <= _LONGEST_GROWN
+        ):
+            if self._emit is not None:
+                node.hashes += (self._stored(node, data),)
             node.key += data
-            node.pages = np.concatenate((node.pages, pages))
-            node.hashes += hashes
-            self.num_protected += len(pages)
-            leaf = node
-        else:
-            leaf = Node(node.namespace, node, data, pages.copy(), self._clock)
-            leaf.hashes = hashes
+            node.run += run
+            self.num_protected += len(run) // ID_BYTES
+            return node
+        while data:
+            size, below, returned = self._returning(node, data)
+            pages = size // self._page_bytes * ID_BYTES
+            leaf = Node(
+                node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock, returned
+            )
+            if below:
+                self.ghosts.hang(leaf, below)
+            if self._emit is not None:
+                leaf.hashes = (self._stored(node, leaf.key),)
             node.children[self._first_page(leaf)] = leaf
-        if self._emit is not None:
-            self._emit(PagesStored(namespace=leaf.namespace, parent=parent_hash, hashes=hashes, tokens=data))
-        return leaf
+            node, data, run = leaf, data[size:], run[pages:]
+        return node
 
-    def _cut(self, node: Node, keep: int) -> None:
-        """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree."""
+    def _returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Ghost], int]:
+        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and how often it had been
+        evicted before. What came back is no ghost any more."""
+        holder: Holder = node
+        below: dict[bytes, Ghost] = {}
+        size = returned = 0
+        while size < len(data):
+            ghost = holder.ghosts.get(data[size : size + self._page_bytes])
+            if ghost is None:
+                return (size, below, returned) if below else (len(data), below, returned)
+            if size and (len(below) > 1 or ghost.returned + 1 != returned):
+                return size, below, returned
+            returned = ghost.returned + 1
+            common = _common_prefix(data, size, ghost.key, self._page_bytes)
+            whole = common == len(ghost.key)
+            below = self.ghosts.take(ghost, common)
+            size += common
+            holder = ghost
+            if not whole:
+                break
+        return size, below, returned
+
+    def _cut(self, node: Node, keep: int, eviction: Eviction) -> bytes:
+        """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree. Returns the other ids."""
         parent = node.parent
         assert parent is not None
         self.version += 1
+        if self._emit is not None:
+            kept, gone = _cut_hashes(node.hashes, keep)
+            node.hashes = kept
+            for hashes in gone:
+                self._emit(PagesRemoved(node.namespace, hashes))
+        cut = keep * self._page_bytes
+        holder, below = (node if keep else parent), node.ghosts
+        node.ghosts = {}
+        self.ghosts.leave(holder, node.key[cut:], below, eviction, node.hits, node.last_used, node.returned)
+        run = node.run[keep * ID_BYTES :]
         if keep:
-            node.key = node.key[: keep * self._page_bytes]
-            node.pages = node.pages[:keep]
-            node.hashes = node.hashes[:keep]
+            node.key = node.key[:cut]
+            node.run = node.run[: keep * ID_BYTES]
             self._offer(node)
-            return
+            return run
         del parent.children[self._first_page(node)]
+        parent.hits += node.hits
+        parent.last_used = max(parent.last_used, node.last_used)
+        parent.priority = max(parent.priority, node.priority)
+        node.run = b""
         self._offer(parent)
+        return run
 
     def _offer(self, node: Node) -> None:
         """Queue a node for eviction if it is now an unleased leaf; drop a root that nothing needs."""
-        if node.leases or node.children:
+        if node.level or node.children:
             return
-        if node.is_root:
-            self._roots.pop(node.namespace, None)
+        if node.parent is None:
+            if not node.ghosts:
+                self._roots.pop(node.namespace, None)
             return
         self._ticket += 1
         node.ticket = self._ticket
         heapq.heappush(self._queue, (self._policy.key(node), node.ticket, node))
         if len(self._queue) > 64 + 4 * self.num_pages:
-            self._queue = [entry for entry in self._queue if entry[1] == entry[2].ticket and entry[2].leases == 0]
+            self._queue = [entry for entry in self._queue if entry[1] == entry[2].ticket and entry[2].level == 0]
             heapq.heapify(self._queue)
 
-    def _emit_removed(self, node: Node, keep: int) -> None:
-        if self._emit is not None:
-            self._emit(PagesRemoved(namespace=node.namespace, hashes=node.hashes[keep:]))
+    def _forgotten(self, holder: Holder) -> None:
+        """A ghost that hung there is gone."""
+        if isinstance(holder, Node) and holder.parent is None:
+            self._offer(holder)
+
+    def _stored(self, parent: Node, data: bytes) -> PageHashes:
+        """Say that pages with these tokens are cached behind `parent`; their hashes, to be computed when needed."""
+        assert self._emit is not None
+        above = parent.hashes[-1] if parent.hashes else namespace_seed(parent.namespace, self._identity)
+        hashes = PageHashes(above, data, self._page_bytes)
+        self._emit(PagesStored(parent.namespace, hashes))
+        return hashes
 
     def _first_page(self, node: Node) -> bytes:
         return node.key[: self._page_bytes]
 
 
-def _common_prefix(data: bytes, at: int, key: bytes, length: int, unit: int) -> int:
-    """How many of the first `length` bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
-    if data[at : at + length] == (key if length == len(key) else key[:length]):
-        return length
+def _begins_with(tokens: Ids, key: bytes) -> bool:
+    """Whether the tokens begin with `key`, compared where they are."""
+    if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
+        return False
+    return key.startswith(tokens.data.cast("B")[: len(key)])
+
+
+def _common_prefix(data: bytes, at: int, key: bytes, unit: int) -> int:
+    """How many of the first bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
+    length = min(len(key), (len(data) - at) // unit * unit)
     left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
     right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)
-    different = int((left != right).argmax()) * TOKEN_BYTES
-    return different - different % unit
+    differs = left != right
+    first = int(differs.argmax())
+    if not differs[first]:
+        return length
+    return first * TOKEN_BYTES // unit * unit
+
+
+def _cut_hashes(hashes: tuple[PageHashes, ...], at: int) -> tuple[tuple[PageHashes, ...], tuple[PageHashes, ...]]:
+    """Those of the first `at` pages, and the rest."""
+    upper: list[PageHashes] = []
+    lower: list[PageHashes] = []
+    for run in hashes:
+        if at >= len(run):
+            upper.append(run)
+        elif at <= 0:
+            lower.append(run)
+        else:
+            left, right = run.cut(at)
+            upper.append(left)
+            lower.append(right)
+        at -= len(run)
+    return tuple(upper), tuple(lower)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.spec.ids import Tier
 
@@ -15,24 +16,63 @@ class Namespace:
     salt: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagesStored:
-    """Pages became reusable: consecutive pages of one prefix by their chained hashes, `parent` being the one before."""
+class PageKeys(Protocol):
+    """Chained hashes of consecutive pages of one prefix, computed when they are first read."""
 
-    namespace: Namespace
-    parent: bytes
-    hashes: tuple[bytes, ...]
-    tokens: bytes
-    tier: Tier = Tier.DEVICE
+    def __len__(self) -> int: ...
+
+    @property
+    def parent(self) -> bytes:
+        """The hash of the page before them."""
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """One for each page."""
+
+    @property
+    def tokens(self) -> bytes:
+        """Their tokens, raw int32 bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagesRemoved:
+class _PageEvent:
+    """Pages of one namespace and tier. Making one costs nothing per page: hashes are computed by whoever reads them."""
+
+    __slots__ = ("keys", "namespace", "tier")
+
+    def __init__(self, namespace: Namespace, keys: PageKeys, tier: Tier = Tier.DEVICE) -> None:
+        self.namespace = namespace
+        self.keys = keys
+        self.tier = tier
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """Chained hashes of the pages, in order."""
+        return self.keys.digests
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.namespace}, {len(self.keys)} pages, {self.tier.name})"
+
+
+class PagesStored(_PageEvent):
+    """Pages became reusable: consecutive pages of one prefix."""
+
+    __slots__ = ()
+
+    @property
+    def parent(self) -> bytes:
+        """The hash of the page before the first one."""
+        return self.keys.parent
+
+    @property
+    def tokens(self) -> bytes:
+        """The pages' tokens, raw int32 bytes."""
+        return self.keys.tokens
+
+
+class PagesRemoved(_PageEvent):
     """Pages are no longer reusable from this tier."""
 
-    namespace: Namespace
-    hashes: tuple[bytes, ...]
-    tier: Tier = Tier.DEVICE
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

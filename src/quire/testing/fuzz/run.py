@@ -145,6 +145,8 @@ def run_lives(
                 break
             seed = seeds()
             life = run_life(level_of(seed, level), seed, min(LIFE, left))
+            if inject is not None and life.violation is not None and not life.violation.by_check:
+                life.violation = None  # broken code that only fails shows nothing of the checks
             total.add(life)
             if on_life is not None:
                 on_life(life)

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.prefix import radix_cache
 from quire.prefix.radix_cache import Insertion, RadixCache
-from quire.spec.events import Namespace
+from quire.spec.events import Namespace, PagesRemoved
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
 
@@ -20,7 +20,7 @@ def split_loses_leases(patch: Patch) -> None:
 
     def split(tree: RadixCache, node: Any, at: int) -> Any:
         upper = real(tree, node, at)
-        upper.leases = 0
+        upper.held = upper.level = 0
         return upper
 
     patch.setattr(RadixCache, "_split", split)
@@ -29,15 +29,14 @@ def split_loses_leases(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def release_unpins_only_the_node(patch: Patch) -> None:
     """Pins on shared ancestors are never given back, and the pool fills with what nobody uses."""
-    real = RadixCache.release
+    real = RadixCache._let_go
 
-    def release(tree: RadixCache, lease: Any) -> None:
-        above = list(tree._upward(lease.node))[1:]
-        real(tree, lease)
-        for node in above:
-            node.leases += 1
+    def let_go(tree: RadixCache, node: Any) -> None:
+        parent, node.parent = node.parent, None
+        real(tree, node)
+        node.parent = parent
 
-    patch.setattr(RadixCache, "release", release)
+    patch.setattr(RadixCache, "_let_go", let_go)
 
 
 @mutant("cache", field.EVICTED)
@@ -45,14 +44,14 @@ def evict_ignores_leases(patch: Patch) -> None:
     """A running request reads pages that were evicted and given to another."""
     real = RadixCache.evict
 
-    def evict(tree: RadixCache, num_pages: int) -> Any:
-        held = [(node, node.leases) for node in tree.nodes()]
+    def evict(tree: RadixCache, num_pages: int, cause: str = "") -> Any:
+        held = [(node, node.level) for node in tree.nodes()]
         for node, _ in held:
-            node.leases = 0
+            node.level = 0
             tree._offer(node)
-        victims = real(tree, num_pages)
-        for node, leases in held:
-            node.leases = leases
+        victims = real(tree, num_pages, cause)
+        for node, level in held:
+            node.level = level
         return victims
 
     patch.setattr(RadixCache, "evict", evict)
@@ -99,20 +98,6 @@ def duplicates_are_a_view(patch: Patch) -> None:
     patch.setattr(RadixCache, "insert", insert)
 
 
-@mutant("cache", field.VIEW)
-def tree_keeps_a_view_of_the_row(patch: Patch) -> None:
-    """The tree keeps a view of a request's row, which the next request overwrites."""
-    real = RadixCache._append
-
-    def append(tree: RadixCache, node: Any, lease: Any, data: bytes, pages: Any) -> Any:
-        leaf = real(tree, node, lease, data, pages)
-        if len(leaf.pages) == len(pages):
-            leaf.pages = pages
-        return leaf
-
-    patch.setattr(RadixCache, "_append", append)
-
-
 @mutant("cache", field.KEY)
 def match_ignores_the_namespace(patch: Patch) -> None:
     """One tenant's pages answer another's prompt."""
@@ -142,9 +127,9 @@ def match_is_not_page_aligned(patch: Patch) -> None:
     """A page that differs in its last tokens is taken for a match."""
     real = radix_cache._common_prefix
 
-    def common(data: bytes, at: int, key: bytes, length: int, unit: int) -> int:
-        tokens = real(data, at, key, length, radix_cache.TOKEN_BYTES)
-        return min(length, -(-tokens // unit) * unit)
+    def common(data: bytes, at: int, key: bytes, unit: int) -> int:
+        tokens = real(data, at, key, radix_cache.TOKEN_BYTES)
+        return min(len(key), (len(data) - at) // unit * unit, -(-tokens // unit) * unit)
 
     patch.setattr(radix_cache, "_common_prefix", common)
 
@@ -159,20 +144,29 @@ def outdated_hit_is_used(patch: Patch) -> None:
 def evict_takes_one_too_many(patch: Patch) -> None:
     """More is evicted than was needed."""
     real = RadixCache.evict
-    patch.setattr(RadixCache, "evict", lambda tree, num_pages: real(tree, num_pages + (num_pages > 0)))
+    patch.setattr(RadixCache, "evict", lambda tree, num_pages, cause="": real(tree, num_pages + (num_pages > 0), cause))
 
 
 @mutant("cache", field.EVENTS)
 def removals_are_not_told(patch: Patch) -> None:
     """Routers are never told that a page is gone."""
-    patch.setattr(RadixCache, "_emit_removed", lambda tree, node, keep: None)
+    patch.setattr(radix_cache, "PagesRemoved", lambda namespace, hashes: PagesRemoved(namespace, hashes.cut(0)[0]))
 
 
 @mutant("cache", field.EVENTS)
 def removals_name_the_whole_edge(patch: Patch) -> None:
     """Routers are told that a whole edge is gone when only its tail was evicted."""
-    real = RadixCache._emit_removed
-    patch.setattr(RadixCache, "_emit_removed", lambda tree, node, keep: real(tree, node, 0))
+    real, halves = RadixCache._cut, radix_cache._cut_hashes
+
+    def cut(tree: RadixCache, node: Any, keep: int, eviction: Any) -> bytes:
+        whole = node.hashes
+        radix_cache._cut_hashes = lambda hashes, at: (halves(hashes, at)[0], whole)
+        try:
+            return real(tree, node, keep, eviction)
+        finally:
+            radix_cache._cut_hashes = halves
+
+    patch.setattr(RadixCache, "_cut", cut)
 
 
 @mutant("cache", field.EVENTS)

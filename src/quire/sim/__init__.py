@@ -1,0 +1,1 @@
+"""Replay of request traces on a simulated device: traces, workloads, and what an ideal cache could hit on them."""

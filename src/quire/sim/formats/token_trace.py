@@ -1,0 +1,117 @@
+"""Token traces: the tokens themselves, one request a line. What `write_trace` writes, and what any server can log.
+
+    {"prompt_token_ids": [5, 6, 7], "output_token_ids": [8, 9], "timestamp": 1500, "session": "s1"}
+
+`timestamp` is in milliseconds. Every other field of a `TraceRequest` may be there too, under its own name, with
+`adapter` and `salt` for the namespace and `think` in milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from quire.sim.formats.lines import Line, lines, row_decoder
+from quire.sim.formats.trace_format import Tokenize
+from quire.sim.trace_request import Planned, Trace, TraceRequest
+from quire.spec.events import Namespace
+
+_Tokens = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+
+
+class _Row(msgspec.Struct, omit_defaults=True):
+    prompt_token_ids: Annotated[_Tokens, Meta(min_length=1)]
+    output_token_ids: _Tokens
+    timestamp: Annotated[float, Meta(ge=0)] = 0.0
+    session: str = ""
+    request_id: str = ""
+    after: str = ""
+    think: Annotated[float, Meta(ge=0)] = 0.0
+    adapter: str = ""
+    salt: str = ""
+    priority: int = 0
+    abort_after: Annotated[int, Meta(ge=0)] | None = None
+
+
+_ROWS = row_decoder(_Row)
+
+
+class TokenTrace:
+    """Reader of token traces."""
+
+    name = "token trace"
+    has_text = False
+
+    def recognises(self, path: Path, line: bytes, fields: dict[str, object]) -> bool:
+        """By its field of prompt tokens."""
+        return "prompt_token_ids" in fields
+
+    def read(self, path: Path, tokenize: Tokenize) -> Iterator[Planned]:
+        """The requests, whose tokens are read from the file again when they are built."""
+        arrivals: dict[str, float] = {}
+        for line in lines(path):
+            row = line.decode(_ROWS)
+            line.check_length("prompt_token_ids", len(row.prompt_token_ids) + len(row.output_token_ids))
+            if row.after and arrivals.get(row.after, math.inf) > row.timestamp:
+                line.refuse(
+                    f"'after' names '{row.after}', and no line before this one has such a request that is earlier"
+                )
+            request_id = row.request_id or str(line.number)
+            if request_id in arrivals:
+                line.refuse(f"there was a request '{request_id}' before")
+            arrivals[request_id] = row.timestamp
+            lengths = len(row.prompt_token_ids), len(row.output_token_ids)
+            yield Planned(_seconds(row.timestamp), partial(_request, line), lengths)
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Writes `trace` to `path` as a token trace, from which `open_trace` makes the same requests again."""
+    encoder = msgspec.json.Encoder()
+    with path.open("wb") as file:
+        for request in trace:
+            row = _Row(
+                prompt_token_ids=request.prompt.tolist(),
+                output_token_ids=request.output.tolist(),
+                timestamp=_milliseconds(request.arrival),
+                session=request.session,
+                request_id=request.request_id,
+                after=request.after,
+                think=_milliseconds(request.think),
+                adapter=request.namespace.adapter,
+                salt=request.namespace.salt,
+                priority=request.priority,
+                abort_after=request.abort_after,
+            )
+            file.write(encoder.encode(row) + b"\n")
+
+
+def _request(line: Line, arrival: float) -> TraceRequest:
+    row = line.decode(_ROWS)
+    return TraceRequest(
+        request_id=row.request_id or str(line.number),
+        prompt=np.array(row.prompt_token_ids, dtype=np.int32),
+        output=np.array(row.output_token_ids, dtype=np.int32),
+        arrival=arrival,
+        session=row.session,
+        namespace=Namespace(adapter=row.adapter, salt=row.salt),
+        after=row.after,
+        think=_seconds(row.think),
+        priority=row.priority,
+        abort_after=row.abort_after,
+    )
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _seconds(milliseconds: float) -> float:
+    """To the microsecond, so that what is written comes back as it was."""
+    return round(milliseconds / 1e3, 6)

@@ -1,0 +1,135 @@
+"""TraceRequest and Trace: requests as they came in, with the tokens the model is going to produce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from quire.errors import InvalidInput
+from quire.sim.pieces import Piece, num_tokens, tokens_of
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. The arrays belong to whoever iterates; nobody else changes them."""
+
+    request_id: str
+    prompt: Ids
+    """int32 `[num_tokens]`, at least one."""
+    output: Ids
+    """int32: what the model will produce."""
+    arrival: float = 0.0
+    """Seconds from the trace's start. For a follow-up an estimate, which orders the trace: a replay goes by `after` and
+    `think`."""
+    session: str = ""
+    namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
+    after: str = ""
+    """`request_id` of the turn before, if this is a follow-up: it arrives `think` seconds after that one finished."""
+    think: float = 0.0
+    priority: int = 0
+    abort_after: int | None = None
+    """The client leaves once it has seen this many output tokens; 0: while it waits, so the request never runs."""
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            fix = "remove it, or use another tokenizer if it has text."
+            raise InvalidInput(f"request '{self.request_id}' of the trace has no prompt tokens.", fix=fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request of a trace before its tokens are built."""
+
+    arrival: float
+    """Seconds on any clock; the trace starts when its first request arrives."""
+    build: Callable[[float], TraceRequest]
+    """The request, given its arrival in seconds from the trace's start."""
+    lengths: tuple[int, int] | None = None
+    """Prompt and output tokens, where they are known without building."""
+
+
+class Trace:
+    """Requests in order of arrival, a follow-up after the turn before it. Each iteration gives the same requests, whose
+    token arrays are built as they are asked for.
+
+    `name` is short; `source` says in one line where the trace came from.
+    """
+
+    def __init__(self, name: str, source: str, planned: Iterable[Planned], *, limit: int | None = None) -> None:
+        self.name = name
+        self.source = source
+        self._planned = sorted(planned, key=lambda request: request.arrival)[:limit]
+        self._start = self._planned[0].arrival if self._planned else 0.0
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self._planned)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests, built one at a time."""
+        return map(self._built, self._planned)
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last; those of follow-ups are estimates."""
+        return self._planned[-1].arrival - self._start if self._planned else 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return self._totals[0]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all outputs, whether or not the client stays to see them."""
+        return self._totals[1]
+
+    @cached_property
+    def _totals(self) -> tuple[int, int]:
+        lengths = [planned.lengths or _lengths(self._built(planned)) for planned in self._planned]
+        return sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths)
+
+    def _built(self, planned: Planned) -> TraceRequest:
+        return planned.build(round(planned.arrival - self._start, 6))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPieces:
+    """A request whose prompt and output are pieces, so that it costs no memory until it is built."""
+
+    request_id: str
+    prompt: tuple[Piece, ...]
+    output: tuple[Piece, ...]
+    arrival: float = 0.0
+    session: str = ""
+    namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
+    after: str = ""
+    think: float = 0.0
+    priority: int = 0
+    abort_after: int | None = None
+
+    def build(self, arrival: float) -> TraceRequest:
+        """The request with its tokens, arriving then."""
+        return TraceRequest(
+            request_id=self.request_id,
+            prompt=tokens_of(self.prompt),
+            output=tokens_of(self.output),
+            arrival=arrival,
+            session=self.session,
+            namespace=self.namespace,
+            after=self.after,
+            think=self.think,
+            priority=self.priority,
+            abort_after=self.abort_after,
+        )
+
+    def planned(self) -> Planned:
+        """What a trace keeps of it."""
+        return Planned(self.arrival, self.build, (num_tokens(self.prompt), num_tokens(self.output)))
+
+
+def _lengths(request: TraceRequest) -> tuple[int, int]:
+    return len(request.prompt), len(request.output)
