@@ -88,6 +88,11 @@ class CarriedGroup(GroupCache):
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
 
+    def books(self) -> tuple[object, ...]:
+        trails = [(row, trail.num_pages, trail.frame) for row, trail in self._trail.items()]
+        behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
+        return self._frame.tobytes(), self._source.tobytes(), trails, behind, self.shelf.books()
+
     # -- requests
 
     def wanted(self, rows: Ids, num_new: int) -> int:

@@ -119,6 +119,10 @@ class GroupCache(ABC):
         """Frames that a row owns beside those of its pages, in no order."""
         return NO_PAGES
 
+    def books(self) -> tuple[object, ...]:
+        """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
+        return ()
+
     def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched | None:
         """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
 
@@ -339,6 +343,9 @@ class PassingGroup(WholeGroup):
 
     def pinned(self, row: int, pages: Ids) -> Ids:
         return pages[int(self.first[row]) :]
+
+    def books(self) -> tuple[object, ...]:
+        return self.first.tobytes(), self.shelf.books()
 
     def _advance(self, row: RowPages) -> tuple[int, int]:
         """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""

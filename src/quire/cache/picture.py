@@ -113,12 +113,14 @@ class GroupPicture:
         "whole",
     )
 
-    def __init__(self, group: GroupCache, books: tuple[object, ...], carried: list[int], readers: list[int]) -> None:
+    def __init__(
+        self, cache: KVCache, group: GroupCache, books: tuple[object, ...], rows: Sequence[RowPicture], waits: Waits
+    ) -> None:
         self.group = group
         self.whole = group.reach.whole
         self.books = books
-        self.carried = carried
-        self.readers = readers
+        self.carried: list[int] = []
+        self.readers: list[int] = []
         self.column: list[int] = group.frames.column.tolist()
         self.out: list[int] = group.frames.is_out(_ALL).nonzero()[0].tolist()
         self.num_free = group.num_free
@@ -127,6 +129,14 @@ class GroupPicture:
         self.shelved: list[int] = []
         self.num_pinned = 0
         if group.shelf is not None:
+            for index, unpinned, _, given in waits.parts:
+                if index == group.index:
+                    self.carried += given
+                    self.readers += unpinned
+            for row in rows:
+                self.readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
+                if group.reach.carried:
+                    self.carried += group.frames_of(row.kv.row).tolist()
             self.pins = group.shelf.pins(_ALL).tolist()
             self.shelved = group.shelf.on_shelf(_ALL).nonzero()[0].tolist()
             self.num_pinned = group.shelf.num_pinned
@@ -151,10 +161,7 @@ class Picture:
             self.out = before.out
         else:
             self.out = cache.pages.is_out(_ALL).nonzero()[0].tolist()
-        olds: Sequence[GroupPicture | None] = before.groups if before is not None else (None,) * len(cache.groups)
-        self.groups: list[GroupPicture] = [
-            self._group(cache, group, old) for group, old in zip(cache.groups, olds, strict=True)
-        ]
+        self.groups: list[GroupPicture] = [self._group(cache, group, before) for group in cache.groups]
 
     @property
     def rows(self) -> list[RowPicture]:
@@ -188,30 +195,20 @@ class Picture:
             return before.tree
         return Tree(books, nodes, roots, ends)
 
-    def _group(self, cache: KVCache, group: GroupCache, old: GroupPicture | None) -> GroupPicture:
-        carried: list[int] = []
-        readers: list[int] = []
-        shelf, shelf_books = group.shelf, (b"", b"", 0)
+    def _group(self, cache: KVCache, group: GroupCache, before: Picture | None) -> GroupPicture:
         frames = group.frames
-        if shelf is not None:
-            for index, unpinned, _, given in self.waits.parts:
-                if index == group.index:
-                    carried += given
-                    readers += unpinned
-            for row in self.requests.rows:
-                readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
-                if group.reach.carried:
-                    carried += group.frames_of(row.kv.row).tolist()
-            shelf_books = (shelf.pins(_ALL).tobytes(), shelf.on_shelf(_ALL).tobytes(), shelf.num_pinned)
+        allocator = frames.allocator
         books = (
             frames.column.tobytes(),
-            frames.allocator.is_out(_ALL).tobytes(),
-            carried,
-            readers,
-            frames.allocator.num_free,
+            allocator.is_out(_ALL).tobytes(),
+            allocator.num_free,
             group.num_evictable,
-            shelf_books,
+            group.books(),
         )
-        if old is not None and old.books == books:
-            return old
-        return GroupPicture(group, books, carried, readers)
+        if before is not None:
+            old = before.groups[group.index]
+            read_in_part = group.shelf is not None  # then what it holds depends on what rows and steps in flight do
+            same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
+            if same and old.books == books:
+                return old
+        return GroupPicture(cache, group, books, self.requests.rows, self.waits)

@@ -59,6 +59,10 @@ class Shelf:
         shelved: Bools = self._ticket[pages] != 0
         return shelved
 
+    def books(self) -> tuple[object, ...]:
+        """Its pins and tickets, for whoever compares what is with what was."""
+        return self._pins.tobytes(), self._ticket.tobytes(), self.num_evictable, self.num_pinned
+
     def num_on_shelf(self, pages: Ids) -> int:
         """How many of these pages could be evicted now."""
         return int(np.count_nonzero(self._ticket[pages]))
