@@ -2,5 +2,6 @@
 
 from quire.cache.kv_cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import RunningBatch
 
-__all__ = ["KVCache", "PrefixHit", "RequestKV"]
+__all__ = ["KVCache", "PrefixHit", "RequestKV", "RunningBatch"]

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, Lengths, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, Pieces, RowPages
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
 from quire.prefix.reach import Reach
 from quire.prefix.shelf import Rank, Shelf
@@ -71,7 +72,7 @@ class CarriedGroup(GroupCache):
     def needs(self, num_pages: int, num_cached: int) -> int:
         return 1
 
-    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int(np.count_nonzero(self._frame[rows] == 0))
 
     def reserve(self, num_pages: int) -> int:
@@ -95,7 +96,7 @@ class CarriedGroup(GroupCache):
 
     # -- requests
 
-    def wanted(self, rows: Ids, num_new: int) -> int:
+    def wanted(self, rows: Rows, num_new: int) -> int:
         """A frame for each row without one; one that nothing is left for can have that of the page it begins on."""
         missing = rows[self._frame[rows] == 0]
         short = len(missing) - self.num_free - self.num_evictable
@@ -107,11 +108,11 @@ class CarriedGroup(GroupCache):
             self._source[row] = pages[-1]
         self._position[row] = len(pages) * self._page_size
 
-    def take(self, rows: Ids, new_pages: Ids) -> Ids:
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
         missing = rows[self._frame[rows] == 0]
         return self.frames.take(min(len(missing), self.num_free))
 
-    def grow(self, rows: Ids, new_pages: Ids, frames: Ids) -> None:
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
         missing = rows[self._frame[rows] == 0]
         if len(frames) < len(missing):
             for row in self._takeable(missing)[: len(missing) - len(frames)].tolist():
@@ -202,10 +203,10 @@ class CarriedGroup(GroupCache):
 
     # -- inside
 
-    def _takeable(self, rows: Ids) -> Ids:
+    def _takeable(self, rows: Rows) -> Rows:
         """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
         sources = self._source[rows]
-        found: Ids = rows[(sources != 0) & (self.shelf.pins(sources) == 1)]
+        found: Rows = rows[(sources != 0) & (self.shelf.pins(sources) == 1)]
         return found
 
     def _pieces(

@@ -19,11 +19,6 @@ class Retired:
     lease: Lease | None = None
     given: tuple[Given, ...] = ()
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether there is nothing to give back."""
-        return not len(self.pages) and self.lease is None and not self.given
-
 
 class Fences:
     """Steps in flight, in launch order, and what was retired meanwhile.

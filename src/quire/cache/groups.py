@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import PageFrames, SlotFrames
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
 from quire.prefix.shelf import Rank, Shelf
 from quire.spec.ids import Bools, Ids
 
-Lengths = npt.NDArray[np.int64]
 NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
@@ -140,7 +139,7 @@ class GroupCache(ABC):
         """The most frames that a request of `num_pages` pages, beginning behind `num_cached` of them, takes at once."""
 
     @abstractmethod
-    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         """The most frames that these rows, which have `have[i]` pages, still take until they have `reached[i]`."""
 
     @abstractmethod
@@ -148,7 +147,7 @@ class GroupCache(ABC):
         """Frames to keep for running requests that may take `num_pages` new pages between them in the next step."""
 
     @abstractmethod
-    def wanted(self, rows: Ids, num_new: int) -> int:
+    def wanted(self, rows: Rows, num_new: int) -> int:
         """Frames that these rows need to go on, with `num_new` new pages among them."""
 
     @abstractmethod
@@ -156,11 +155,11 @@ class GroupCache(ABC):
         """A request begins behind these cached pages."""
 
     @abstractmethod
-    def take(self, rows: Ids, new_pages: Ids) -> Ids:
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
         """Frames that `wanted` counted, for `grow`, which cannot fail, or to be given back."""
 
     @abstractmethod
-    def grow(self, rows: Ids, new_pages: Ids, frames: Ids) -> None:
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
         """Give these frames, which `take` returned, to the pages or rows they are for."""
 
     @abstractmethod
@@ -219,29 +218,28 @@ class WholeGroup(GroupCache):
     def needs(self, num_pages: int, num_cached: int) -> int:
         return num_pages - num_cached
 
-    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int((reached - have).sum())
 
     def reserve(self, num_pages: int) -> int:
         return num_pages
 
-    def wanted(self, rows: Ids, num_new: int) -> int:
+    def wanted(self, rows: Rows, num_new: int) -> int:
         return num_new
 
     def begin(self, row: int, pages: Ids) -> None:
         pass
 
-    def take(self, rows: Ids, new_pages: Ids) -> Ids:
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
         return self.frames.allocator.alloc_pages(len(new_pages))
 
-    def grow(self, rows: Ids, new_pages: Ids, frames: Ids) -> None:
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
         self.frames.give(new_pages, frames)
 
     def owes(self, row: int, num_pages: int) -> bool:
         return False
 
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
-        self._revive(ours, row.pages[start : start + len(ours)])
         return []
 
     def passed(self, row: RowPages) -> list[Given]:
@@ -258,13 +256,6 @@ class WholeGroup(GroupCache):
 
     def evict(self, num_frames: int) -> int:
         return 0
-
-    def _revive(self, ours: Ids, theirs: Ids) -> None:
-        """Cached pages without a frame take over those of the request's pages that hold the same."""
-        if len(ours):
-            missing = ~self.frames.resident(theirs)
-            self.frames.hand_over(ours[missing], theirs[missing])
-            self.revived_frames += int(np.count_nonzero(missing))
 
 
 class PassingGroup(WholeGroup):
@@ -294,7 +285,7 @@ class PassingGroup(WholeGroup):
         read = len(self.reach.needed(num_cached))  # it holds these from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
-    def owed(self, rows: Ids, have: Lengths, reached: Lengths) -> int:
+    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         most = np.fromiter(map(self.reach.held, reached.tolist()), dtype=np.int64, count=len(rows))
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
@@ -304,7 +295,7 @@ class PassingGroup(WholeGroup):
         self.shelf.pin(pages[_slice(needed)], Rank.USED)
 
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
-        super().commit(row, start, ours, marks)
+        self._revive(ours, row.pages[start : start + len(ours)])
         self.shelf.pin(row.pages[start : row.protected])
         first, after = self._advance(row)
         if first == after:
@@ -346,6 +337,13 @@ class PassingGroup(WholeGroup):
 
     def books(self) -> tuple[object, ...]:
         return self.first.tobytes(), self.shelf.books()
+
+    def _revive(self, ours: Ids, theirs: Ids) -> None:
+        """Cached pages without a frame take over those of the request's pages that hold the same."""
+        if len(ours):
+            missing = ~self.frames.resident(theirs)
+            self.frames.hand_over(ours[missing], theirs[missing])
+            self.revived_frames += int(np.count_nonzero(missing))
 
     def _advance(self, row: RowPages) -> tuple[int, int]:
         """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""

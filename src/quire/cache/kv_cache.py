@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.cache.audit import audit
 from quire.cache.carried import CarriedGroup
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
+from quire.cache.groups import NO_PAGES, Given, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.statistics import CacheStatistics, FrameCounts
 from quire.errors import InvalidInput, LeaseError, OutOfPages
-from quire.memory.allocator import carried_frames, page_allocator, passing_frames, whole_frames
+from quire.memory.allocator import carried_frames, page_allocator, passing_frames, slots_in_pages, whole_frames
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import eviction_policy
+from quire.prefix.node import Lease
 from quire.prefix.radix_cache import Match, RadixCache
 from quire.prefix.reach import reach_of
 from quire.prefix.shelf import Rank
@@ -39,28 +39,35 @@ from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
 
-Lengths = npt.NDArray[np.int64]
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512
 """Tokens between the places where a request leaves what it carries, if frames for that are to spare."""
 
 
-@dataclass(frozen=True, slots=True)
 class PrefixHit:
     """How much of a prompt is cached, in whole pages, and why not more. A snapshot; `begin` makes it last.
 
     `num_tokens` can be reused. `held_back` tokens matched too and are computed again: the last token of a prompt
     always is, and `limited_by` names a group that could not resume further on ("" where none stood in the way).
-    `pinned` are, per group and then for pages, the evictable ones that will not be once a request begins here.
+    `num_dropped` counts the frames that cached pages had lost until then.
     """
 
-    match: Match
-    num_tokens: int
-    num_pages: int
-    held_back: int
-    limited_by: str
-    pinned: tuple[int, ...]
-    num_dropped: int  # frames that cached pages had lost until then
+    __slots__ = ("held_back", "limited_by", "match", "num_dropped", "num_pages", "num_tokens")
+
+    def __init__(
+        self, match: Match, num_tokens: int, num_pages: int, held_back: int, limited_by: str, num_dropped: int
+    ) -> None:
+        self.match = match
+        self.num_tokens = num_tokens
+        self.num_pages = num_pages
+        self.held_back = held_back
+        self.limited_by = limited_by
+        self.num_dropped = num_dropped
+
+    @property
+    def pages(self) -> Ids:
+        """Ids of the pages that can be reused, in order, not to be written."""
+        return self.match.pages[: self.num_pages]
 
     @property
     def num_matched(self) -> int:
@@ -90,9 +97,16 @@ class KVCache:
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
         self.pages = page_allocator(plan.num_pages, plan.page_size, "pages")
         self.groups = tuple(self._group(index, checkpoint_interval) for index in range(len(plan.groups)))
+        self._partial = tuple(group for group in self.groups if not group.reach.whole)
+        following = [group for group in self.groups if not group.reach.carried]
+        self._carries = len(following) < len(self.groups)
+        self._columns = tuple(self.frames.column(Tier.DEVICE, group.index) for group in following)
+        self._place = {group.index: place for place, group in enumerate(following)}
         self._fences = Fences()
         self._free_rows = list(range(plan.max_requests - 1, -1, -1))
         self._rows = np.zeros((plan.max_requests, plan.pages_per_row), dtype=np.int32)
+        self._flat_rows = self._rows.reshape(-1)
+        self._epoch = self._ended = 0  # changes of what a `RunningBatch` remembers, and requests that have ended
         self._allocated = np.zeros(plan.max_requests, dtype=np.int64)
         self._committed = np.zeros(plan.max_requests, dtype=np.int64)
         self._live: dict[int, RequestKV] = {}
@@ -108,20 +122,17 @@ class KVCache:
         At most all but one token: the last one is always computed, since its output is what the request came for.
         """
         found = self.tree.match(namespace, tokens)
-        limit = min(found.num_pages, max(0, len(tokens) - 1) // self.page_size)
-        resumable = [group.resumable(found.pages) for group in self.groups]
-        usable = np.logical_and.reduce(resumable)[:limit]
-        num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
-        limited = (
-            ""
-            if num_pages == limit
-            else next(g.name for g, r in zip(self.groups, resumable, strict=True) if not r[limit - 1])
-        )
-        evictable = found.num_evictable(num_pages)
-        hit = found.pages[:num_pages]
-        pinned = (*(group.would_pin(hit, evictable) for group in self.groups), evictable)
-        held_back = (found.num_pages - num_pages) * self.page_size
-        return PrefixHit(found, num_pages * self.page_size, num_pages, held_back, limited, pinned, self._num_dropped)
+        size = self.page_size
+        limit = num_pages = min(found.num_pages, max(0, len(tokens) - 1) // size)
+        limited = ""
+        if self._partial and limit:
+            resumable = [group.resumable(found.pages) for group in self._partial]
+            usable = np.logical_and.reduce(resumable)[:limit]
+            num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
+            if num_pages < limit:
+                limited = next(g.name for g, r in zip(self._partial, resumable, strict=True) if not r[limit - 1])
+        held_back = (found.num_pages - num_pages) * size
+        return PrefixHit(found, num_pages * size, num_pages, held_back, limited, self._num_dropped)
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether a hit still holds: no edge was cut since, and no page lost a frame. It may have become longer."""
@@ -149,11 +160,12 @@ class KVCache:
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens)
-        pages = hit.match.pages[: hit.num_pages]
+        pages = hit.pages
         self._rows[row, : hit.num_pages] = pages
-        for group in self.groups:
+        for group in self._partial:
             group.begin(row, pages)
-        self._mark_ends(kv, hit, len(tokens))
+        if self._partial:
+            self._mark_ends(kv, hit, len(tokens))
         self._allocated[row] = self._committed[row] = hit.num_tokens
         self._live[row] = kv
         if not resumed:
@@ -162,31 +174,76 @@ class KVCache:
         self._peak_shared = max(self._peak_shared, self.tree.num_shared)
         return kv
 
-    def extend(self, kvs: Sequence[RequestKV], counts: Sequence[int] | Lengths) -> None:
-        """Make room for `counts[i]` more tokens in each request, evicting cached pages if that is needed.
+    def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
+        """These requests as one, for the verbs of a step. Make it again when one ends or another joins."""
+        return RunningBatch(kvs, self._rows_of(kvs))
 
-        One vectorised operation for the batch; only requests that reach a new page cost an id. Raises OutOfPages, with
-        nothing evicted and nothing changed, where even evicting everything would not do, and InvalidInput for counts
-        below zero or beyond the plan's context.
+    def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int] | Lengths) -> None:
+        """Make room for `counts[i]` more tokens in each request (one number: in every one), evicting cached pages if
+        that is needed.
+
+        One vectorised operation for the batch; only requests that reach a new page cost an id, and the next token of a
+        `RunningBatch` costs arithmetic only. Raises OutOfPages, with nothing evicted and nothing changed, where even
+        evicting everything would not do, and InvalidInput for counts below zero or beyond the plan's context.
         """
+        if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
+            self._extend_by_one(kvs)
+            return
         rows = self._rows_of(kvs)
         before = self._allocated[rows]
         after = before + np.asarray(counts, dtype=np.int64)
-        if (after < before).any() or after.max(initial=0) > self.plan.context:
-            raise InvalidInput(f"a request grows, and to at most the context of {self.plan.context:,} tokens.")
-        self._make_room(rows, self._new_pages(before, after))
-        last = self._last_slots(rows, before)
-        if (after - before == 1).all():
-            slots = self.pages.alloc_decode(after, last)
-            positions, owners = before, rows
-        else:
-            slots = self.pages.alloc_extend(before, after, last)
-            positions, owners = _positions(before, after), np.repeat(rows, after - before)
-        starts = positions % self.page_size == 0
-        new_pages = slots[starts] // np.int32(self.page_size)
-        self._grow(rows, new_pages)
-        self._rows[owners[starts], positions[starts] // self.page_size] = new_pages
+        if len(rows) and (np.minimum.reduce(after - before) < 0 or np.maximum.reduce(after) > self.plan.context):
+            raise self._beyond_context()
+        have = -(-before // self.page_size)
+        new = -(-after // self.page_size) - have
+        num_new = int(new.sum())
+        self._make_room(rows, num_new)
+        pages = self._grow(rows, num_new)
+        if len(rows) == 1:
+            self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
+        elif num_new:
+            first = rows * self._rows.shape[1] + have - (np.cumsum(new) - new)
+            self._flat_rows[np.repeat(first, new) + np.arange(num_new)] = pages
         self._allocated[rows] = after
+        self._epoch += 1
+
+    def _extend_by_one(self, batch: RunningBatch) -> None:
+        """The next token of every request of a batch."""
+        self._refresh(batch)
+        if batch.room < 1 and len(batch):
+            raise self._beyond_context()
+        rows, lengths, size = batch.rows, batch.lengths, self.page_size
+        crossing = np.flatnonzero(lengths % size == 0)
+        num_new = len(crossing)
+        if num_new or self._carries:
+            self._make_room(rows, num_new)
+            pages = self._grow(rows, num_new)
+            if num_new:
+                self._flat_rows[rows[crossing] * self._rows.shape[1] + lengths[crossing] // size] = pages
+        lengths += 1
+        batch.room -= 1
+        self._allocated[rows] = lengths
+        self._epoch = batch.epoch = self._epoch + 1
+        for slots, column in zip(batch.slots, self._columns, strict=True):
+            slots += 1
+            if num_new:
+                slots[crossing] = column[pages] * np.int32(size)
+
+    def _refresh(self, batch: RunningBatch) -> None:
+        """Read a batch's state again where something else has changed the cache. Raises LeaseError if one has ended."""
+        if batch.epoch == self._epoch:
+            return
+        if batch.ended != self._ended:
+            self._rows_of(batch.kvs)
+            batch.ended = self._ended
+        rows, size = batch.rows, self.page_size
+        batch.lengths = lengths = self._allocated[rows]
+        batch.room = self.plan.context - int(lengths.max(initial=0))
+        last = np.maximum(lengths - 1, 0)
+        pages = self._flat_rows[rows * self._rows.shape[1] + last // size]
+        offset = (last % size).astype(np.int32)
+        batch.slots = [column[pages] * np.int32(size) + offset for column in self._columns]
+        batch.epoch = self._epoch
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
         """Say that `tokens`, all of the request's from its first on, have settled: the steps that wrote them are done.
@@ -205,17 +262,21 @@ class KVCache:
             return
         pages = self._rows[row]
         if not self.share_prefixes:
-            given = [part for group in self.groups for part in group.passed(RowPages(row, pages, end))]
-            self._retire(Retired(given=tuple(given)))
+            self._retire(given=[part for group in self._partial for part in group.passed(RowPages(row, pages, end))])
             return
         inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
-        duplicates = inserted.duplicates.copy()  # a view of the row that is rewritten next
-        pages[start:end] = inserted.pages
+        duplicates = inserted.duplicates
+        if len(duplicates):
+            duplicates = duplicates.copy()  # a view of the row that is rewritten next
+            pages[start:end] = inserted.pages
+            self._epoch += 1
         self._committed_pages += end - start
         self._duplicate_pages += len(duplicates)
-        whole = RowPages(row, pages, end)
-        given = [part for group in self.groups for part in group.commit(whole, start, duplicates, kv.marks)]
-        self._retire(Retired(duplicates, given=tuple(given)))
+        given: list[Given] = []
+        if self._partial:
+            whole = RowPages(row, pages, end)
+            given = [part for group in self._partial for part in group.commit(whole, start, duplicates, kv.marks)]
+        self._retire(duplicates, given=given)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None) -> None:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
@@ -227,14 +288,19 @@ class KVCache:
         if tokens is not None:
             self.commit(kv, tokens)
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
-        pages = self._rows[row, :last].copy()
-        given = [part for group in self.groups for part in group.finish(RowPages(row, pages, first))]
+        private = self._rows[row, first:last].copy()
+        given: list[Given] = []
+        if self._partial:
+            whole = RowPages(row, self._rows[row, :last].copy(), first)
+            given = [part for group in self._partial for part in group.finish(whole)]
         self._rows[row, :last] = 0
         self._allocated[row] = self._committed[row] = 0
         del self._live[row]
         self._free_rows.append(row)
         kv.row = -1
-        self._retire(Retired(pages[first:], kv.lease, tuple(given)))
+        self._epoch += 1
+        self._ended += 1
+        self._retire(private, kv.lease, given)
 
     def evict(self, num_pages: int) -> int:
         """Forget up to `num_pages` cached pages that no request holds; returns how many were."""
@@ -266,7 +332,7 @@ class KVCache:
     def close_fence(self, fence: int) -> None:
         """That step has settled."""
         for retired in self._fences.close(fence):
-            self._release(retired)
+            self._release(retired.pages, retired.lease, retired.given)
 
     def launch(self, group: int, kvs: Sequence[RequestKV], ends: Lengths) -> Pieces | None:
         """What the step being launched does in that group with the frames that requests carry, which moves them on to
@@ -275,7 +341,7 @@ class KVCache:
         if launched is None:
             return None
         pieces, given = launched
-        self._retire(Retired(given=tuple(given)))
+        self._retire(given=given)
         return pieces
 
     @property
@@ -310,7 +376,7 @@ class KVCache:
         """All rows' pages, allocated and committed tokens: for whoever compares what is with what was."""
         return self._rows.tobytes(), self._allocated.tobytes(), self._committed.tobytes()
 
-    def page_table(self, kvs: Sequence[RequestKV], num_tokens: Lengths, group: int = 0) -> Ids:
+    def page_table(self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Lengths, group: int = 0) -> Ids:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded with frame 0 or with
         frames beyond `num_tokens`."""
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
@@ -318,12 +384,21 @@ class KVCache:
         table: Ids = self.frames.column(Tier.DEVICE, group)[pages]
         return table
 
-    def slots(self, kvs: Sequence[RequestKV], starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
+    def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
         """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed."""
-        rows = np.repeat(self._rows_of(kvs), ends - starts)
-        positions = _positions(starts, ends)
-        frames = self.frames.column(Tier.DEVICE, group)[self._rows[rows, positions // self.page_size]]
-        return (frames * np.int32(self.page_size) + positions % self.page_size).astype(np.int32)
+        rows, size = self._rows_of(kvs), self.page_size
+        first = starts // size
+        counts = np.where(ends > starts, -(-ends // size) - first, 0)
+        before = rows * self._rows.shape[1] + first - (np.cumsum(counts) - counts)
+        places = np.repeat(before, counts) + np.arange(int(counts.sum()))
+        frames = self.frames.column(Tier.DEVICE, group)[self._flat_rows[places]]
+        return slots_in_pages(frames.astype(np.int64), counts, starts, ends, size)
+
+    def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:
+        """Physical slots of the last token that each request of a batch has room for, int32: where the step after
+        `extend(batch, 1)` writes. For groups whose frames follow the pages."""
+        self._refresh(batch)
+        return batch.slots[self._place[group]].copy()
 
     def at_once(self, kv: RequestKV, count: int) -> int:
         """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
@@ -364,7 +439,9 @@ class KVCache:
             for group in self.groups
         ]
         claims.append(("all groups", available, num_pages - hit.num_pages, int((reached - have).sum()), spare))
-        for (name, available, own, owed, spare), pinned in zip(claims, hit.pinned, strict=True):
+        evictable = hit.match.num_evictable(hit.num_pages)
+        pins = [*(group.would_pin(hit.pages, evictable) for group in self.groups), evictable]
+        for (name, available, own, owed, spare), pinned in zip(claims, pins, strict=True):
             left = available - pinned - owed
             if own + spare > left:
                 return (
@@ -439,11 +516,7 @@ class KVCache:
         if min(hit.num_matched, end) > hit.num_pages:
             kv.marks[min(hit.num_matched, end)] = Rank.USED
 
-    def _new_pages(self, before: Lengths, after: Lengths) -> int:
-        size = self.page_size
-        return int((-(-after // size) - -(-before // size)).sum())
-
-    def _make_room(self, rows: Ids, num_new: int) -> None:
+    def _make_room(self, rows: Rows, num_new: int) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
         Whole pages go where pages are short, or frames of a group that has all of them; where another group is short,
@@ -470,19 +543,22 @@ class KVCache:
             if n > group.num_free:
                 group.evict(n - group.num_free)
 
-    def _grow(self, rows: Ids, new_pages: Ids) -> None:
-        """Frames in every group for new pages of these rows: all of them, or the pages go back as well."""
+    def _grow(self, rows: Rows, num_new: int) -> Ids:
+        """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
+        pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
+        groups = [group for group in self.groups if num_new or group.reach.carried]
         taken: list[Ids] = []
         try:
-            for group in self.groups:
-                taken.append(group.take(rows, new_pages))  # noqa: PERF401 - what was taken before a failure goes back
+            for group in groups:
+                taken.append(group.take(rows, pages))  # noqa: PERF401 - what was taken before a failure goes back
         except OutOfPages:
-            for group, frames in zip(self.groups, taken, strict=False):
+            for group, frames in zip(groups, taken, strict=False):
                 group.frames.untake(frames)
-            self.pages.free_pages(new_pages)
+            self.pages.free_pages(pages)
             raise
-        for group, frames in zip(self.groups, taken, strict=True):
-            group.grow(rows, new_pages, frames)
+        for group, frames in zip(groups, taken, strict=True):
+            group.grow(rows, pages, frames)
+        return pages
 
     def _frame_counts(self, index: int, group: GroupCache) -> FrameCounts:
         given = [part for retired in self.retired for part in retired.given if part.group == index]
@@ -503,18 +579,19 @@ class KVCache:
             skipped=group.skipped,
         )
 
-    def _retire(self, retired: Retired) -> None:
-        if retired.is_nothing:
+    def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
+        """Give these up, now or when no launched step can touch them any more."""
+        if not len(pages) and lease is None and not given:
             return
-        if self._fences.retire(retired):
-            self._release(retired)
+        if not self._fences.num_open or self._fences.retire(Retired(pages, lease, tuple(given))):
+            self._release(pages, lease, given)
 
-    def _release(self, retired: Retired) -> None:
-        for given in retired.given:
-            self.groups[given.group].give_back(given)
-        if retired.lease is not None:
-            self.tree.release(retired.lease)
-        self._give_back(retired.pages)
+    def _release(self, pages: Ids, lease: Lease | None, given: Sequence[Given]) -> None:
+        for part in given:
+            self.groups[part.group].give_back(part)
+        if lease is not None:
+            self.tree.release(lease)
+        self._give_back(pages)
 
     def _give_back(self, pages: Ids) -> None:
         if not len(pages):
@@ -524,26 +601,24 @@ class KVCache:
             group.forget(pages)
         self.pages.free_pages(pages)
 
-    def _last_slots(self, rows: Ids, lengths: Lengths) -> Lengths:
-        last = np.maximum(lengths - 1, 0)
-        slots = self._rows[rows, last // self.page_size] * np.int64(self.page_size) + last % self.page_size
-        return np.where(lengths > 0, slots, -1)
-
     def _row_of(self, kv: RequestKV) -> int:
         if not kv.alive:
             raise LeaseError("a request's cache record was used after it had finished.")
         return kv.row
 
-    def _rows_of(self, kvs: Sequence[RequestKV]) -> Ids:
-        return np.fromiter((self._row_of(kv) for kv in kvs), dtype=np.int32, count=len(kvs))
+    def _rows_of(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+        if isinstance(kvs, RunningBatch):
+            if kvs.ended != self._ended:
+                self._rows_of(kvs.kvs)
+                kvs.ended = self._ended
+            return kvs.rows
+        rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+        if len(rows) and np.minimum.reduce(rows) < 0:
+            raise LeaseError("a request's cache record was used after it had finished.")
+        return rows
 
-
-def _positions(starts: Lengths, ends: Lengths) -> Lengths:
-    """`starts[0]..ends[0], starts[1]..ends[1], ...` in one array."""
-    counts = ends - starts
-    offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    positions: Lengths = np.arange(int(counts.sum()), dtype=np.int64) + offsets
-    return positions
+    def _beyond_context(self) -> InvalidInput:
+        return InvalidInput(f"a request grows, and to at most the context of {self.plan.context:,} tokens.")
 
 
 def _identity(plan: MemoryPlan, model: bytes) -> bytes:

@@ -47,6 +47,10 @@ class FrameTable:
         found: Ids = frames[frames != 0]
         return found
 
+    def unbind_all(self, tier: Tier, group: int, pages: Ids) -> None:
+        """Say that these pages, all resident there, no longer are."""
+        self._columns[tier, group][pages] = 0
+
     def move(self, tier: Tier, group: int, old_pages: Ids, new_pages: Ids) -> None:
         """The frames of `old_pages`, all resident there, become those of `new_pages`, none resident, in order."""
         assert len(old_pages) == len(new_pages), "a frame for each page"

@@ -1,6 +1,6 @@
 """Allocators: which pages are free and which are out. Bookkeeping on the host; no tensor, no bytes."""
 
-from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator
+from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, slots_in_pages
 from quire.memory.allocator.build import carried_frames, page_allocator, passing_frames, whole_frames
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.allocator.page_frames import PageFrames
@@ -21,5 +21,6 @@ __all__ = [
     "carried_frames",
     "page_allocator",
     "passing_frames",
+    "slots_in_pages",
     "whole_frames",
 ]

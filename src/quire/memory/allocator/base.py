@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator.free_list import FreeList, check_given_back
+from quire.memory.allocator.free_list import FreeList, IdArray, OutIds
 from quire.spec.ids import Bools, Ids
 
 IntArray = npt.ArrayLike
@@ -25,7 +25,7 @@ class AllocatorState:
 
     free: Ids
     released: Ids
-    out: Bools
+    out: OutIds
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -74,14 +74,14 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def is_out(self, page_ids: Ids | slice) -> Bools:
         """Per page id: whether it is handed out."""
-        return self._out[page_ids]
+        return self._out.hold(page_ids)
 
     def clear(self) -> None:
         """Forget everything handed out: all pages are free, in ascending order, and no free group is open."""
         self._free = FreeList(np.arange(1, self.num_pages + 1, dtype=np.int32), self.num_pages)
         self._released: list[Ids] = []
         self._num_released = 0
-        self._out = np.zeros(self.num_pages + 1, dtype=np.bool_)
+        self._out = OutIds(self.num_pages)
         self._group: list[Ids] | None = None
 
     def backup_state(self) -> AllocatorState:
@@ -109,7 +109,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         if num_pages > len(self._free):
             self._merge_released()
         pages = self._free.take(num_pages)
-        self._out[pages] = True
+        self._out.mark(pages)
         return pages
 
     def alloc(self, need_size: int) -> Ids:
@@ -146,19 +146,19 @@ class BaseTokenToKVPoolAllocator(ABC):
         if extend_num_tokens is not None and extend_num_tokens != total:
             raise InvalidInput(f"extend_num_tokens is {extend_num_tokens}, but the lengths add up to {total} tokens.")
         size = self.page_size
-        pages_before = -(-prefix // size)
-        num_new = -(-seq // size) - pages_before
-        pages = self.alloc_pages(int(num_new.sum()))
-
-        starts = np.cumsum(counts) - counts
-        position = np.arange(total, dtype=np.int64) + np.repeat(prefix - starts, counts)
-        in_old_page = position < np.repeat(pages_before * size, counts)
-        slots: npt.NDArray[np.int64] = position + np.repeat(last + 1 - prefix, counts)
-        fresh = ~in_old_page
-        first_page = np.cumsum(num_new) - num_new - pages_before
-        where = position[fresh] // size + np.repeat(first_page, counts)[fresh]
-        slots[fresh] = pages[where].astype(np.int64) * size + position[fresh] % size
-        return slots.astype(np.int32)
+        before, reached = -(-prefix // size), -(-seq // size)
+        pages = self.alloc_pages(int((reached - before).sum()))
+        if size == 1:
+            return pages
+        touched = np.where(counts > 0, reached - prefix // size, 0)  # pages of each sequence that get tokens
+        ends = np.cumsum(touched)
+        ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+        old = np.zeros(len(ids), dtype=np.bool_)
+        in_old_page = (touched > 0) & (prefix % size > 0)
+        old[(ends - touched)[in_old_page]] = True
+        ids[old] = last[in_old_page] // size
+        ids[~old] = pages
+        return slots_in_pages(ids, touched, prefix, seq, size)
 
     def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
         """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token.
@@ -167,10 +167,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         """
         seq = np.asarray(seq_lens, dtype=np.int64)
         prefix, seq, last = self.check_lengths(seq - 1, seq, last_loc)
-        crosses = prefix % self.page_size == 0
-        pages = self.alloc_pages(int(np.count_nonzero(crosses)))
+        crosses = np.flatnonzero(prefix % self.page_size == 0)
         slots: Ids = (last + 1).astype(np.int32)
-        slots[crosses] = pages * np.int32(self.page_size)
+        if len(crosses):
+            slots[crosses] = self.alloc_pages(len(crosses)) * np.int32(self.page_size)
         return slots
 
     # -- giving back
@@ -180,15 +180,16 @@ class BaseTokenToKVPoolAllocator(ABC):
 
         Raises InvalidFree, changing nothing, if any of them is not out.
         """
-        slots = np.asarray(free_index, dtype=np.int64).reshape(-1)
+        slots = np.asarray(free_index)
+        if slots.dtype != np.int32 or slots.ndim != 1:
+            slots = slots.astype(np.int64).reshape(-1)
         self.free_pages(self.pages_of(slots))
 
-    def free_pages(self, page_ids: Ids | npt.NDArray[np.int64]) -> None:
+    def free_pages(self, page_ids: IdArray) -> None:
         """Give back distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
-        self.check_out(page_ids)
         if not len(page_ids):
             return
-        self._out[page_ids] = False
+        self._out.take_back(page_ids, group=self.name)
         pages = page_ids.astype(np.int32)
         if self._group is not None:
             self._group.append(pages)
@@ -222,7 +223,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     # -- for the two kinds
 
     @abstractmethod
-    def pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def pages_of(self, slots: IdArray) -> IdArray:
         """The pages that `free` gives back for these slots, unchecked: not narrowed, so a foreign id stays foreign."""
 
     @abstractmethod
@@ -262,9 +263,10 @@ class BaseTokenToKVPoolAllocator(ABC):
             )
         return prefix, seq, last
 
-    def check_out(self, page_ids: Ids | npt.NDArray[np.int64]) -> None:
+    def check_out(self, page_ids: IdArray) -> None:
         """Raises InvalidFree where `free_pages(page_ids)` would."""
-        check_given_back(page_ids, self._out, group=self.name)
+        if len(page_ids):
+            self._out.check(page_ids, group=self.name)
 
     def _released_ids(self) -> Ids:
         return np.concatenate(self._released) if self._released else np.empty(0, dtype=np.int32)
@@ -274,3 +276,32 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._free = FreeList(np.sort(everything), self.num_pages)
         self._released = []
         self._num_released = 0
+
+
+def slots_in_pages(
+    ids: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    stops: npt.NDArray[np.int64],
+    page_size: int,
+) -> Ids:
+    """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`.
+
+    `ids` are the `counts[i]` pages (or frames) that hold them, packed too. Work is done for each page, and for tokens
+    only what it takes to write them out.
+    """
+    if not len(ids):
+        return np.empty(0, dtype=np.int32)
+    ends = np.cumsum(counts)
+    nonempty = counts > 0
+    first, last = (ends - counts)[nonempty], ends[nonempty] - 1
+    lengths = np.full(len(ids), page_size, dtype=np.int64)
+    skipped = starts[nonempty] % page_size
+    lengths[first] -= skipped
+    lengths[last] -= -stops[nonempty] % page_size
+    offsets = ids * page_size
+    offsets[first] += skipped
+    offsets -= np.cumsum(lengths) - lengths
+    slots = np.repeat(offsets.astype(np.int32), lengths)
+    slots += np.arange(len(slots), dtype=np.int32)
+    return slots

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidFree
 from quire.spec.ids import Bools, Ids
+
+IdArray = npt.NDArray[np.signedinteger[Any]]
 
 
 class FreeList:
@@ -58,21 +62,91 @@ class FreeList:
         self._ring[: len(ids) - first] = ids[first:]
 
 
-def check_given_back(ids: Ids | npt.NDArray[np.int64], out: Bools, *, group: str, noun: str = "page") -> None:
-    """Raises InvalidFree unless these are distinct ids that are out. `out[id]` says whether an id is; 0 never is."""
-    if not len(ids):
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 1 or high >= len(out):
-        raise InvalidFree(
-            f"group '{group}': {noun} {low if low < 1 else high} given back, but this pool hands out {noun}s 1 to "
-            f"{len(out) - 1}."
-        )
-    if not out[ids].all():
-        wrong = ids[~out[ids]]
-        raise InvalidFree(f"group '{group}': {noun} {int(wrong[0])} given back, but it is not out (freed twice?).")
-    if len(ids) > 1:
+class OutIds:
+    """Which ids of a pool are handed out: one int32 for each, above zero while it is out. Id 0 never is.
+
+    What is not out holds minus its place in the call that gave it back, which is how a call that names an id twice is
+    noticed without sorting: the id holds one place and was given at two.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = np.zeros(capacity + 1, dtype=np.int32)
+        self._places = -np.arange(64, dtype=np.int32)
+
+    def __len__(self) -> int:
+        """Ids there are, 0 among them."""
+        return len(self._stamps)
+
+    def copy(self) -> OutIds:
+        """An independent copy. O(ids)."""
+        other = OutIds(0)
+        other._stamps = self._stamps.copy()
+        return other
+
+    def hold(self, ids: Ids | slice) -> Bools:
+        """Per id: whether it is out."""
+        out: Bools = self._stamps[ids] > 0
+        return out
+
+    def mark(self, ids: Ids) -> None:
+        """These are out now."""
+        self._stamps[ids] = 1
+
+    def check(self, ids: IdArray, *, group: str, noun: str = "page") -> None:
+        """Raises InvalidFree where `take_back` would."""
+        try:
+            stamps = self._stamps[_unsigned(ids)]
+        except IndexError:
+            raise self._wrong(ids, group, noun) from None
+        if np.count_nonzero(stamps > 0) != len(ids):
+            raise self._wrong(ids, group, noun)
+        if len(ids) > 1:
+            self._place(ids, group, noun)
+            self._stamps[ids] = 1
+
+    def take_back(self, ids: IdArray, *, group: str, noun: str = "page") -> None:
+        """These distinct ids are no longer out. Raises InvalidFree, changing nothing, if one is not, or is named twice.
+
+        O(ids given back).
+        """
+        try:
+            stamps = self._stamps[_unsigned(ids)]
+        except IndexError:
+            raise self._wrong(ids, group, noun) from None
+        if np.count_nonzero(stamps > 0) != len(ids):
+            raise self._wrong(ids, group, noun)
+        self._place(ids, group, noun)
+
+    def _place(self, ids: IdArray, group: str, noun: str) -> None:
+        count = len(ids)
+        if count > len(self._places):
+            self._places = -np.arange(2 * count, dtype=np.int32)
+        places = self._places[:count]
+        self._stamps[ids] = places
+        if np.count_nonzero(self._stamps[ids] == places) != count:
+            self._stamps[ids] = 1
+            raise self._wrong(ids, group, noun)
+
+    def _wrong(self, ids: IdArray, group: str, noun: str) -> InvalidFree:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 1 or high >= len(self._stamps):
+            return InvalidFree(
+                f"group '{group}': {noun} {low if low < 1 else high} given back, but this pool hands out {noun}s 1 to "
+                f"{len(self._stamps) - 1}."
+            )
+        stray = ids[self._stamps[ids] <= 0]
+        if len(stray):
+            return InvalidFree(f"group '{group}': {noun} {int(stray[0])} given back, but it is not out (freed twice?).")
         ordered = np.sort(ids)
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(twice):
-            raise InvalidFree(f"group '{group}': {noun} {int(twice[0])} given back twice in one call.")
+        return InvalidFree(f"group '{group}': {noun} {int(twice[0])} given back twice in one call.")
+
+
+def _unsigned(ids: IdArray) -> npt.NDArray[Any]:
+    """The ids as an index that a negative one is out of, instead of counting from the end. Raises IndexError itself for
+    wide ids, of which the index keeps the sign."""
+    if ids.dtype == np.int32:
+        return ids.view(np.uint32)
+    if np.minimum.reduce(ids, initial=0) < 0:
+        raise IndexError
+    return ids

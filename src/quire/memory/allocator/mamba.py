@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
-from quire.memory.allocator.free_list import FreeList, check_given_back
+from quire.memory.allocator.free_list import FreeList, OutIds
 from quire.spec.ids import Bools, Ids
 
 HOST = "cpu"
@@ -56,12 +56,12 @@ class MambaSlotAllocator:
 
     def is_out(self, slot_ids: Ids | slice) -> Bools:
         """Per slot id: whether it is handed out."""
-        return self._out[slot_ids]
+        return self._out.hold(slot_ids)
 
     def clear(self) -> None:
         """Forget everything handed out: all slots are free, in ascending order, and no group is open."""
         self._free = FreeList(np.arange(1, self.size + 1, dtype=np.int32), self.size)
-        self._out = np.zeros(self.size + 1, dtype=np.bool_)
+        self._out = OutIds(self.size)
         self._group: Ids | None = None
 
     # -- handing out
@@ -76,7 +76,7 @@ class MambaSlotAllocator:
         else:
             self._check_room(need_size, len(self._group))
             slots, self._group = self._group[:need_size], self._group[need_size:]
-        self._out[slots] = True
+        self._out.mark(slots)
         return slots
 
     def alloc_group_begin(self, num_requests: int) -> None:
@@ -123,8 +123,7 @@ class MambaSlotAllocator:
         if slots.dtype.kind not in "iu":
             raise InvalidFree(f"group '{self.name}': slots given back as {slots.dtype}, but ids are integers.")
         slots = slots.astype(np.int64)
-        check_given_back(slots, self._out, group=self.name, noun="slot")
-        self._out[slots] = False
+        self._out.take_back(slots, group=self.name, noun="slot")
         self._free.push_back(slots.astype(np.int32))
 
     # -- inside

@@ -29,9 +29,12 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
 
         Pages without a frame are passed over.
         """
-        had: Ids = pages[self.resident(pages)]
-        self.allocator.free_pages(np.sort(self.frames.unbind(self.tier, self.group, had)))
-        return had
+        frames = self.column[pages]
+        if np.count_nonzero(frames) != len(frames):
+            pages, frames = pages[frames != 0], frames[frames != 0]
+        self.frames.unbind_all(self.tier, self.group, pages)
+        self.allocator.free_pages(np.sort(frames))
+        return pages
 
     def hand_over(self, old_pages: Ids, new_pages: Ids) -> None:
         """The frames of `old_pages`, all resident, become those of `new_pages`, none resident, in order.

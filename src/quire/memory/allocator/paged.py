@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.memory.allocator.free_list import IdArray
 from quire.spec.ids import Ids
 
 
@@ -16,7 +16,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def __init__(self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full") -> None:
         super().__init__(size, page_size, need_sort=need_sort, name=name)
 
-    def pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def pages_of(self, slots: IdArray) -> IdArray:
         """Distinct, in ascending order."""
         return np.unique(slots // self.page_size)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.memory.allocator.free_list import IdArray
 from quire.spec.ids import Ids
 
 
@@ -15,7 +13,7 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def __init__(self, size: int, *, need_sort: bool = False, name: str = "full") -> None:
         super().__init__(size, 1, need_sort=need_sort, name=name)
 
-    def pages_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def pages_of(self, slots: IdArray) -> IdArray:
         """The slots themselves: a slot named twice is a page freed twice."""
         return slots
 

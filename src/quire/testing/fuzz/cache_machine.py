@@ -66,6 +66,7 @@ class CacheMachine:
         self._vocabulary = choices.between(1, 3)
         self._batches: dict[Step, list[Sequence]] = {}
         self._earlier: tuple[int, PrefixHit] | None = None
+        self._running = cache.batch([])
         self._verbs: dict[str, Callable[[Choices], Did]] = {name: getattr(self, name) for name in WEIGHTS}
         self.did: Did = ("make a cache",)
 
@@ -148,6 +149,8 @@ class CacheMachine:
         """Room for more tokens in some requests, now and then with an allocation that fails on the way."""
         model, size = self.model, self.model.page_size
         batch = choices.some_of(model.live)
+        if choices.chance(25):
+            return self._decode(choices, batch)
         most = 1 if choices.chance(30) else 2 * size + 1
         counts = [self._count(choices, s, most) for s in batch]
         if sum(counts) // size > model.free() + model.evictable() and choices.chance(90):
@@ -161,6 +164,20 @@ class CacheMachine:
             self.did += (": refused",)
         if self._faults is not None:
             self._faults.disarm()
+        return self.did
+
+    def _decode(self, choices: Choices, batch: list[Sequence]) -> Did:
+        """Room for the next token of requests that run together, mostly those of the last time."""
+        if not self._running.kvs or not all(kv.alive for kv in self._running.kvs) or choices.chance(20):
+            self._running = self.cache.cache.batch([s.kv for s in batch])
+        if any(self.cache.allocated(kv) == self.context for kv in self._running.kvs):
+            return ("extend nothing",)
+        rows = [self.cache.followed(kv) for kv in self._running.kvs]
+        self.did = "extend", [self.model.live.index(s) for s in rows], "by the next token"
+        try:
+            self.cache.extend(self._running, 1)
+        except OutOfPages:
+            self.did += (": refused",)
         return self.did
 
     def launch(self, choices: Choices) -> Did:

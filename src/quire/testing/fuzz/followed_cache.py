@@ -15,6 +15,7 @@ import numpy as np
 from quire.cache import KVCache, PrefixHit
 from quire.cache.picture import Picture
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
@@ -104,17 +105,20 @@ class FollowedCache:
         self._check("begin")
         return kv
 
-    def extend(self, kvs: Sequence[RequestKV], counts: Sequence[int]) -> None:
+    def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int]) -> None:
         """As the cache's: room for all of it or, where it does not fit, an error that says why, and no change."""
         model, size = self.model, self.page_size
-        batch = [self._of[kv] for kv in kvs]
+        asked = counts
+        batch = [self._of[kv] for kv in (kvs.kvs if isinstance(kvs, RunningBatch) else kvs)]
+        counts = [counts] * len(batch) if isinstance(counts, int) else counts
+        self.happened["running batch"] += isinstance(kvs, RunningBatch)
         firsts = [-(-s.allocated // size) for s in batch]
         wanted = sum([-(-(s.allocated + n) // size) for s, n in zip(batch, counts, strict=True)]) - sum(firsts)
         free = model.free()
         short = self._short(batch, wanted)
         if short is not None:
             unchanged = self.watch.picture.held()
-            error = self._refused(short[0], lambda: self.cache.extend(kvs, counts))
+            error = self._refused(short[0], lambda: self.cache.extend(kvs, asked))
             found = (error.group, error.wanted, error.free, error.evictable)
             assert found == short, f"the error says {found}: {short}"
             self._check("extend")
@@ -122,7 +126,7 @@ class FollowedCache:
             raise error
         afterwards = self._untouched(batch, firsts)
         try:
-            self.cache.extend(kvs, counts)
+            self.cache.extend(kvs, asked)
         except OutOfPages as error:
             if self._faults is None or not self._faults.take(error):
                 raise AssertionError(f"an allocation was refused that fits: {error}") from error
@@ -238,7 +242,7 @@ class FollowedCache:
         unpinned = len(set(self.names.ends[name][:usable]) - model.leased()) if usable else 0
         found = (hit.num_pages, hit.num_tokens)
         assert found == (usable, usable * size), f"match finds (pages, tokens) {found}, and {usable} pages can be used"
-        found = (hit.held_back, hit.pinned[-1])
+        found = (hit.held_back, hit.match.num_evictable(usable))
         expected = ((matched - usable) * size, unpinned)
         assert found == expected, f"match says (tokens held back, pages pinned) {found}: {expected}"
         assert bool(hit.limited_by) == (usable < limit), f"match is limited by '{hit.limited_by}'"

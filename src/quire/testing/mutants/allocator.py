@@ -81,18 +81,3 @@ def a_failed_allocation_keeps_what_it_has(patch: Patch) -> None:
     """When a group runs out half way, the pages of the others are lost."""
     patch.setattr(PageFrames, "untake", lambda group, frames: None)
     patch.setattr(SlotFrames, "untake", lambda group, frames: None)
-
-
-@mutant("cache", field.OFF_BY_ONE)
-def decode_crosses_one_token_late(patch: Patch) -> None:
-    """A decoding sequence gets its new page one token too late and writes into its neighbour."""
-
-    def alloc_decode(allocator: BaseTokenToKVPoolAllocator, seq_lens: Any, last_loc: Any) -> Ids:
-        seq, last = np.asarray(seq_lens), np.asarray(last_loc, dtype=np.int64)
-        crosses = seq % allocator.page_size == 0
-        pages = allocator.alloc_pages(int(np.count_nonzero(crosses)))
-        slots: Ids = (last + 1).astype(np.int32)
-        slots[crosses] = pages * np.int32(allocator.page_size)
-        return slots
-
-    patch.setattr(BaseTokenToKVPoolAllocator, "alloc_decode", alloc_decode)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from quire.cache import kv_cache
 from quire.cache.fences import Fences
-from quire.cache.groups import WholeGroup
+from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.spec.events import Namespace
@@ -22,11 +21,10 @@ def finish_frees_protected_pages(patch: Patch) -> None:
     """A request that ends releases what it shared twice over, once by itself and once with its pages."""
     real = KVCache._retire
 
-    def retire(cache: KVCache, retired: Any) -> None:
-        if retired.lease is not None:
-            shared = cache.tree.path_pages(retired.lease)
-            retired = replace(retired, pages=np.concatenate((shared[-1:], retired.pages)))
-        real(cache, retired)
+    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
+        if lease is not None:
+            pages = np.concatenate((cache.tree.path_pages(lease)[-1:], pages))
+        real(cache, pages, lease, given)
 
     patch.setattr(KVCache, "_retire", retire)
 
@@ -66,9 +64,8 @@ def tail_page_leaks(patch: Patch) -> None:
     """The last page of every request, full or in part, is lost."""
     real = KVCache._retire
 
-    def retire(cache: KVCache, retired: Any) -> None:
-        pages = retired.pages if retired.lease is None else retired.pages[:-1]
-        real(cache, replace(retired, pages=pages))
+    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
+        real(cache, pages if lease is None else pages[:-1], lease, given)
 
     patch.setattr(KVCache, "_retire", retire)
 
@@ -138,3 +135,15 @@ def evict_before_refusing(patch: Patch) -> None:
 def evictable_pages_do_not_count(patch: Patch) -> None:
     """A request that would fit after eviction is refused."""
     patch.setattr(WholeGroup, "num_evictable", property(lambda group: 0))
+
+
+@mutant("cache", field.STALE)
+def a_running_batch_is_not_read_again(patch: Patch) -> None:
+    """Requests that run together go on from lengths that something else has changed, and write over each other."""
+    real = KVCache._refresh
+
+    def refresh(cache: KVCache, batch: Any) -> None:
+        if batch.ended < 0:
+            real(cache, batch)
+
+    patch.setattr(KVCache, "_refresh", refresh)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from quire.cache.groups import PassingGroup, WholeGroup
+from quire.cache.groups import PassingGroup
 from quire.cache.kv_cache import KVCache
 from quire.prefix.reach import Chunk, Window
 from quire.testing.mutants import field
@@ -61,7 +60,7 @@ def eviction_ignores_windows(patch: Patch) -> None:
 @mutant("cache", field.DEAD)
 def a_window_is_not_revived(patch: Patch) -> None:
     """A page computed again keeps its cached twin without a window, and nobody resumes there ever after."""
-    patch.setattr(WholeGroup, "_revive", lambda self, ours, theirs: None)
+    patch.setattr(PassingGroup, "_revive", lambda self, ours, theirs: None)
 
 
 @mutant("cache", field.TWICE)
@@ -72,7 +71,7 @@ def a_revived_frame_is_freed_with_its_old_page(patch: Patch) -> None:
         missing = ~group.frames.resident(theirs)
         group.frames.column[theirs[missing]] = group.frames.column[ours[missing]]
 
-    patch.setattr(WholeGroup, "_revive", revive)
+    patch.setattr(PassingGroup, "_revive", revive)
 
 
 @mutant("cache", field.PINS)
@@ -91,5 +90,4 @@ def a_window_is_unpinned_twice(patch: Patch) -> None:
 @mutant("cache", field.EVICTED)
 def a_hit_outlives_its_window(patch: Patch) -> None:
     """A hit taken before its window was dropped is begun on."""
-    real = KVCache.is_current
-    patch.setattr(KVCache, "is_current", lambda self, hit: real(self, replace(hit, num_dropped=self._num_dropped)))
+    patch.setattr(KVCache, "is_current", lambda self, hit: hit.match.version == self.tree.version)
