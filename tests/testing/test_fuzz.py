@@ -62,12 +62,12 @@ def test_the_same_seed_does_the_same_in_any_process() -> None:
 def test_two_processes_share_the_seeds() -> None:
     heard: list[int] = []
     found = fuzz(Task("cache", 10, 2, operations=2_400), lambda tally: heard.append(tally.lives))
-    alone = lives("cache", 10, 600)
-    for seed in (11, 12, 13):
-        alone.add(run_life("cache", seed, 600))
+    alone = Tally()
+    for first in (10, 11):
+        alone.add(run_lives("cache", count(first, 2).__next__, operations=1_200))
     assert found.violation is None
-    assert (found.lives, found.digest, found.happened) == (4, alone.digest, alone.happened)
-    assert heard == [1, 2, 3, 4]
+    assert (found.lives, found.digest, found.happened) == (alone.lives, alone.digest, alone.happened)
+    assert heard == list(range(1, found.lives + 1))
 
 
 def test_a_violation_is_met_again_by_its_seed() -> None:

@@ -368,14 +368,6 @@ class KVCache:
         row = self._row_of(kv)
         return self._rows[row, : pages_for(int(self._allocated[row]), self.page_size)].copy()
 
-    def row_pages(self, kv: RequestKV, num_pages: int) -> Ids:
-        """Its first pages in order, a view that is good until the next operation."""
-        return self._rows[self._row_of(kv), :num_pages]
-
-    def row_books(self) -> tuple[bytes, bytes, bytes]:
-        """All rows' pages, allocated and committed tokens: for whoever compares what is with what was."""
-        return self._rows.tobytes(), self._allocated.tobytes(), self._committed.tobytes()
-
     def page_table(self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Lengths, group: int = 0) -> Ids:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded with frame 0 or with
         frames beyond `num_tokens`."""

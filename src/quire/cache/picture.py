@@ -52,7 +52,7 @@ class Requests:
         self.private: list[int] = []
         for kv in cache.live_requests:
             allocated = cache.allocated(kv)
-            pages: list[int] = cache.row_pages(kv, -(-allocated // size)).tolist()
+            pages: list[int] = cache._rows[kv.row, : -(-allocated // size)].tolist()
             self.rows.append(RowPicture(kv, allocated, cache.committed(kv), pages))
             self.private += pages[kv.lease.num_pages :]
 
@@ -134,7 +134,7 @@ class GroupPicture:
                     self.carried += given
                     self.readers += unpinned
             for row in rows:
-                self.readers += group.pinned(row.kv.row, cache.row_pages(row.kv, row.shared)).tolist()
+                self.readers += group.pinned(row.kv.row, cache._rows[row.kv.row, : row.shared]).tolist()
                 if group.reach.carried:
                     self.carried += group.frames_of(row.kv.row).tolist()
             self.pins = group.shelf.pins(_ALL).tolist()
@@ -175,7 +175,8 @@ class Picture:
 
     def _requests(self, cache: KVCache, before: Picture | None) -> Requests:
         live = cache.live_requests
-        books = (live, [kv.lease.num_pages for kv in live], *cache.row_books())
+        lengths = cache._allocated.tobytes(), cache._committed.tobytes()
+        books = (live, [kv.lease.num_pages for kv in live], cache._rows.tobytes(), lengths)
         if before is not None and before.requests.books == books:
             return before.requests
         return Requests(cache, books)
