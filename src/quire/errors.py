@@ -160,3 +160,10 @@ class AuditFailure(QuireError):
 
     code = "QUIRE-AUDIT-01"
     exit_code = 4
+
+
+class WrongContent(QuireError):
+    """A step of a simulated device read a page that does not hold what it must: missing, short, stale or foreign."""
+
+    code = "QUIRE-AUDIT-02"
+    exit_code = 4

@@ -14,7 +14,7 @@ from quire.errors import UnsupportedModel
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 
-COMMANDS = ("serve", "generate", "plan", "demo", "doctor", "fuzz")
+COMMANDS = ("serve", "generate", "plan", "replay", "demo", "doctor", "fuzz")
 NO_TORCH = """
 import sys
 from quire.cli import main
@@ -29,7 +29,8 @@ assert not heavy, heavy
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["serve", "--help"], ["demo", "--help"], ["plan", "--help"]]
+    "arguments",
+    [["--help"], ["--version"], ["serve", "--help"], ["demo", "--help"], ["plan", "--help"], ["replay", "--help"]],
 )
 def test_looking_is_cheap(arguments: list[str]) -> None:
     done = subprocess.run(

@@ -62,7 +62,7 @@ def no_state_where_prompts_part(patch: Patch) -> None:
 
 @mutant("reuse", "requests that come together and share a prefix each compute it, since no state is left for them")
 def a_leader_does_not_hear_who_waits(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_leader", lambda self, request, hit: None)
+    patch.setattr(Scheduler, "_leader", lambda self, request, hit, leaders: None)
 
 
 @mutant("reuse", "no test would see that checkpoints are skipped")

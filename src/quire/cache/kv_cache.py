@@ -15,12 +15,14 @@ step that was in flight at that moment has settled (`open_fence`, `close_fence`)
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.cache.audit import audit
 from quire.cache.carried import CarriedGroup
+from quire.cache.explain import explain_prompt
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
 from quire.cache.request_kv import RequestKV
@@ -29,6 +31,7 @@ from quire.cache.statistics import CacheStatistics, FrameCounts
 from quire.errors import InvalidInput, LeaseError, OutOfPages
 from quire.memory.allocator import carried_frames, page_allocator, passing_frames, slots_in_pages, whole_frames
 from quire.memory.frames import FrameTable
+from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import eviction_policy
 from quire.prefix.node import Lease
@@ -76,7 +79,12 @@ class PrefixHit:
 
 
 class KVCache:
-    """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller."""
+    """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller.
+
+    With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
+    and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
+    the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
+    """
 
     def __init__(
         self,
@@ -87,12 +95,22 @@ class KVCache:
         emit: Callable[[CacheEvent], None] | None = None,
         model_identity: bytes = b"",
         checkpoint_interval: int = CHECKPOINT_INTERVAL,
+        explains: bool = False,
+        remembered: int | None = None,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
+        self.explains = explains
+        self._seconds = seconds
         self.page_size = plan.page_size
         self.share_prefixes = share_prefixes
         self.tree = RadixCache(
-            plan.page_size, eviction_policy(eviction), emit=emit, identity=_identity(plan, model_identity)
+            plan.page_size,
+            eviction_policy(eviction),
+            emit=emit,
+            identity=_identity(plan, model_identity),
+            remembered=4 * plan.num_tokens if remembered is None else remembered,
+            seconds=seconds,
         )
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
         self.pages = page_allocator(plan.num_pages, plan.page_size, "pages")
@@ -111,6 +129,7 @@ class KVCache:
         self._committed = np.zeros(plan.max_requests, dtype=np.int64)
         self._live: dict[int, RequestKV] = {}
         self._prompt_tokens = self._hit_tokens = 0
+        self._causes = dict.fromkeys(map(str, Cause), 0)  # prompt tokens, while `explains`
         self._committed_pages = self._duplicate_pages = 0
         self._evicted_pages = self._evictions = self._peak_shared = 0
 
@@ -146,20 +165,22 @@ class KVCache:
         hit: PrefixHit | None = None,
         priority: int = 0,
         resumed: bool = False,
+        label: str = "",
     ) -> RequestKV:
         """Open a request on the cached prefix of `tokens`, which stays until `finish`. Takes no memory.
 
         Its first `num_cached` tokens are allocated and committed; the rest has to be computed. A request that is
-        `resumed` after a preemption is not counted again in the statistics. Raises OutOfPages when all `max_requests`
-        rows are taken.
+        `resumed` after a preemption is not counted again in the statistics. `label` names it to those whose prefixes
+        are evicted for it. Raises OutOfPages when all `max_requests` rows are taken.
         """
         if not self._free_rows:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
         if hit is None or not self.is_current(hit):
             hit = self.match(tokens, namespace)
+        explanation = self.explain(tokens, namespace, hit=hit) if self.explains else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
-        kv = RequestKV(row, namespace, lease, hit.num_tokens)
+        kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
         pages = hit.pages
         self._rows[row, : hit.num_pages] = pages
         for group in self._partial:
@@ -171,8 +192,18 @@ class KVCache:
         if not resumed:
             self._prompt_tokens += len(tokens)
             self._hit_tokens += hit.num_tokens
+            if explanation is not None:
+                for reason in explanation.reasons:
+                    self._causes[reason.cause] += reason.tokens
         self._peak_shared = max(self._peak_shared, self.tree.num_shared)
         return kv
+
+    def explain(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, hit: PrefixHit | None = None) -> Explanation:
+        """Why a prompt's prefix is cached as far as it is and not further: a cause for every token. Changes nothing."""
+        if hit is None or not self.is_current(hit):
+            hit = self.match(tokens, namespace)
+        parting = self.tree.parting(namespace, tokens)
+        return explain_prompt(len(tokens), self.page_size, hit.num_pages, hit.limited_by, parting, self._seconds())
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """These requests as one, for the verbs of a step. Make it again when one ends or another joins."""
@@ -197,7 +228,7 @@ class KVCache:
         have = -(-before // self.page_size)
         new = -(-after // self.page_size) - have
         num_new = int(new.sum())
-        self._make_room(rows, num_new)
+        self._make_room(rows, num_new, kvs)
         pages = self._grow(rows, num_new)
         if len(rows) == 1:
             self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
@@ -216,7 +247,7 @@ class KVCache:
         crossing = np.flatnonzero(lengths % size == 0)
         num_new = len(crossing)
         if num_new or self._carries:
-            self._make_room(rows, num_new)
+            self._make_room(rows, num_new, batch)
             pages = self._grow(rows, num_new)
             if num_new:
                 self._flat_rows[rows[crossing] * self._rows.shape[1] + lengths[crossing] // size] = pages
@@ -287,6 +318,7 @@ class KVCache:
         row = self._row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
+            kv.lease.node.answer = len(tokens) - kv.num_prompt
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
         private = self._rows[row, first:last].copy()
         given: list[Given] = []
@@ -302,9 +334,9 @@ class KVCache:
         self._ended += 1
         self._retire(private, kv.lease, given)
 
-    def evict(self, num_pages: int) -> int:
-        """Forget up to `num_pages` cached pages that no request holds; returns how many were."""
-        victims = self.tree.evict(num_pages)
+    def evict(self, num_pages: int, cause: str = "") -> int:
+        """Forget up to `num_pages` cached pages that no request holds, for `cause`; returns how many were."""
+        victims = self.tree.evict(num_pages, cause)
         self._evicted_pages += len(victims)
         self._evictions += bool(len(victims))
         self._give_back(victims)
@@ -392,6 +424,11 @@ class KVCache:
         self._refresh(batch)
         return batch.slots[self._place[group]].copy()
 
+    @property
+    def gives_back_early(self) -> bool:
+        """Whether what settles sets frames free, so that it is worth a commit at the end of every page."""
+        return bool(self._partial)
+
     def at_once(self, kv: RequestKV, count: int) -> int:
         """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
         a request gives back what it has passed: the rest fits when these have settled."""
@@ -462,6 +499,7 @@ class KVCache:
         return CacheStatistics(
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,
+            explained_tokens=dict(self._causes) if self.explains else {},
             committed_pages=self._committed_pages,
             duplicate_pages=self._duplicate_pages,
             evicted_pages=self._evicted_pages,
@@ -508,12 +546,14 @@ class KVCache:
         if min(hit.num_matched, end) > hit.num_pages:
             kv.marks[min(hit.num_matched, end)] = Rank.USED
 
-    def _make_room(self, rows: Rows, num_new: int) -> None:
+    def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
         Whole pages go where pages are short, or frames of a group that has all of them; where another group is short,
         its frames of cached pages go, and the pages stay.
         """
+        if not self._partial and num_new <= min(self.pages.num_free_pages, *[group.num_free for group in self.groups]):
+            return
         wanted = [group.wanted(rows, num_new) for group in self.groups]
         free, evictable = self.pages.num_free_pages, self.tree.num_evictable
         short = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(self.groups, wanted, strict=True)]
@@ -530,7 +570,8 @@ class KVCache:
         whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
         missing = max(num_new - free, *whole, 0)
         if missing > 0:
-            self.evict(missing)
+            asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
+            self.evict(missing, asking[0].label if len(asking) == 1 else f"{len(asking)} running requests")
         for group, n in zip(self.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.observe.explain import Explanation
 from quire.prefix.node import Lease
 from quire.prefix.shelf import Rank
 from quire.spec.events import Namespace
@@ -17,13 +18,25 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = ("lease", "marks", "namespace", "num_cached", "row")
+    __slots__ = ("explanation", "label", "lease", "marks", "namespace", "num_cached", "num_prompt", "row")
 
-    def __init__(self, row: int, namespace: Namespace, lease: Lease, num_cached: int) -> None:
+    def __init__(
+        self,
+        row: int,
+        namespace: Namespace,
+        lease: Lease,
+        num_cached: int,
+        num_prompt: int,
+        label: str = "",
+        explanation: Explanation | None = None,
+    ) -> None:
         self.row = row
         self.namespace = namespace
         self.lease = lease
         self.num_cached = num_cached  # tokens of the hit it began with
+        self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
+        self.label = label  # what others call it
+        self.explanation = explanation  # why it was no more, where the cache explains
         self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones
 
     @property

@@ -33,11 +33,13 @@ class CacheStatistics:
     """Counters since the start, in tokens or pages, and gauges of now.
 
     `hit_tokens` counts prompt tokens found cached when a request began; `prompt_tokens` all prompt tokens of those
-    requests. `shared_pages` are cached pages that two or more running requests hold now.
+    requests; `explained_tokens` are these by cause, where the cache explains. `shared_pages` are cached pages that two
+    or more running requests hold now.
     """
 
     prompt_tokens: int
     hit_tokens: int
+    explained_tokens: dict[str, int]
     committed_pages: int
     duplicate_pages: int
     evicted_pages: int

@@ -12,6 +12,7 @@ from quire.cli.doctor import doctor
 from quire.cli.fuzz import fuzz
 from quire.cli.generate import generate
 from quire.cli.plan import plan
+from quire.cli.replay import replay
 from quire.cli.serve import serve
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(plan)
+app.command()(replay)
 app.command()(demo)
 app.command()(doctor)
 app.command()(fuzz)

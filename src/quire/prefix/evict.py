@@ -1,71 +1,195 @@
-"""Eviction policies: which cached leaf goes first. One class of a line or two each."""
+"""Eviction policies: which cached leaf goes first. The tree reports what happens to nodes; a policy names the victims.
+
+Most policies are an order: a key of a line or two per leaf, kept in a heap (`Order`). Those that need more than a key
+keep their own queues. The policy that learns, and is the default, is in `hit_density.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from quire.errors import InvalidInput
+from quire.prefix.hit_density import HitDensity
+from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import Node
 
+SMALL_SHARE = 0.1  # of the leaves: what S3-FIFO keeps on probation, as published
 
-class EvictionPolicy(Protocol):
-    """Orders leaves: the smallest key is evicted first. A key may change only while the node is leased."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+class Order(EvictionPolicy, ABC):
+    """Leaves by a key, the smallest first. A leaf's key is taken when it becomes evictable and may change only while
+    it is not. O(log leaves) per leaf."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, ...], int, Node]] = []
+        self._ticket = 0
+        self._waiting = 0  # entries after the last clean-up: half of them may be outdated before the next
+
+    @abstractmethod
+    def key(self, node: Node) -> tuple[float, ...]:
         """The node's place in the order."""
 
+    def offered(self, node: Node) -> None:
+        self._ticket += 1
+        node.ticket = self._ticket
+        heapq.heappush(self._heap, (self.key(node), node.ticket, node))
+        if len(self._heap) > 64 + 2 * self._waiting:
+            self._heap = [entry for entry in self._heap if entry[2].is_candidate(entry[1])]
+            heapq.heapify(self._heap)
+            self._waiting = len(self._heap)
 
-class LRU:
+    def victim(self) -> Node | None:
+        while self._heap:
+            key, ticket, node = heapq.heappop(self._heap)
+            if node.is_candidate(ticket):
+                self.left(key)
+                return node
+        return None
+
+    def left(self, key: tuple[float, ...]) -> None:
+        """A victim with that key was taken."""
+
+    def candidates(self) -> Iterator[Node]:
+        return (node for _, ticket, node in self._heap if node.is_candidate(ticket))
+
+
+class LRU(Order):
     """Least recently used."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, node: Node) -> tuple[float, ...]:
         return (node.last_used,)
 
 
-class LFU:
+class LFU(Order):
     """Least often hit, then least recently used."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, node: Node) -> tuple[float, ...]:
         return (node.hits, node.last_used)
 
 
-class SLRU:
+class SLRU(Order):
     """Segmented: what was hit at most once goes before what was hit twice; least recently used within each."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
-        return (int(node.hits >= 2), node.last_used)
+    def key(self, node: Node) -> tuple[float, ...]:
+        return (node.hits >= 2, node.last_used)
 
 
-class FIFO:
+class FIFO(Order):
     """First stored, first out."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, node: Node) -> tuple[float, ...]:
         return (node.created,)
 
 
-class MRU:
+class MRU(Order):
     """Most recently used first: for loops longer than the pool."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, node: Node) -> tuple[float, ...]:
         return (-node.last_used,)
 
 
-class FILO:
+class FILO(Order):
     """Last stored, first out."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, node: Node) -> tuple[float, ...]:
         return (-node.created,)
 
 
-class Priority:
+class Priority(Order):
     """Lowest request priority first, then least recently used."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, node: Node) -> tuple[float, ...]:
         return (node.priority, node.last_used)
 
 
+class GDSF(Order):
+    """Greedy dual: hits since it was stored, on top of what the last victim had when the leaf became evictable.
+
+    A leaf is trimmed page by page and each page is worth the same computation, so cost over size is one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._floor = 0.0
+
+    def key(self, node: Node) -> tuple[float, ...]:
+        return (self._floor + 1 + node.hits, node.last_used)
+
+    def left(self, key: tuple[float, ...]) -> None:
+        self._floor = max(self._floor, key[0])
+
+
+class S3FIFO(EvictionPolicy):
+    """A short queue for what is new and a long one for what was hit there or came back soon after it went; in both,
+    a leaf that was hit since it was queued goes round once more for each hit, at most three times."""
+
+    def __init__(self) -> None:
+        self._queues: tuple[deque[tuple[int, Node]], ...] = (deque(), deque())
+        self._ticket = 0
+        self._waiting = 0
+
+    def stored(self, node: Node, ghost: object | None) -> None:
+        node.memo = _Place(long=ghost is not None)
+
+    def used(self, node: Node) -> None:
+        place = _place(node)
+        place.credit = min(3, place.credit + 1)
+
+    def merged(self, child: Node, parent: Node) -> None:
+        mine, its = _place(parent), _place(child)
+        mine.long |= its.long
+        mine.credit = max(mine.credit, its.credit)
+
+    def offered(self, node: Node) -> None:
+        self._ticket += 1
+        node.ticket = self._ticket
+        self._queues[_place(node).long].append((node.ticket, node))
+        if sum(map(len, self._queues)) > 64 + 2 * self._waiting:
+            for queue in self._queues:
+                live = [entry for entry in queue if entry[1].is_candidate(entry[0])]
+                queue.clear()
+                queue.extend(live)
+            self._waiting = sum(map(len, self._queues))
+
+    def victim(self) -> Node | None:
+        short, long = self._queues
+        while short or long:
+            from_short = len(short) > SMALL_SHARE * (len(short) + len(long)) or not long
+            ticket, node = (short if from_short else long).popleft()
+            if not node.is_candidate(ticket):
+                continue
+            place = _place(node)
+            if not place.credit:
+                return node
+            place.credit = 0 if from_short else place.credit - 1
+            place.long = True
+            self.offered(node)
+        return None
+
+    def candidates(self) -> Iterator[Node]:
+        return (node for queue in self._queues for ticket, node in queue if node.is_candidate(ticket))
+
+
+class _Place:
+    """What S3-FIFO knows of a node: in which queue it belongs, and how often it may still go round."""
+
+    __slots__ = ("credit", "long")
+
+    def __init__(self, long: bool = False) -> None:
+        self.long = long
+        self.credit = 0
+
+
+def _place(node: Node) -> _Place:
+    if not isinstance(node.memo, _Place):
+        node.memo = _Place()
+    return node.memo
+
+
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "density": HitDensity,
     "lru": LRU,
     "lfu": LFU,
     "slru": SLRU,
@@ -73,6 +197,8 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "mru": MRU,
     "filo": FILO,
     "priority": Priority,
+    "gdsf": GDSF,
+    "s3fifo": S3FIFO,
 }
 
 

@@ -31,19 +31,16 @@ class Holder(Protocol):
 
 
 class Ghost:
-    """An evicted edge: its tokens, what it was evicted for, and what it had been worth."""
+    """An evicted edge: its tokens, what it was evicted for, and what its node and the eviction policy knew of it."""
 
-    __slots__ = ("eviction", "ghosts", "hits", "holder", "key", "last_used", "returned")
+    __slots__ = ("eviction", "ghosts", "holder", "key", "memo", "turn")
 
-    def __init__(
-        self, holder: Holder, key: bytes, eviction: Eviction, hits: int, last_used: int, returned: int
-    ) -> None:
+    def __init__(self, holder: Holder, key: bytes, eviction: Eviction, turn: int, memo: object | None) -> None:
         self.holder: Holder | None = holder  # None once it is gone
         self.key = key
         self.eviction = eviction
-        self.hits = hits
-        self.last_used = last_used
-        self.returned = returned
+        self.turn = turn
+        self.memo = memo
         self.ghosts: dict[bytes, Ghost] = {}
 
 
@@ -57,24 +54,15 @@ class Ghosts:
         self._order: deque[Ghost] = deque()
         self.num_bytes = 0
 
-    def leave(
-        self,
-        holder: Holder,
-        key: bytes,
-        below: dict[bytes, Ghost],
-        eviction: Eviction,
-        hits: int,
-        last_used: int,
-        returned: int,
-    ) -> None:
-        """An edge with the tokens `key` below `holder` was evicted, and `below` are the ghosts that hung at its end."""
+    def leave(self, ghost: Ghost, below: dict[bytes, Ghost]) -> None:
+        """An edge was evicted, and `below` are the ghosts that hung at its end."""
         if not self.capacity:
             return
-        ghost = Ghost(holder, key, eviction, hits, last_used, returned)
-        self._hang(ghost, below)
-        holder.ghosts[key[: self._page_bytes]] = ghost
+        assert ghost.holder is not None
+        self.hang(ghost, below)
+        ghost.holder.ghosts[ghost.key[: self._page_bytes]] = ghost
         self._order.append(ghost)
-        self.num_bytes += len(key)
+        self.num_bytes += len(ghost.key)
         while self.num_bytes > self.capacity:
             oldest = self._order.popleft()
             if oldest.holder is not None:
@@ -94,7 +82,9 @@ class Ghosts:
 
     def hang(self, holder: Holder, below: dict[bytes, Ghost]) -> None:
         """These ghosts hang below `holder` from now on, which has none yet."""
-        self._hang(holder, below)
+        holder.ghosts = below
+        for ghost in below.values():
+            ghost.holder = holder
 
     def clear(self) -> None:
         """Forget them all."""
@@ -102,11 +92,6 @@ class Ghosts:
             oldest = self._order.popleft()
             if oldest.holder is not None:
                 self._forget(oldest)
-
-    def _hang(self, holder: Holder, below: dict[bytes, Ghost]) -> None:
-        holder.ghosts = below
-        for ghost in below.values():
-            ghost.holder = holder
 
     def _forget(self, ghost: Ghost) -> None:
         """Ghosts below one are older, so it has none any more."""

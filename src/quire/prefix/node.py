@@ -28,6 +28,7 @@ class Node:
     """
 
     __slots__ = (
+        "answer",
         "children",
         "created",
         "depth",
@@ -39,17 +40,16 @@ class Node:
         "last_used",
         "leases",
         "level",
+        "memo",
         "namespace",
         "parent",
         "priority",
-        "returned",
         "run",
         "ticket",
+        "turn",
     )
 
-    def __init__(
-        self, namespace: Namespace, parent: Node | None, key: bytes, run: bytes, depth: int, now: int, returned: int = 0
-    ) -> None:
+    def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, run: bytes, depth: int, now: int) -> None:
         self.namespace = namespace
         self.parent = parent
         self.key = key
@@ -61,12 +61,14 @@ class Node:
         self.held = 0
         self.level = 0
         self.hits = 0  # leases that began on a hit and ended here or in a child that is gone
-        self.returned = returned  # how often these tokens came back after they had been evicted
         self.last_used = now
         self.created = now
         self.priority = 0  # the highest priority of a request that used it
         self.hashes: tuple[PageHashes, ...] = ()  # of its pages, in runs as they came, while events are on
-        self.ticket = 0  # which entry of the eviction queue is the valid one
+        self.turn: int = 0 if parent is None else parent.turn + 1  # requests that lengthened the path, one by one
+        self.answer = 0  # tokens that the last request to end here had generated
+        self.memo: object | None = None  # the eviction policy's own
+        self.ticket = 0  # which entry of the policy's queue is the valid one; 0 once the node is gone
 
     @property
     def pages(self) -> Ids:
@@ -87,6 +89,10 @@ class Node:
     def is_leaf(self) -> bool:
         """No children: what eviction may take."""
         return not self.children
+
+    def is_candidate(self, ticket: int) -> bool:
+        """Whether an entry of the policy's queue is valid: the node's last one, and nobody needs the node since."""
+        return ticket == self.ticket and not self.level and not self.children
 
 
 class Lease:

@@ -13,23 +13,24 @@ What matching costs is one lookup and one comparison of memory for each edge; no
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.evict import EvictionPolicy
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
 from quire.prefix.hashing import PageHashes, namespace_seed
+from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import ID_BYTES, Lease, Node
+from quire.prefix.parting import TOKEN_BYTES, Parting, common_pages, find_parting
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids
 
-TOKEN_BYTES = 4
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
+_MOST_NAMESPACES = 64  # others that are looked at to explain a miss
 _LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
@@ -95,9 +96,8 @@ class RadixCache:
         self._identity = identity
         self._seconds = seconds
         self._roots: dict[Namespace, Node] = {}
+        self._beginnings: dict[bytes, dict[Node, None]] = {}  # which roots have a child with that first page
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
-        self._queue: list[tuple[tuple[int, ...], int, Node]] = []
-        self._ticket = 0
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self.num_pages = 0
@@ -138,7 +138,7 @@ class RadixCache:
                 break
             key = child.key
             if not data.startswith(key, at):
-                part = child.run[: _common_prefix(data, at, key, page_bytes) // page_bytes * ID_BYTES]
+                part = child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES]
                 break
             path.append(child)
             at += len(key)
@@ -168,6 +168,7 @@ class RadixCache:
         node.last_used = self._clock
         node.hits += 1
         node.priority = max(node.priority, priority)
+        self._policy.used(node)
         self._hold(node)
         return Lease(node, wanted, priority)
 
@@ -178,6 +179,12 @@ class RadixCache:
         node.last_used = self._clock
         self._let_go(node)
         self._offer(node)
+
+    def parting(self, namespace: Namespace, tokens: Ids) -> Parting:
+        """Where `tokens` leave what is cached, and what is known of what would have come next. Changes nothing."""
+        first = tokens[: self.page_size].tobytes()
+        others = (root for root in self._beginnings.get(first, ()) if root.namespace != namespace)
+        return find_parting(self._roots.get(namespace), tokens, self.page_size, islice(others, _MOST_NAMESPACES))
 
     # -- growing
 
@@ -204,10 +211,12 @@ class RadixCache:
             if data.startswith(child.key, at):
                 node = child
             else:
-                node = self._split(child, _common_prefix(data, at, child.key, page_bytes) // page_bytes)
+                node = self._split(child, common_pages(data, at, child.key, page_bytes) // page_bytes)
             runs.append(node.run)
             at += len(node.key)
         depth = at // page_bytes
+        if depth:
+            self._policy.used(node)
         if at < end:
             fresh = pages[depth:].tobytes()
             runs.append(fresh)
@@ -227,16 +236,13 @@ class RadixCache:
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Forget up to `num_pages` pages that no lease holds, in the policy's order, and return them.
 
-        A leaf loses its tail first, and only as much of it as is needed. O(evicted), plus a log per leaf. `cause` says
-        for whom, to those who ask later.
+        A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
+        to choose them. `cause` says for whom, to those who ask later.
         """
         runs: list[bytes] = []
         left = num_pages
         eviction = Eviction(cause, self._clock, self._seconds())
-        while left > 0 and self._queue:
-            _, ticket, node = heapq.heappop(self._queue)
-            if ticket != node.ticket or node.level or node.children:
-                continue
+        while left > 0 and (node := self._policy.victim()) is not None:
             taken = min(left, node.num_pages)
             runs.append(self._cut(node, node.num_pages - taken, eviction))
             left -= taken
@@ -270,8 +276,8 @@ class RadixCache:
         return self._roots.get(namespace)
 
     def queued(self) -> set[Node]:
-        """Nodes with a valid entry in the eviction queue. O(queue)."""
-        return {node for _, ticket, node in self._queue if ticket == node.ticket}
+        """Nodes that the policy could evict. O(its queues)."""
+        return set(self._policy.candidates())
 
     def path_pages(self, lease: Lease) -> Ids:
         """Page ids of the leased path, in order."""
@@ -327,9 +333,8 @@ class RadixCache:
         assert 0 < at < node.num_pages and node.parent is not None
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
-        upper = Node(
-            node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created, node.returned
-        )
+        upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
+        upper.answer, upper.memo = node.answer, node.memo
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.hashes, node.hashes = _cut_hashes(node.hashes, at)
@@ -360,40 +365,45 @@ class RadixCache:
             self.num_protected += len(run) // ID_BYTES
             return node
         while data:
-            size, below, returned = self._returning(node, data)
+            size, below, ghost = self._returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
-            leaf = Node(
-                node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock, returned
-            )
+            leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
             if below:
                 self.ghosts.hang(leaf, below)
+            if ghost is not None:
+                leaf.turn = max(leaf.turn, ghost.turn + 1)
             if self._emit is not None:
                 leaf.hashes = (self._stored(node, leaf.key),)
-            node.children[self._first_page(leaf)] = leaf
+            first = self._first_page(leaf)
+            node.children[first] = leaf
+            if node.parent is None:
+                self._beginnings.setdefault(first, {})[node] = None
+            self._policy.stored(leaf, ghost.memo if ghost is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
 
-    def _returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Ghost], int]:
-        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and how often it had been
-        evicted before. What came back is no ghost any more."""
+    def _returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Ghost], Ghost | None]:
+        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and the deepest of those
+        that its tokens bring back, which is no ghost any more."""
         holder: Holder = node
+        last: Ghost | None = None
         below: dict[bytes, Ghost] = {}
-        size = returned = 0
+        size = 0
         while size < len(data):
             ghost = holder.ghosts.get(data[size : size + self._page_bytes])
             if ghost is None:
-                return (size, below, returned) if below else (len(data), below, returned)
-            if size and (len(below) > 1 or ghost.returned + 1 != returned):
-                return size, below, returned
-            returned = ghost.returned + 1
-            common = _common_prefix(data, size, ghost.key, self._page_bytes)
+                return (size if below else len(data)), below, last
+            if size and len(below) > 1:
+                break
+            last = ghost
+            common = common_pages(data, size, ghost.key, self._page_bytes)
             whole = common == len(ghost.key)
             below = self.ghosts.take(ghost, common)
             size += common
             holder = ghost
             if not whole:
                 break
-        return size, below, returned
+        return size, below, last
 
     def _cut(self, node: Node, keep: int, eviction: Eviction) -> bytes:
         """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree. Returns the other ids."""
@@ -406,16 +416,22 @@ class RadixCache:
             for hashes in gone:
                 self._emit(PagesRemoved(node.namespace, hashes))
         cut = keep * self._page_bytes
-        holder, below = (node if keep else parent), node.ghosts
-        node.ghosts = {}
-        self.ghosts.leave(holder, node.key[cut:], below, eviction, node.hits, node.last_used, node.returned)
+        below, node.ghosts = node.ghosts, {}
+        self.ghosts.leave(Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo), below)
         run = node.run[keep * ID_BYTES :]
         if keep:
             node.key = node.key[:cut]
             node.run = node.run[: keep * ID_BYTES]
             self._offer(node)
             return run
-        del parent.children[self._first_page(node)]
+        first = self._first_page(node)
+        del parent.children[first]
+        if parent.parent is None:
+            del self._beginnings[first][parent]
+            if not self._beginnings[first]:
+                del self._beginnings[first]
+        node.ticket = 0
+        self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
@@ -431,12 +447,7 @@ class RadixCache:
             if not node.ghosts:
                 self._roots.pop(node.namespace, None)
             return
-        self._ticket += 1
-        node.ticket = self._ticket
-        heapq.heappush(self._queue, (self._policy.key(node), node.ticket, node))
-        if len(self._queue) > 64 + 4 * self.num_pages:
-            self._queue = [entry for entry in self._queue if entry[1] == entry[2].ticket and entry[2].level == 0]
-            heapq.heapify(self._queue)
+        self._policy.offered(node)
 
     def _forgotten(self, holder: Holder) -> None:
         """A ghost that hung there is gone."""
@@ -460,18 +471,6 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
     if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
         return False
     return key.startswith(tokens.data.cast("B")[: len(key)])
-
-
-def _common_prefix(data: bytes, at: int, key: bytes, unit: int) -> int:
-    """How many of the first bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
-    length = min(len(key), (len(data) - at) // unit * unit)
-    left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
-    right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)
-    differs = left != right
-    first = int(differs.argmax())
-    if not differs[first]:
-        return length
-    return first * TOKEN_BYTES // unit * unit
 
 
 def _cut_hashes(hashes: tuple[PageHashes, ...], at: int) -> tuple[tuple[PageHashes, ...], tuple[PageHashes, ...]]:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 import numpy as np
 
 from quire.cache.request_kv import RequestKV
+from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -57,6 +58,7 @@ class Request:
         self.num_settled = 0
         self.pending = 0
         self.num_cached = -1  # of its first admission; -1 before
+        self.explanation: Explanation | None = None  # of its first admission, where the cache explains
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None
@@ -93,9 +95,10 @@ class Request:
     @property
     def num_ready(self) -> int:
         """Tokens that could be launched now: none once the last one it may draw is on its way."""
-        if self.num_outputs + self.pending >= self.max_tokens or (self.pending and self.params.needs_history):
+        known = self.num_tokens + self.pending
+        if known - self.num_prompt_tokens >= self.max_tokens or (self.pending and self.params.needs_history):
             return 0
-        return self.num_known - self.num_launched
+        return known - self.num_launched
 
     @property
     def in_prefill(self) -> bool:

@@ -35,6 +35,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # sorted by Request.order
         self._running: list[Request] = []  # sorted by Request.order
         self._requests: dict[str, Request] = {}
+        self._decoding = cache.batch([])
         self._arrivals = 0
         self.num_preemptions = 0
 
@@ -80,14 +81,20 @@ class Scheduler:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
         batch = Batch()
         preempted = self.num_preemptions
-        ready = [request for request in self._running if request.num_ready]
-        decodes = [request for request in ready if request.num_ready == 1][: self._max_tokens]
-        self._grant(batch, [self._work(request, 1) for request in decodes])
-        for request in [request for request in ready if request.num_ready > 1]:
+        decodes: list[Work] = []
+        prefills: list[Request] = []
+        for request in self._running:
+            ready = request.num_ready
+            if ready == 1:
+                decodes.append(Work(request, request.kv, request.num_launched, 1, True))  # type: ignore[arg-type]
+            elif ready:
+                prefills.append(request)
+        self._grant_decodes(batch, decodes[: self._max_tokens])
+        for request in prefills:
             left = self._max_tokens - batch.num_tokens
             if left and request.state is RequestState.RUNNING:
                 self._grant(batch, [self._work(request, left)])
-        if preempted == self.num_preemptions:
+        if preempted == self.num_preemptions and self._waiting:
             self._admit(batch)
         for work in batch.works:
             work.request.num_launched += work.count
@@ -100,14 +107,15 @@ class Scheduler:
         Commits what has settled and ends requests that are done. Returns the requests that got a token, in order.
         """
         advanced = []
+        size, at_every_page = self._cache.page_size, self._cache.gives_back_early
         for work, token in zip(batch.works, drawn, strict=True):
             request = work.request
             if request.state is RequestState.FINISHED:
                 continue
             if request.kv is work.kv:
-                request.num_settled = work.start + work.count
-                if request.num_settled // self._cache.page_size > work.kv.lease.num_pages:
-                    self._cache.commit(work.kv, request.tokens[: request.num_settled])
+                request.num_settled = settled = work.start + work.count
+                if (at_every_page or work.count > 1) and settled // size > work.kv.lease.num_pages:
+                    self._cache.commit(work.kv, request.tokens[:settled])
             if token is not None:
                 request.pending -= 1
                 request.append(token)
@@ -117,6 +125,18 @@ class Scheduler:
         return advanced
 
     # -- inside
+
+    def _grant_decodes(self, batch: Batch, works: list[Work]) -> None:
+        """As `_grant` for requests that go on by one token each, which are mostly those of the step before."""
+        kvs = [work.kv for work in works]
+        if kvs != self._decoding.kvs:
+            self._decoding = self._cache.batch(kvs)
+        try:
+            self._cache.extend(self._decoding, 1)
+        except OutOfPages:
+            self._grant(batch, works)
+        else:
+            batch.works = works
 
     def _work(self, request: Request, limit: int) -> Work:
         assert request.kv is not None
@@ -143,7 +163,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         assert request.kv is not None and not request.pending
-        self._cache.finish(request.kv)
+        self._cache.finish(request.kv, request.tokens[: request.num_settled])
         self._running.remove(request)
         request.kv = None
         request.state = RequestState.WAITING
@@ -155,6 +175,8 @@ class Scheduler:
 
     def _admit(self, batch: Batch) -> None:
         hits: dict[str, PrefixHit] = {}
+        self._commit_settled()
+        leaders = self._leaders()
 
         def match(request: Request) -> PrefixHit:
             hit = hits.get(request.request_id)
@@ -170,7 +192,9 @@ class Scheduler:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return
             hit = match(request)
-            leader = self._leader(request, hit)  # also where nothing is left of the step: it hears of who waits for it
+            leader = self._leader(
+                request, hit, leaders
+            )  # also where nothing is left of the step: it hears of who waits for it
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader.request_id} is computing"
                 deferred += 1
@@ -179,6 +203,8 @@ class Scheduler:
             if not left or not self._fits(request, hit):
                 return
             self._begin(batch, request, hit, left)
+            if self._cache.share_prefixes:
+                leaders.append(request)
 
     def _begin(self, batch: Batch, request: Request, hit: PrefixHit, limit: int) -> None:
         request.kv = self._cache.begin(
@@ -187,23 +213,40 @@ class Scheduler:
             hit=hit,
             priority=request.priority,
             resumed=request.num_preemptions > 0,
+            label=request.request_id,
         )
         request.num_launched = request.num_settled = request.kv.num_cached
         if request.num_cached < 0:
             request.num_cached = request.kv.num_cached
+            request.explanation = request.kv.explanation
         request.state = RequestState.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
         self._grant(batch, [self._work(request, limit)])
 
-    def _leader(self, request: Request, hit: PrefixHit) -> Request | None:
-        """A running request that is computing more of this one's prefix than is cached: worth waiting for."""
+    def _commit_settled(self) -> None:
+        """What running requests have computed is there for the waiting ones. While nobody waits, nobody asks for it, so
+        that what a request draws is committed in one piece and not page by page."""
         if not self._cache.share_prefixes:
-            return None
+            return
         size = self._cache.page_size
-        for other in self._running:
-            at_an_end = other.num_settled % size == 0  # where it may have something still to leave
-            if other.kv is None or other.namespace != request.namespace or not (other.in_prefill or at_an_end):
+        for request in self._running:
+            if request.kv is not None and request.num_settled // size > request.kv.lease.num_pages:
+                self._cache.commit(request.kv, request.tokens[: request.num_settled])
+
+    def _leaders(self) -> list[Request]:
+        """Running requests that others may wait for: they compute a prompt, or have still to leave something where they
+        are now, at the end of a page."""
+        if not self._cache.share_prefixes:
+            return []
+        early, size = self._cache.gives_back_early, self._cache.page_size
+        return [other for other in self._running if other.in_prefill or (early and other.num_settled % size == 0)]
+
+    def _leader(self, request: Request, hit: PrefixHit, leaders: Sequence[Request]) -> Request | None:
+        """A running request that is computing more of this one's prefix than is cached: worth waiting for."""
+        size = self._cache.page_size
+        for other in leaders:
+            if other.kv is None or other.namespace != request.namespace:
                 continue
             shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
             if not other.in_prefill and shared * size != other.num_settled:

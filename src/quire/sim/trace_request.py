@@ -88,9 +88,13 @@ class Trace:
         return self._totals[1]
 
     @cached_property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Prompt and output tokens of each request."""
+        return tuple(planned.lengths or _lengths(self._built(planned)) for planned in self._planned)
+
+    @cached_property
     def _totals(self) -> tuple[int, int]:
-        lengths = [planned.lengths or _lengths(self._built(planned)) for planned in self._planned]
-        return sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths)
+        return sum(prompt for prompt, _ in self.lengths), sum(output for _, output in self.lengths)
 
     def _built(self, planned: Planned) -> TraceRequest:
         return planned.build(round(planned.arrival - self._start, 6))

@@ -79,6 +79,7 @@ class FollowedCache:
         hit: PrefixHit | None = None,
         priority: int = 0,
         resumed: bool = False,
+        label: str = "",
     ) -> RequestKV:
         """As the cache's; it begins on what it was matched with, if that still holds."""
         name = self._name(tokens, namespace)
@@ -90,7 +91,7 @@ class FollowedCache:
             self._check("begin")
             self._same(unchanged)
             raise error
-        kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed)
+        kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label)
         cached = kv.num_cached
         assert cached == expected.num_tokens, f"a request begins on {cached} tokens, {expected.num_tokens} were matched"
         self._of[kv] = s = Followed(

@@ -109,9 +109,9 @@ def pages_leak_when_frames_run_out(patch: Patch) -> None:
     """A refused allocation still took its page ids; only the frames were missing."""
     real = KVCache._make_room
 
-    def make_room(cache: KVCache, rows: Any, wanted: int) -> None:
+    def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
         try:
-            real(cache, rows, wanted)
+            real(cache, rows, wanted, kvs)
         except OutOfPages:
             cache.pages.alloc_pages(min(1, cache.pages.num_free_pages))
             raise
@@ -124,9 +124,9 @@ def evict_before_refusing(patch: Patch) -> None:
     """Everything cached is thrown away for a request that is refused anyway."""
     real = KVCache._make_room
 
-    def make_room(cache: KVCache, rows: Any, wanted: int) -> None:
+    def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
         cache.evict(max(0, wanted - cache.num_free_pages))
-        real(cache, rows, wanted)
+        real(cache, rows, wanted, kvs)
 
     patch.setattr(KVCache, "_make_room", make_room)
 

@@ -45,7 +45,7 @@ def preempt_the_first(patch: Patch) -> None:
 def leaders_may_be_waiting(patch: Patch) -> None:
     """Two requests with one prefix wait for each other, and neither is ever admitted."""
 
-    def leader(scheduler: Scheduler, request: Any, hit: Any) -> Any:
+    def leader(scheduler: Scheduler, request: Any, hit: Any, leaders: Any) -> Any:
         same = (other for other in scheduler.waiting if other is not request and other.tokens[0] == request.tokens[0])
         return next(same, None)
 

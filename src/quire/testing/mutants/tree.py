@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.prefix import radix_cache
+from quire.prefix import parting, radix_cache
 from quire.prefix.radix_cache import Insertion, RadixCache
 from quire.spec.events import Namespace, PagesRemoved
 from quire.testing.mutants import field
@@ -125,13 +125,13 @@ def adapter_and_salt_are_one_field(patch: Patch) -> None:
 @mutant("cache", field.OFF_BY_ONE)
 def match_is_not_page_aligned(patch: Patch) -> None:
     """A page that differs in its last tokens is taken for a match."""
-    real = radix_cache._common_prefix
+    real = parting.common_pages
 
     def common(data: bytes, at: int, key: bytes, unit: int) -> int:
-        tokens = real(data, at, key, radix_cache.TOKEN_BYTES)
+        tokens = real(data, at, key, 4)
         return min(len(key), (len(data) - at) // unit * unit, -(-tokens // unit) * unit)
 
-    patch.setattr(radix_cache, "_common_prefix", common)
+    patch.setattr(radix_cache, "common_pages", common)
 
 
 @mutant("cache", field.EVICTED)

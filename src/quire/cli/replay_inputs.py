@@ -1,0 +1,115 @@
+"""From the words of `quire replay` to what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.cli.plan_inputs import PlannedModel, planned_model
+from quire.errors import InvalidInput
+from quire.plan.budget import MemoryPlan
+from quire.plan.source import read_model_config
+from quire.prefix.evict import eviction_policy
+from quire.sim.clock import CostModel
+from quire.sim.comparison import Grid, SimulatedModel
+from quire.sim.pools import PLAIN, read_pool_sizes
+from quire.sim.replay import ReplaySettings
+from quire.spec.config_reader import ConfigReader
+
+_COSTS_LIKE = "llama-3.1-8b"
+"""What the steps of the plain model cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayWords:
+    """The options of `quire replay` as they were written."""
+
+    policy: str
+    pool_tokens: str
+    page_size: str
+    models: Sequence[str]
+    gpu: str
+    tp: int
+    prefill_rate: float | None
+    decode_ms: float | None
+    fit: bool
+    max_running: int
+    chunk: int
+    overlap: bool
+    order: str
+    check: str
+
+
+def grid_of(words: ReplayWords) -> Grid:
+    """What to compare. Raises InvalidInput for what cannot be understood, and what reading a model raises."""
+    policies = [part.strip() for part in words.policy.split(",")]
+    for name in policies:
+        eviction_policy(name)
+    if words.max_running < 1:
+        raise InvalidInput(f"--max-running is {words.max_running}.", fix="give at least 1.")
+    return Grid(
+        models=[_model(name, words) for name in words.models or (PLAIN,)],
+        policies=policies,
+        pools=read_pool_sizes(words.pool_tokens),
+        page_sizes=_page_sizes(words.page_size),
+        max_running=words.max_running,
+        settings=ReplaySettings(order=words.order, chunk=words.chunk, overlap=words.overlap, check=words.check),
+    )
+
+
+def _page_sizes(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InvalidInput(f"'{text}' are not page sizes.", fix="write them as 1,16,64.")
+    return found
+
+
+def _model(name: str, words: ReplayWords) -> SimulatedModel:
+    if name == PLAIN:
+        return SimulatedModel(cost=_cost(_COSTS_LIKE, words, plain=True))
+    cost = _cost(name, words, plain=False)
+    return SimulatedModel(name=name, spec=planned_model(name).spec, cost=cost)
+
+
+def _cost(name: str, words: ReplayWords, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
+    """The costs of a model's steps; those of a plain one are of the model of that name, whatever its pools hold."""
+    if words.fit:
+        from quire.sim.fit import fit_cost_model, measure_engine
+
+        fitted = fit_cost_model(measure_engine())
+        return lambda plan: fitted
+    if words.prefill_rate is not None or words.decode_ms is not None:
+        if words.prefill_rate is None or words.decode_ms is None:
+            raise InvalidInput("one of --prefill-rate and --decode-ms is missing.", fix="give both, or a --gpu.")
+        given = CostModel.from_flags(prefill_rate=words.prefill_rate, decode_ms=words.decode_ms)
+        return lambda plan: given
+    model = planned_model(name)
+    if model.weights is None:
+        raise InvalidInput(f"the weights of {name} cannot be estimated.", fix="give --prefill-rate and --decode-ms.")
+    weights, active = model.weights.bytes_on_rank(), _active_parameters(name, model)
+
+    def priced(plan: MemoryPlan) -> CostModel:
+        groups = model.spec.groups(plan.page_size) if plain else plan.groups
+        return CostModel.from_device(
+            words.gpu, model.spec, groups, weight_bytes=weights, active_parameters=active, ranks=words.tp
+        )
+
+    return priced
+
+
+def _active_parameters(name: str, model: PlannedModel) -> int:
+    """Parameters that one token goes through: of routed experts, those that are chosen."""
+    reader = ConfigReader(read_model_config(name)[0])
+    experts = reader.size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
+    chosen = reader.size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", default=experts)
+    assert model.weights is not None
+    routed = sum(
+        part.num_parameters
+        for layer in model.weights.layers
+        for part in layer.parts
+        if part.module in ("experts", "experts_beside")
+    )
+    return model.weights.num_parameters - (routed - routed * chosen // experts if experts else 0)

@@ -1,0 +1,71 @@
+"""Pictures of replays: hit rate against pool size, and what the pool held over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.errors import InvalidInput
+from quire.sim.comparison import Run
+
+
+def draw_runs(path: Path, title: str, runs: Sequence[Run]) -> None:
+    """Draw the runs of the first model and page size into `path`; its suffix says the format.
+
+    Left a line for each policy over the pool sizes, with the ideal and the optimum dashed; right the share of the pool
+    that requests held, and that was cached, in the run with the first policy and the largest pool. Raises InvalidInput
+    where the drawing library is missing, the format is unknown or the file cannot be written.
+    """
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise InvalidInput("--plot draws with matplotlib.", fix="pip install 'quire[plot]'.") from error
+    first = runs[0]
+    shown = [run for run in runs if (run.model, run.result.page_size) == (first.model, first.result.page_size)]
+    figure, (rates, pool) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    _draw_rates(rates, shown)
+    _draw_occupancy(pool, max(shown, key=lambda run: run.result.pool_tokens))
+    figure.suptitle(f"{title}: {first.model}, pages of {first.result.page_size}")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"{path} cannot be written: {error}.", fix="give a file such as replay.png or replay.svg."
+        ) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_rates(axis: Any, runs: Sequence[Run]) -> None:
+    runs = sorted(runs, key=lambda run: run.result.pool_tokens)
+    for policy in dict.fromkeys(run.result.policy for run in runs):
+        own = [run for run in runs if run.result.policy == policy]
+        pools = [run.result.pool_tokens for run in own]
+        axis.plot(pools, [run.result.hit_rate for run in own], marker="o", markersize=4, label=policy)
+    pools = [run.result.pool_tokens for run in runs]
+    axis.plot(pools, [run.optimal_hit_rate for run in runs], "--", color="#333333", label="optimum")
+    axis.plot(pools, [run.ideal_hit_rate for run in runs], "--", color="#aaaaaa", label="ideal")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(set(pools)), [f"{pool:,}" for pool in sorted(set(pools))], rotation=20, fontsize=8)
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("pool, tokens")
+    axis.set_title("hit rate")
+    axis.legend(fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_occupancy(axis: Any, run: Run) -> None:
+    samples = run.result.occupancy
+    times = [sample.time for sample in samples]
+    held, cached = [sample.held for sample in samples], [sample.cached for sample in samples]
+    axis.stackplot(times, held, cached, labels=("held by requests", "cached"), colors=("#3b6ea5", "#a9c4e0"))
+    axis.set_ylim(0, 1)
+    axis.set_xlabel("seconds of the virtual clock")
+    axis.set_title(f"share of a pool of {run.result.pool_tokens:,} tokens, {run.result.policy}")
+    axis.legend(fontsize=8, loc="lower right")
+    axis.spines[["top", "right"]].set_visible(False)

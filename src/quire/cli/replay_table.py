@@ -1,0 +1,123 @@
+"""The runs of `quire replay` as a person reads them: a table for each model, and progress while they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from quire.sim.comparison import Run
+from quire.sim.trace_request import Trace
+
+_COLUMNS = {
+    "policy": 0, "hit": 6, "of gap": 6, "evicted": 7, "preempts": 8, "TTFT": 7, "p99": 7, "out/s": 6, "manager": 7,
+    "digest": 0,
+}  # fmt: skip
+"""Columns of a table and their least widths; 0 for those that stand on the left."""
+
+
+def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
+    """A table for each model, page size and pool, in the order of the runs: its policies, and what they could reach."""
+    for (model, page_size, pool), group in groupby(runs, key=_place):
+        same = list(group)
+        share = pool / same[0].working_set_tokens if same[0].working_set_tokens else 0.0
+        table = Table(
+            title=f"{model}: pages of {page_size}, {pool:,} tokens, {share:.3g} of the working set",
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 1, 0, 0),
+        )
+        for name, width in _COLUMNS.items():
+            table.add_column(name, justify="right" if width else "left", no_wrap=True, min_width=width or 8)
+        for run in same:
+            table.add_row(*_row(run))
+        table.add_row("optimum", f"{same[0].optimal_hit_rate:.2%}", style="dim")
+        table.add_row("ideal", f"{same[0].ideal_hit_rate:.2%}", style="dim")
+        yield table
+
+
+def heading(trace: Trace, runs: Sequence[Run]) -> Text:
+    """The trace, and what of it was replayed."""
+    result, filled = runs[0].result, runs[0].working_set_tokens
+    return Text(
+        f"{trace.source}: {len(result.records):,} requests, {result.prompt_tokens:,} prompt and "
+        f"{result.output_tokens:,} output tokens; a working set of {filled:,}.\n"
+    )
+
+
+def remarks(runs: Sequence[Run]) -> Iterator[Text]:
+    """What a table does not say: requests that were refused, and why the first of them was; and what was checked."""
+    for run in runs:
+        refused = [record for record in run.result.records if record.refused]
+        if refused:
+            where = f"{run.model}, {run.result.policy}, {run.result.pool_tokens:,} tokens"
+            yield Text(
+                f"{where}: {len(refused):,} requests were refused. The first: {refused[0].refused}", style="yellow"
+            )
+    if runs and runs[0].result.checked != "off":
+        yield Text("Every page that a step read held what it must.", style="green")
+
+
+def _place(run: Run) -> tuple[str, int, int]:
+    return run.model, run.result.page_size, run.result.pool_tokens
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    result = run.result
+    first, late = result.first_token_seconds((50, 99))
+    return (
+        result.policy,
+        f"{result.hit_rate:.2%}",
+        "" if run.gap_closed is None else f"{run.gap_closed:.1%}",
+        _short(result.evicted_tokens),
+        f"{result.preemptions:,}",
+        f"{first:.2f} s",
+        f"{late:.2f} s",
+        f"{result.output_rate:,.0f}",
+        f"{result.manager_seconds:.2f} s",
+        result.digest[:8],
+    )
+
+
+def _short(count: int) -> str:
+    """A count in three or four digits."""
+    for size, name in ((10**6, "M"), (10**3, "k")):
+        if count >= 10 * size:
+            return f"{count / size:,.1f}{name}"
+    return f"{count:,}"
+
+
+class _Rate(ProgressColumn):
+    """Requests a second."""
+
+    def render(self, task: Task) -> Text:
+        """The rate of the run that goes on."""
+        return Text(f"{task.speed:,.0f} requests/s" if task.speed else "", style="dim")
+
+
+@contextmanager
+def progress_bar(requests: int) -> Iterator[Callable[[Run | str, int], None]]:
+    """A bar on the standard error stream, where that is a terminal, for runs of that many requests."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=requests)
+
+        def show(what: Run | str, ended: int) -> None:
+            if bar.disable:
+                return
+            if isinstance(what, Run):
+                rate = f"{what.result.hit_rate:.2%} hit in {what.result.wall_seconds:.1f} s"
+                bar.console.print(f"{what.model}, {what.result.policy}: {rate}", style="dim")
+            elif not ended:
+                bar.reset(task, description=what, total=requests)
+            else:
+                bar.update(task, completed=ended)
+
+        yield show

@@ -1,0 +1,197 @@
+"""HitDensity: evict first what earns the fewest hits for the pages and the time it takes. Learned while it runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.prefix.leaves import EvictionPolicy
+from quire.prefix.node import Node
+
+Table = NDArray[np.float64]
+
+TURNS, HITS, ANSWERS = 4, 3, 4  # levels of what tells leaves apart; the last level of each is open above
+KINDS = TURNS * HITS * ANSWERS
+STEPS_PER_OCTAVE = 4  # ages 19 % apart are told apart
+AGES = np.unique(np.round(2 ** (np.arange(17 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)).astype(np.int64))
+WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
+PRIOR = 20.0  # stays that the first guess counts for, and a kind's relatives count for against its own record
+MEMORY = 20_000  # reuses after which a record counts half
+RUNS = 256  # of candidates at most; more, and runs of neighbouring ages are merged
+
+_AGES = AGES.tolist()
+
+
+class Stay:
+    """From the last use of a path's end until its next. Nodes and ghosts of one path share it."""
+
+    __slots__ = ("kind", "open", "since")
+
+    def __init__(self, kind: int, since: int) -> None:
+        self.kind = kind
+        self.since = since
+        self.open = True
+
+
+class HitDensity(EvictionPolicy):
+    """Keeps the leaves whose pages are likely to be hit soon, as far as the past tells.
+
+    A *stay* begins when a path is left by its last user and ends when it is used again, cached or as a ghost. Its kind
+    is: the path's turn, hits on its end, tokens generated at its end. Per kind, a histogram of the ages at which stays
+    ended gives the chance that one of age `a` ends within the next `t` ticks, and how long its pages would be held
+    meanwhile. The greatest ratio of the two over all `t` is the leaf's worth: the hits per page and tick that keeping
+    it can earn. A tick is one stay begun, so nothing depends on a clock or on chance.
+
+    Candidates wait in runs of one kind and nearly one age. Runs are ranked anew every few ticks, so a victim costs one
+    `pop`, whatever the number of leaves.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._begun = np.zeros(KINDS)
+        self._reused = np.zeros((KINDS, len(AGES)))
+        self._num_reused = 0
+        self._runs: dict[tuple[int, int], list[tuple[int, Node]]] = {}  # by kind and epoch: since // self._epoch
+        self._epoch = 1
+        self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
+        self._rank_at = self._learn_at = 0
+        self._entries = self._waiting = 0
+        self._ticket = 0
+        self._table = worth(self._begun, self._reused)
+        self._worth: list[list[float]] = self._table.tolist()
+
+    # -- learning
+
+    def used(self, node: Node) -> None:
+        self._end(node.memo)
+        node.memo = None
+
+    def stored(self, node: Node, ghost: object | None) -> None:
+        self._end(ghost)
+        node.memo = None
+
+    def merged(self, child: Node, parent: Node) -> None:
+        # A path that one conversation lengthened lives and dies with it. One that several began on, such as a system
+        # prompt, has a record of its own.
+        parent.memo = child.memo if parent.hits < 2 else None
+
+    def _end(self, stay: object | None) -> None:
+        if isinstance(stay, Stay) and stay.open:
+            stay.open = False
+            self._reused[stay.kind, self._age(stay.since)] += 1
+            self._num_reused += 1
+
+    def _begin(self, node: Node) -> Stay:
+        self._now += 1
+        turn = min(node.turn, TURNS) - 1
+        answer = min(max(node.answer.bit_length() - 3, 0) // 2, ANSWERS - 1)  # under 16, 64, 256 tokens; more
+        stay = Stay((turn * HITS + min(node.hits, HITS - 1)) * ANSWERS + answer, self._now)
+        self._begun[stay.kind] += 1
+        node.memo = stay
+        return stay
+
+    def _age(self, since: int) -> int:
+        return bisect_right(_AGES, max(1, self._now - since)) - 1
+
+    # -- choosing
+
+    def offered(self, node: Node) -> None:
+        stay = node.memo if isinstance(node.memo, Stay) else self._begin(node)
+        self._ticket += 1
+        node.ticket = self._ticket
+        where = (stay.kind, stay.since // self._epoch)
+        run = self._runs.get(where)
+        if run is None:
+            if len(self._runs) >= RUNS:
+                self._merge_runs()
+                where = (stay.kind, stay.since // self._epoch)
+            run = self._runs.setdefault(where, [])
+            insort(self._ranked, (-self._worth[stay.kind][self._age(stay.since)], where))
+        run.append((node.ticket, node))
+        self._entries += 1
+        if self._entries > 64 + 2 * self._waiting:
+            self._clean()
+
+    def victim(self) -> Node | None:
+        if self._now >= self._rank_at:
+            self._rank()
+        while self._ranked:
+            where = self._ranked[-1][1]
+            run = self._runs[where]
+            while run:
+                ticket, node = run.pop()
+                self._entries -= 1
+                if node.is_candidate(ticket):
+                    return node
+            del self._runs[where]
+            self._ranked.pop()
+        return None
+
+    def candidates(self) -> Iterator[Node]:
+        return (node for run in self._runs.values() for ticket, node in run if node.is_candidate(ticket))
+
+    def _rank(self) -> None:
+        if self._now >= self._learn_at:
+            self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
+            self._table = worth(self._begun, self._reused)
+            self._worth = self._table.tolist()
+            if self._num_reused > MEMORY // 8:
+                self._num_reused = 0
+                self._begun *= 0.5**0.125
+                self._reused *= 0.5**0.125
+        self._rank_at = self._now + 4 + len(self._runs) // 4
+        where = list(self._runs)
+        kinds, epochs = np.array(where, dtype=np.int64).reshape(-1, 2).T
+        ages = (
+            np.searchsorted(AGES, np.maximum(1, self._now - epochs * self._epoch - self._epoch // 2), side="right") - 1
+        )
+        worths = -self._table[kinds, ages]
+        self._ranked = sorted(zip(worths.tolist(), where, strict=True))
+
+    def _merge_runs(self) -> None:
+        """Double the ages that one run spans. Amortised O(1) per stay: the next time takes twice as many of them."""
+        self._epoch *= 2
+        runs: dict[tuple[int, int], list[tuple[int, Node]]] = {}
+        for (kind, epoch), run in sorted(self._runs.items(), key=lambda item: item[0]):
+            runs.setdefault((kind, epoch // 2), []).extend(run)
+        self._replace_runs(runs)
+
+    def _clean(self) -> None:
+        """Drop entries of nodes that are no candidates any more."""
+        kept = {where: [entry for entry in run if entry[1].is_candidate(entry[0])] for where, run in self._runs.items()}
+        self._replace_runs({where: run for where, run in kept.items() if run})
+        self._waiting = self._entries = sum(map(len, self._runs.values()))
+
+    def _replace_runs(self, runs: dict[tuple[int, int], list[tuple[int, Node]]]) -> None:
+        self._runs = runs
+        self._ranked = []
+        self._rank_at = 0  # before the next victim
+
+
+def worth(begun: Table, reused: Table) -> Table:
+    """Per kind and age: the most hits per page and tick that keeping a leaf from this age on can earn.
+
+    `begun` counts stays by kind, `reused` those that ended by kind and age. A kind with a short record is taken to be
+    like its relatives, those that differ in the answer only, and they like all; with no record at all, reuse is the
+    less likely the older the leaf, which is LRU.
+    """
+    ages = np.arange(len(AGES))
+    guess = 0.5 * (ages + 3.0) ** -1.2 / ((ages + 3.0) ** -1.2).sum()
+    for _ in range(3):  # a histogram of few counts is mostly gaps
+        padded = np.pad(reused, ((0, 0), (1, 1)), mode="edge")
+        reused = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
+    for group in (KINDS, ANSWERS, 1):
+        mine = np.repeat(reused.reshape(-1, group, len(AGES)).sum(1), group, axis=0)
+        stays = np.repeat(begun.reshape(-1, group).sum(1), group)[:, None]
+        guess = (mine + PRIOR * guess) / (stays + PRIOR)
+    ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
+    hits = np.pad(np.cumsum(ends, 1), ((0, 0), (1, 0)))
+    held = np.pad(np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1), ((0, 0), (1, 0)))
+    best: Table = np.empty_like(ends)
+    for age in range(len(AGES)):
+        gained, spent = hits[:, age + 1 :] - hits[:, age, None], held[:, age + 1 :] - held[:, age, None]
+        best[:, age] = (gained / spent).max(1)
+    return best

@@ -1,0 +1,177 @@
+"""VirtualClock and CostModel: how long a step would take on a real device. An estimate, never a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidInput
+from quire.plan.devices import find_device
+from quire.spec.group import GroupSpec
+from quire.spec.layers import AttentionCall, CompressedCall, LatentCall
+from quire.spec.model import ModelSpec
+
+Lengths = npt.NDArray[np.int64]
+
+_COMPUTE_SHARE = 0.5  # of the published peak, that large matrix products reach
+_MEMORY_SHARE = 0.8  # of the published bandwidth, that streaming reads reach
+_LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
+_STORAGE_BANDWIDTH = 7e9  # an NVMe drive
+
+_FIGURES: Mapping[str, tuple[float, float, float]] = {
+    "a10-24gb": (125, 600, 32),
+    "a100-40gb": (312, 1555, 32),
+    "a100-80gb": (312, 2039, 32),
+    "b200-180gb": (2250, 8000, 64),
+    "h100-80gb": (989, 3350, 64),
+    "h100-nvl-94gb": (835, 3900, 64),
+    "h20-96gb": (148, 4000, 64),
+    "h200-141gb": (989, 4800, 64),
+    "l4-24gb": (121, 300, 32),
+    "l40s-48gb": (362, 864, 32),
+    "mi300x-192gb": (1307, 5300, 64),
+    "rtx-3090-24gb": (71, 936, 32),
+    "rtx-4090-24gb": (165, 1008, 32),
+    "rtx-5090-32gb": (209, 1792, 64),
+    "rtx-a6000-48gb": (155, 768, 32),
+    "rtx-pro-6000-96gb": (504, 1792, 64),
+    "t4-16gb": (65, 320, 16),
+    "v100-16gb": (125, 900, 16),
+    "v100-32gb": (125, 900, 16),
+}
+"""Published peaks: TFLOP/s of dense 16-bit matrix products with 32-bit sums, GB/s of memory, GB/s of the host's bus in
+one direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of a step, and of moving bytes.
+
+        launch + max(weights, token * new tokens) + pair * (query, key) pairs of prompts + keys read by single tokens
+
+    `reads` has a pair for each group: seconds for each key that a decoding token reads, and how many it reads at most
+    (0: all of its context). Bandwidths are bytes per second; tiers will use them.
+    """
+
+    launch: float
+    weights: float
+    token: float
+    pair: float
+    reads: tuple[tuple[float, int], ...]
+    host_bandwidth: float = 32e9
+    storage_bandwidth: float = _STORAGE_BANDWIDTH
+    source: str = "flags"
+
+    def __post_init__(self) -> None:
+        numbers = (self.launch, self.weights, self.token, self.pair, *(seconds for seconds, _ in self.reads))
+        if min(numbers) < 0 or not sum(numbers) > 0 or min(self.host_bandwidth, self.storage_bandwidth) <= 0:
+            raise InvalidInput("a step takes no time at all, or less.", fix="give times and bandwidths above zero.")
+
+    def seconds(self, starts: Lengths, ends: Lengths) -> float:
+        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, without the
+        launch."""
+        contexts = ends
+        tokens, pairs = int((ends - starts).sum()), 0
+        if tokens > len(ends):  # some requests compute more than one token
+            prompts = ends - starts > 1
+            contexts, first, last = ends[~prompts], starts[prompts], ends[prompts]
+            # Token p of a prompt reads p + 1 keys: the sum over starts..ends - 1 is a difference of triangles.
+            pairs = int((last * (last + 1) - first * (first + 1)).sum()) // 2
+        total = max(self.weights, self.token * tokens) + self.pair * pairs
+        for seconds, most in self.reads:
+            total += seconds * int((np.minimum(contexts, most) if most else contexts).sum())
+        return total
+
+    @classmethod
+    def from_device(
+        cls,
+        name: str,
+        spec: ModelSpec,
+        groups: tuple[GroupSpec, ...],
+        *,
+        weight_bytes: int,
+        active_parameters: int,
+        ranks: int = 1,
+    ) -> CostModel:
+        """From the published peaks of a device (`quire.plan.devices` has their names) and what a model computes and
+        reads. Half of the peak of products and four fifths of the bandwidth are assumed to be reached, and that `ranks`
+        devices share the work evenly. Raises InvalidInput for a device that is not known."""
+        if ranks < 1:
+            raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
+        device = find_device(name).name
+        tflops, memory, bus = _FIGURES[device]
+        compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * _MEMORY_SHARE
+        full, windowed = _pair_flops(spec)
+        reads = tuple(
+            (group.layout.bytes_per_token / bandwidth, group.reach.tokens)
+            for group in groups
+            if not group.reach.carried
+        )
+        return cls(
+            launch=_LAUNCH_S,
+            weights=weight_bytes / bandwidth,
+            token=(2 * active_parameters + windowed) / compute,
+            pair=full / compute,
+            reads=reads,
+            host_bandwidth=bus * 1e9 * _MEMORY_SHARE,
+            source=f"published peaks of {device}" + (f", {ranks} of them" if ranks > 1 else ""),
+        )
+
+    @classmethod
+    def from_flags(
+        cls, *, prefill_rate: float, decode_ms: float, pair_ns: float = 0.0, key_ns: float = 0.0, launch_ms: float = 0.5
+    ) -> CostModel:
+        """From plain numbers: prompt tokens per second, milliseconds of a decode step without its keys, nanoseconds for
+        a (query, key) pair of a prompt and for a key that a decoding token reads, milliseconds of a launch."""
+        if prefill_rate <= 0:
+            raise InvalidInput(f"a prefill rate of {prefill_rate} tokens/s.", fix="give a rate above zero.")
+        return cls(
+            launch=launch_ms / 1e3,
+            weights=decode_ms / 1e3,
+            token=1 / prefill_rate,
+            pair=pair_ns / 1e9,
+            reads=((key_ns / 1e9, 0),),
+        )
+
+
+def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
+    """Operations for each (query, key) pair in layers that read everything, and for each token in layers that read a
+    window. The selection of sparse layers is not counted off: they are priced as if they read everything."""
+    heads = spec.query_heads or 32
+    full = windowed = 0.0
+    for call in spec.calls:
+        if isinstance(call, AttentionCall):
+            flops = 2.0 * heads * (call.key_dim + call.value_dim)
+            full, windowed = (full, windowed + flops * call.window) if call.window else (full + flops, windowed)
+        elif isinstance(call, LatentCall):
+            full += 2.0 * heads * (2 * call.rank + call.rope_dim)
+        elif isinstance(call, CompressedCall):
+            full += 2.0 * heads * (2 * call.nope_dim + call.rope_dim) / max(1, call.ratio)
+    return full, windowed
+
+
+class VirtualClock:
+    """Time of a replay in seconds, and when the device will be free. It moves when it is told to, and never waits.
+
+    With steps in flight a launch costs the device nothing while it is busy; without, it stands still meanwhile.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.now = 0.0
+        self.busy = 0.0  # seconds in which the device computed
+        self._cost = cost
+        self._free_at = 0.0
+
+    def launch(self, starts: Lengths, ends: Lengths) -> float:
+        """A step is launched now; returns when it will have settled."""
+        seconds = self._cost.seconds(starts, ends)
+        self.busy += seconds
+        self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
+        return self._free_at
+
+    def move_to(self, time: float) -> None:
+        """Nothing happens before `time`."""
+        self.now = max(self.now, time)

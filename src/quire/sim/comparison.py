@@ -1,0 +1,174 @@
+"""Comparison: a trace replayed under several policies, pool and page sizes, beside what the best cache could hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from quire.plan.budget import MemoryPlan
+from quire.sim.clock import CostModel
+from quire.sim.ideal import ideal_hits, optimal_hit_tokens
+from quire.sim.page_runs import PageRuns
+from quire.sim.pools import PLAIN, PoolRequest, model_pools, plain_pools
+from quire.sim.replay import Replay, ReplaySettings
+from quire.sim.result import ReplayResult
+from quire.sim.trace_request import Trace
+from quire.spec.model import ModelSpec
+
+_BASELINE = "lru"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedModel:
+    """A model as far as a replay needs it: its groups (`spec` None: one that reads everything), and what its steps cost
+    on given pools."""
+
+    name: str = PLAIN
+    spec: ModelSpec | None = None
+    cost: Callable[[MemoryPlan], CostModel]
+
+    def pools(self, pool_tokens: int, page_size: int, wanted: PoolRequest) -> MemoryPlan:
+        """Pools for that many tokens. Raises what the planner raises."""
+        if self.spec is None:
+            return plain_pools(pool_tokens, page_size, wanted)
+        return model_pools(self.spec, pool_tokens, page_size, wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What to compare. A pool is a number of tokens or a part of the trace's working set."""
+
+    models: Sequence[SimulatedModel]
+    policies: Sequence[str]
+    pools: Sequence[int | Fraction]
+    page_sizes: Sequence[int]
+    max_running: int
+    settings: ReplaySettings
+
+    @property
+    def num_runs(self) -> int:
+        """Replays in all."""
+        return len(self.models) * len(self.policies) * len(self.pools) * len(self.page_sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens. `gap_closed` is
+    the part of the way from LRU's hits to the optimum's, None where LRU was not replayed or leaves nothing to win."""
+
+    model: str
+    trace: str
+    result: ReplayResult
+    working_set_tokens: int
+    ideal_hit_rate: float
+    optimal_hit_rate: float
+    gap_closed: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `quire replay --json` prints of it."""
+        result = self.result
+        first, late = result.first_token_seconds((50, 99))
+        return {
+            "trace": self.trace,
+            "model": self.model,
+            "policy": result.policy,
+            "page_size": result.page_size,
+            "pool_tokens": result.pool_tokens,
+            "working_set_tokens": self.working_set_tokens,
+            "requests": len(result.records),
+            "refused": result.count("refused"),
+            "aborted": result.count("abort"),
+            "prompt_tokens": result.prompt_tokens,
+            "output_tokens": result.output_tokens,
+            "hit_tokens": result.hit_tokens,
+            "hit_rate": result.hit_rate,
+            "ideal_hit_rate": self.ideal_hit_rate,
+            "optimal_hit_rate": self.optimal_hit_rate,
+            "gap_closed": self.gap_closed,
+            "evicted_tokens": result.evicted_tokens,
+            "preemptions": result.preemptions,
+            "ttft_p50_s": first,
+            "ttft_p99_s": late,
+            "output_tokens_per_s": result.output_rate,
+            "virtual_seconds": result.seconds,
+            "steps": result.steps,
+            "manager_seconds": result.manager_seconds,
+            "wall_seconds": result.wall_seconds,
+            "checked": result.checked,
+            "digest": result.digest,
+        }
+
+    def requests(self) -> list[dict[str, Any]]:
+        """A dictionary for each request, in the order of their ends."""
+        return [asdict(record) for record in self.result.records]
+
+
+def compare(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], None]) -> list[Run]:
+    """Replay the trace once for every combination, by model, page size, pool and policy.
+
+    `progress` is told, with the number of requests that have ended in this run, what is going on (a line of text), and
+    each run when it is over. Raises what planning and replaying raise.
+    """
+    found: list[Run] = []
+    for page_size in grid.page_sizes:
+        progress(f"pages of {page_size}: what an ideal cache hits", 0)
+        runs = PageRuns(trace, page_size)
+        ideal = ideal_hits(runs, page_size)
+        for pool in grid.pools:
+            tokens = int(ideal.working_set_tokens * pool) if isinstance(pool, Fraction) else pool
+            tokens = max(page_size, tokens - tokens % page_size)
+            progress(f"pages of {page_size}, {tokens:,} tokens: the optimum", 0)
+            optimal = optimal_hit_tokens(runs, page_size, tokens)
+            for model in grid.models:
+                for result in _replays(trace, grid, model, page_size, tokens, progress):
+                    run = Run(
+                        model=model.name,
+                        trace=trace.name,
+                        result=result,
+                        working_set_tokens=ideal.working_set_tokens,
+                        ideal_hit_rate=ideal.hit_rate,
+                        optimal_hit_rate=optimal / result.prompt_tokens if result.prompt_tokens else 0.0,
+                    )
+                    progress(run, len(result.records))
+                    found.append(run)
+    order = {model.name: at for at, model in enumerate(grid.models)}
+    return sorted(_with_gaps(found), key=lambda run: order[run.model])
+
+
+def _replays(
+    trace: Trace,
+    grid: Grid,
+    model: SimulatedModel,
+    page_size: int,
+    tokens: int,
+    progress: Callable[[Run | str, int], None],
+) -> Iterator[ReplayResult]:
+    lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
+    wanted = PoolRequest(lengths=lengths, max_running=grid.max_running, chunk=grid.settings.chunk)
+    plan = model.pools(tokens, page_size, wanted)
+    cost = model.cost(plan)
+    for policy in grid.policies:
+        what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"
+        progress(what, 0)
+        settings = replace(grid.settings, policy=policy)
+        result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
+        yield replace(result, pool_tokens=tokens)  # plans of windows only have more pages than that
+
+
+def _with_gaps(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the part of the gap that each closes, where there is an LRU run to compare with."""
+
+    def place(run: Run) -> tuple[str, int, int]:
+        return run.model, run.result.page_size, run.result.pool_tokens
+
+    baseline = {place(run): run.result.hit_rate for run in runs if run.result.policy == _BASELINE}
+    found = []
+    for run in runs:
+        least = baseline.get(place(run))
+        gap = None if least is None else run.optimal_hit_rate - least
+        closed = (run.result.hit_rate - least) / gap if least is not None and gap and gap > 0 else None
+        found.append(replace(run, gap_closed=closed))
+    return found

@@ -1,0 +1,107 @@
+"""Fitting a cost model to steps that were measured, and measuring them on the real engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.errors import InvalidInput
+from quire.sim.clock import CostModel, Lengths
+from quire.sim.device import Rows
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
+_BATCHES = (1, 4, 16)
+_PROMPTS = (32, 128, 384)
+_OUTPUTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A measured step: the tokens `starts[i]..ends[i] - 1` that it computed of each request, and its seconds."""
+
+    starts: Lengths
+    ends: Lengths
+    seconds: float
+
+
+def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
+    """The cost model with the least squared relative error over these steps, and no negative cost.
+
+    A step costs something of its own, for each new token, for each (query, key) pair of prompts, and for each key that
+    a single token reads; reading the weights is part of the first. Raises InvalidInput for fewer than 8 steps.
+    """
+    if len(records) < 8:
+        raise InvalidInput(f"{len(records)} measured steps are too few to fit costs.", fix="measure at least 8.")
+    features = np.array([_features(record) for record in records])
+    features /= np.array([record.seconds for record in records])[:, None]  # so that each step counts alike
+    used = np.ones(features.shape[1], dtype=bool)
+    used &= features.any(axis=0)
+    found = np.zeros(features.shape[1])
+    while used.any():
+        scale = np.abs(features[:, used]).max(axis=0)
+        found[:] = 0.0
+        found[used] = np.linalg.lstsq(features[:, used] / scale, np.ones(len(records)), rcond=None)[0] / scale
+        if (found >= 0).all():
+            break
+        used &= found > 0
+    launch, token, pair, key = (float(cost) for cost in found)
+    return CostModel(
+        launch=launch, weights=0.0, token=token, pair=pair, reads=((key, 0),), source=f"fitted to {len(records)} steps"
+    )
+
+
+def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
+    """Run the real engine on prompts of a few sizes, alone and in batches, and take the time of every step.
+
+    Loads the model; takes some seconds on a CPU with the bundled one. Raises what loading raises.
+    """
+    from quire.engine.config import engine_config
+    from quire.engine.core import EngineCore
+    from quire.engine.messages import EngineRequest
+    from quire.scheduler.sampling_params import SamplingParams
+
+    core = EngineCore(engine_config(model=model, kv_memory="256MiB", enable_prefix_caching=False, overlap=False))
+    random = np.random.Generator(np.random.PCG64(0))
+    records: list[StepTime] = []
+    for warm in (False, True):  # the first round is for caches and lazy imports
+        for batch in _BATCHES:
+            for length in _PROMPTS:
+                for index in range(batch):
+                    tokens = random.integers(core.model.spec.vocab_size, size=length, dtype=np.int32)
+                    params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
+                    core.add(
+                        EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=tokens.tobytes(), params=params)
+                    )
+                found = _steps(core)
+                records += found if warm else []
+    return records
+
+
+def _steps(core: EngineCore) -> list[StepTime]:
+    """Run an engine until it has no requests, a step at a time."""
+    records = []
+    while core.scheduler.has_requests:
+        batch = core.scheduler.schedule()
+        began = time.perf_counter()
+        step = core.runner.launch(batch, None)
+        drawn = step.wait()
+        seconds = time.perf_counter() - began
+        rows = Rows.of(batch)
+        records.append(StepTime(rows.starts, rows.ends, seconds))
+        core.scheduler.settle(batch, drawn)
+        core.cache.close_fence(step.fence)
+    return records
+
+
+def _features(record: StepTime) -> tuple[float, float, float, float]:
+    """What a step is charged for: 1, new tokens, pairs of prompts, keys read by single tokens."""
+    tokens = CostModel(launch=0, weights=0, token=1, pair=0, reads=()).seconds(record.starts, record.ends)
+    pairs = CostModel(launch=0, weights=0, token=0, pair=1, reads=()).seconds(record.starts, record.ends)
+    keys = CostModel(launch=0, weights=0, token=0, pair=0, reads=((1, 0),)).seconds(record.starts, record.ends)
+    return 1.0, tokens, pairs, keys

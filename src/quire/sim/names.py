@@ -1,0 +1,68 @@
+"""Names of contents: a 64-bit number for what a token's slot holds, by the namespace and all tokens up to this one.
+
+Token i of a sequence has the name `n[i] = A * n[i - 1] + m(t[i])` modulo 2^64, with `n[-1]` made from the namespace, an
+odd `A`, and a mixing `m` that is one-to-one. Solved for all tokens at once it is two multiplications and a running sum,
+so naming a prompt takes some nanoseconds for a token. Two sequences that differ in a single token never agree in a name
+from there on, because `A` has an inverse; any others agree with a chance of about 2^-64 for a slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.prefix.hashing import namespace_seed
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+
+Names = npt.NDArray[np.uint64]
+
+_A = 0x5851F42D4C957F2D
+_TOKEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+_WORD = 1 << 64
+
+
+class NameChain:
+    """Names of sequences of up to `longest` tokens, with tables for that length. `weights` make a page's digest."""
+
+    def __init__(self, longest: int, page_size: int) -> None:
+        self._powers = _powers(_A, longest)
+        self._inverses = _powers(pow(_A, -1, _WORD), longest)
+        self._seeds: dict[Namespace, np.uint64] = {}
+        self.weights: Names = _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
+
+    def names(self, namespace: Namespace, tokens: Ids) -> Names:
+        """The name of each token, uint64 `[num_tokens]`."""
+        found = _mixed(tokens.astype(np.uint64))
+        found *= self._inverses[: len(tokens)]
+        np.cumsum(found, out=found)
+        found += self._seed(namespace)
+        found *= self._powers[: len(tokens)]
+        return found
+
+    def digests(self, names: Names) -> Names:
+        """The digest of each page, uint64 `[num_pages]`, from the names of whole pages: a sum in which every slot has
+        an odd weight of its own, so that a single wrong slot always changes it."""
+        found: Names = (names.reshape(-1, len(self.weights)) * self.weights).sum(axis=1, dtype=np.uint64)
+        return found
+
+    def _seed(self, namespace: Namespace) -> np.uint64:
+        if namespace not in self._seeds:
+            self._seeds[namespace] = np.uint64(int.from_bytes(namespace_seed(namespace)[:8], "little"))
+        return self._seeds[namespace]
+
+
+def _powers(base: int, count: int) -> Names:
+    """`base ** 1, base ** 2, ...` modulo 2^64."""
+    return np.multiply.accumulate(np.full(count, base, dtype=np.uint64))
+
+
+def _mixed(numbers: Names) -> Names:
+    """A one-to-one scrambling of 64-bit numbers; `numbers` is used up."""
+    numbers += np.uint64(1)
+    numbers *= _TOKEN
+    numbers ^= numbers >> _HALF
+    numbers *= _MIX
+    return numbers

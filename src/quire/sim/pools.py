@@ -1,0 +1,88 @@
+"""What a replay runs on: the pools of a model for a number of tokens, and what its steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from quire.errors import InvalidInput
+from quire.plan.budget import MemoryPlan, parse_tokens
+from quire.plan.mix import mix_of
+from quire.plan.plan import PlanSettings
+from quire.plan.planner import make_plan
+from quire.spec.group import GroupSpec
+from quire.spec.layout import DType, Field, PageLayout
+from quire.spec.model import ModelSpec
+
+_NO_LIMIT = 2**62  # bytes: the pools are sized by tokens
+_PLAIN_FIELD = Field(name="kv", shape=(1,), dtype=DType.UINT8, layers=(0,))
+
+PLAIN = "plain"
+"""The model of one group that reads everything, in which a token takes one unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRequest:
+    """What pools are for: requests of these lengths (prompt and output together), so many at once, and so many prompt
+    tokens in a step (`chunk`)."""
+
+    lengths: Sequence[int]
+    max_running: int
+    chunk: int
+
+    @property
+    def context(self) -> int:
+        """The longest request."""
+        return max(self.lengths)
+
+
+def plain_pools(pool_tokens: int, page_size: int, wanted: PoolRequest) -> MemoryPlan:
+    """Pools of one group that reads everything. Raises InvalidInput where there is not one page."""
+    if page_size < 1 or pool_tokens < page_size:
+        raise InvalidInput(
+            f"a pool of {pool_tokens:,} tokens in pages of {page_size:,} has no page.",
+            fix="give a pool of at least one page.",
+        )
+    return MemoryPlan(
+        page_size=page_size,
+        groups=(GroupSpec(name="full", layout=PageLayout(page_size, (_PLAIN_FIELD,))),),
+        num_pages=pool_tokens // page_size,
+        context=wanted.context,
+        max_requests=wanted.max_running,
+    )
+
+
+def model_pools(spec: ModelSpec, pool_tokens: int, page_size: int, wanted: PoolRequest) -> MemoryPlan:
+    """Pools of a model for that many tokens, split between its groups as `quire plan` does for requests of these
+    lengths. Requests beyond the model's context are refused when they come. Raises what the planner raises."""
+    settings = PlanSettings(
+        kv_memory=_NO_LIMIT,
+        page_size=page_size,
+        context=min(spec.context_length, wanted.context),
+        chunk=wanted.chunk,
+        mix=mix_of(wanted.lengths, "the trace"),
+        max_requests=wanted.max_running,
+        max_total_tokens=pool_tokens,
+    )
+    plan = make_plan(spec, settings).memory
+    return replace(plan, max_requests=min(plan.max_requests, wanted.max_running))
+
+
+def read_pool_sizes(text: str) -> tuple[int | Fraction, ...]:
+    """Pool sizes such as `64k,1000000,1/8`: tokens, or parts of what a trace would fill. Raises InvalidInput."""
+    return tuple(_pool_size(part.strip()) for part in text.split(","))
+
+
+def _pool_size(text: str) -> int | Fraction:
+    if "/" not in text:
+        return parse_tokens(text)
+    try:
+        found = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        found = Fraction(0)
+    if found <= 0:
+        raise InvalidInput(
+            f"'{text}' is not a pool size.", fix="write tokens (64k) or a part of the working set (1/8)."
+        )
+    return found

@@ -1,0 +1,241 @@
+"""Replay: a trace through the real scheduler and the real cache, on a simulated device and a virtual clock.
+
+The loop is the engine's: schedule, launch, settle, one step ahead with `overlap`. Only the device and the time are not
+real, so what is measured is the code that serves: its hits, evictions and preemptions, and the CPU time it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from quire.cache import KVCache
+from quire.errors import InvalidInput, QuireError, WrongContent
+from quire.plan.budget import MemoryPlan
+from quire.scheduler.batch import Batch
+from quire.scheduler.policy import scheduling_policy
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
+from quire.sim.arrivals import Arrivals
+from quire.sim.clock import CostModel, VirtualClock
+from quire.sim.device import Rows, SimulatedDevice, SimulatedStep
+from quire.sim.result import Ledger, Occupancy, ReplayResult
+from quire.sim.scripted_request import ScriptedRequest
+from quire.sim.trace_request import TraceRequest
+
+CHECKS = ("off", "reads", "all")
+"""What a replay checks: nothing; what every step reads; and all laws of the cache every so often as well."""
+
+_AUDIT_EVERY = 512  # steps
+_MOST_SAMPLES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """How the engine is set up: the eviction policy, the order of waiting requests, the tokens of one step, whether a
+    step is launched before the one before it has settled, and what is checked."""
+
+    policy: str = "lru"
+    order: str = "fcfs"
+    chunk: int = 2048
+    overlap: bool = False
+    check: str = "off"
+    checkpoint_interval: int = 512
+
+    def __post_init__(self) -> None:
+        if self.check not in CHECKS:
+            raise InvalidInput(f"'{self.check}' is not something to check.", fix=f"use one of {', '.join(CHECKS)}.")
+        if self.chunk < 1:
+            raise InvalidInput(f"a step of {self.chunk} tokens.", fix="give at least 1.")
+
+
+class Replay:
+    """One run: a cache of this plan, empty at first. Used once.
+
+    `progress` is called with the number of requests that have ended, whenever one has.
+    """
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        cost: CostModel,
+        settings: ReplaySettings,
+        *,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        self.cache = KVCache(plan, eviction=settings.policy, checkpoint_interval=settings.checkpoint_interval)
+        self.scheduler = Scheduler(
+            self.cache, scheduling_policy(settings.order), max_running=plan.max_requests, max_tokens=settings.chunk
+        )
+        self.device = SimulatedDevice(self.cache, check=settings.check != "off", overlap=settings.overlap)
+        self.clock = VirtualClock(cost)
+        self._settings = settings
+        self._progress = progress
+        self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.carried)
+        self._ledger = Ledger()
+        self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will not stay
+        self._in_flight: tuple[SimulatedStep, float] | None = None  # and when it will have settled
+        self._steps = 0
+        self._manager_seconds = 0.0
+        self._occupancy: list[Occupancy] = []
+        self._sample_every = 1
+
+    def run(self, trace: Iterable[TraceRequest]) -> ReplayResult:
+        """Replay until every request has ended. Raises WrongContent or AuditFailure where a check fails."""
+        began = time.perf_counter()
+        arrivals = Arrivals(trace)
+        while True:
+            for moment, request in arrivals.until(self.clock.now):
+                self._add(request, moment, arrivals)
+            if self.scheduler.has_requests or self._in_flight is not None:
+                self._step(arrivals)
+                continue
+            following = arrivals.next_time
+            if following is None:
+                break
+            self.clock.move_to(following)
+        if self._settings.check == "all":
+            self.cache.audit()
+        self._progress(len(self._ledger.records))
+        return self._result(time.perf_counter() - began)
+
+    # -- one turn of the loop
+
+    def _step(self, arrivals: Arrivals) -> None:
+        """As `EngineCore.step`: schedule and launch, then settle the step before, or this one without overlap."""
+        watch = time.thread_time()
+        batch = self.scheduler.schedule()
+        self._manager_seconds += time.thread_time() - watch
+        launched = self._launch(batch) if batch.works else None
+        if self._in_flight is not None:
+            self._settle(*self._in_flight, arrivals)
+        self._in_flight = launched
+        if launched is None:
+            assert self.scheduler.num_running or not self.scheduler.has_requests, self.scheduler.waiting[0].wait_reason
+        elif not self._settings.overlap:
+            self._settle(*launched, arrivals)
+            self._in_flight = None
+
+    def _launch(self, batch: Batch) -> tuple[SimulatedStep, float]:
+        self._steps += 1
+        rows = Rows.of(batch)
+        for work in reversed(batch.works):  # who was admitted in this step comes last
+            if work.request.admitted is not None:  # type: ignore[attr-defined]
+                break
+            work.request.admitted = self.clock.now  # type: ignore[attr-defined]
+        fence, pieces = self.cache.open_fence(), {}
+        if self._carried:
+            kvs = [work.kv for work in batch.works]
+            watch = time.thread_time()
+            launched = {index: self.cache.launch(index, kvs, rows.ends) for index in self._carried}
+            self._manager_seconds += time.thread_time() - watch
+            pieces = {index: found for index, found in launched.items() if found is not None}
+        step = self.device.launch(batch, fence, rows, pieces)
+        if self._steps % self._sample_every == 0:
+            self._sample()
+        return step, self.clock.launch(rows.starts, rows.ends)
+
+    def _settle(self, step: SimulatedStep, done_at: float, arrivals: Arrivals) -> None:
+        drawn = self.device.settle(step)
+        self.clock.move_to(done_at)
+        watch = time.thread_time()
+        advanced = self.scheduler.settle(step.batch, drawn)
+        self.cache.close_fence(step.fence)
+        self._manager_seconds += time.thread_time() - watch
+        self._note(advanced, arrivals)
+        if self._leaving:
+            self._let_go(arrivals)
+        if self._settings.check == "all" and self._steps % _AUDIT_EVERY == 0:
+            self.cache.audit()
+
+    def _note(self, advanced: list[Request], arrivals: Arrivals) -> None:
+        """Write down first tokens and ends."""
+        noteworthy = [
+            request
+            for request in advanced
+            if request.finish_reason is not None or request.first_token is None  # type: ignore[attr-defined]
+        ]
+        for request in noteworthy:
+            assert isinstance(request, ScriptedRequest)
+            if request.first_token is None:
+                request.first_token = self.clock.now
+            if request.finish_reason is not None:
+                self._end(request, arrivals)
+
+    # -- requests
+
+    def _add(self, incoming: TraceRequest, moment: float, arrivals: Arrivals) -> None:
+        request = ScriptedRequest(incoming, moment)
+        watch = time.thread_time()
+        try:
+            self.scheduler.add(request)
+        except QuireError as error:
+            evicted = self.cache.statistics().evicted_pages
+            self._ledger.refuse(request.request_id, request.num_prompt_tokens, evicted, moment, error.message)
+            arrivals.ended(request.request_id, self.clock.now)
+            return
+        finally:
+            self._manager_seconds += time.thread_time() - watch
+        if request.abort_after is not None and request.abort_after < request.max_tokens:
+            self._leaving[request.request_id] = request
+            if request.abort_after == 0:
+                self._abort(request, arrivals)
+
+    def _let_go(self, arrivals: Arrivals) -> None:
+        for request in list(self._leaving.values()):
+            assert request.abort_after is not None
+            if request.num_outputs >= request.abort_after:
+                self._abort(request, arrivals)
+
+    def _abort(self, request: ScriptedRequest, arrivals: Arrivals) -> None:
+        watch = time.thread_time()
+        self.scheduler.abort(request.request_id)
+        self._manager_seconds += time.thread_time() - watch
+        self._end(request, arrivals)
+
+    def _end(self, request: ScriptedRequest, arrivals: Arrivals) -> None:
+        if not request.is_as_written:
+            raise WrongContent(f"request '{request.request_id}' got tokens that were drawn for another.")
+        request.finished = self.clock.now
+        self._leaving.pop(request.request_id, None)
+        self._ledger.end(request, self.cache.statistics().evicted_pages)
+        arrivals.ended(request.request_id, self.clock.now)
+        self._progress(len(self._ledger.records))
+
+    # -- looking
+
+    def _sample(self) -> None:
+        if len(self._occupancy) >= _MOST_SAMPLES:
+            del self._occupancy[::2]
+            self._sample_every *= 2
+        cache, scheduler = self.cache, self.scheduler
+        total = cache.plan.num_pages
+        evictable = cache.num_available_pages - cache.num_free_pages
+        held = total - cache.num_available_pages
+        now = self.clock.now
+        self._occupancy.append(
+            Occupancy(now, held / total, evictable / total, scheduler.num_running, len(scheduler.waiting))
+        )
+
+    def _result(self, wall_seconds: float) -> ReplayResult:
+        statistics = self.cache.statistics()
+        evicted = statistics.evicted_pages * self.cache.page_size
+        preemptions = self.scheduler.num_preemptions
+        return ReplayResult(
+            policy=self._settings.policy,
+            page_size=self.cache.page_size,
+            pool_tokens=self.cache.plan.num_tokens,
+            records=tuple(self._ledger.records),
+            prompt_tokens=statistics.prompt_tokens,
+            hit_tokens=statistics.hit_tokens,
+            evicted_tokens=evicted,
+            preemptions=preemptions,
+            steps=self._steps,
+            seconds=self.clock.now,
+            manager_seconds=self._manager_seconds,
+            wall_seconds=wall_seconds,
+            digest=self._ledger.digest(statistics.prompt_tokens, statistics.hit_tokens, evicted, preemptions),
+            checked=self._settings.check,
+            occupancy=tuple(self._occupancy),
+        )

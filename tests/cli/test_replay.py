@@ -1,0 +1,141 @@
+"""`quire replay`: JSON with every number, tables, pictures, lists, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cache import KVCache
+from quire.prefix.evict import POLICIES
+from quire.sim.workloads import WORKLOADS
+from tests.cli.conftest import Run
+
+KEYS = {
+    "policy", "page_size", "pool_tokens", "requests", "prompt_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate",
+    "optimal_hit_rate", "evicted_tokens", "preemptions", "manager_seconds", "digest", "refused", "model", "trace",
+}  # fmt: skip
+SHORT = ("chat", "--limit", 8, "--seed", 3)
+
+
+def runs(run: Run, *arguments: object) -> list[dict[str, Any]]:
+    done = run("replay", *arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_json_has_a_run_for_every_combination(run: Run) -> None:
+    found = runs(
+        run, *SHORT, "--policy", "lru,fifo", "--pool-tokens", "1/2,20k", "--page-size", "4,16", "--check", "all"
+    )
+    assert len(found) == 8
+    for one in found:
+        assert set(one) >= KEYS
+        assert one["requests"] == 8
+        assert one["hit_rate"] == one["hit_tokens"] / one["prompt_tokens"]
+        assert 0 <= one["hit_rate"] <= one["ideal_hit_rate"] <= 1
+        assert one["hit_rate"] <= one["optimal_hit_rate"] <= one["ideal_hit_rate"]
+        assert one["gap_closed"] == 0.0 or one["policy"] == "fifo" or one["hit_rate"] == one["optimal_hit_rate"]
+    assert {(one["page_size"], one["pool_tokens"]) for one in found if one["pool_tokens"] == 20480} == {
+        (4, 20480),
+        (16, 20480),
+    }
+    (half,) = {one["pool_tokens"] for one in found if one["page_size"] == 4} - {20480}
+    assert half == found[0]["working_set_tokens"] // 8 * 4
+
+
+def test_the_same_words_give_the_same_digest(run: Run) -> None:
+    first, second = runs(run, *SHORT)[0], runs(run, *SHORT, "--check", "reads")[0]
+    assert first["digest"] == second["digest"]
+    assert runs(run, "chat", "--limit", 8, "--seed", 4)[0]["digest"] != first["digest"]
+
+
+@pytest.mark.parametrize(
+    "model", ["gemma-3-1b", "qwen3-next-80b-a3b", "quire-bundled-window", "quire-bundled-recurrent"]
+)
+def test_models_with_windows_and_states(run: Run, model: str) -> None:
+    (found,) = runs(run, *SHORT, "--model", model, "--pool-tokens", "1/2", "--check", "all")
+    assert found["model"] == model
+    assert found["requests"] == 8
+    assert found["prompt_tokens"] or found["refused"] == 8
+
+
+def test_tables_name_refusals_and_draw(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "replay.svg"
+    done = run(
+        "replay", *SHORT, "--pool-tokens", "1/8,2k", "--policy", "lru,lfu", "--plot", picture, env={"COLUMNS": "80"}
+    )
+    assert done.exit_code == 0, done.stderr
+    for word in ("workload chat, seed 3: 8 requests", "optimum", "ideal", "of gap", "lfu", "requests were refused"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert picture.read_text().count("<path") > 10
+
+
+def test_the_lists_are_what_there_is(run: Run) -> None:
+    found = json.loads(run("replay", "--list", "--json").stdout)
+    assert set(found["workloads"]) == set(WORKLOADS) and all(found["workloads"].values())
+    assert found["policies"] == list(POLICIES)
+    assert "Mooncake" in found["formats"]
+    shown = run("replay", "--list", env={"COLUMNS": "200"}).stdout
+    assert all(name in shown for name in WORKLOADS)
+
+
+BAD = [
+    ((), "a replay is of a trace"),
+    (("nothing-like-it",), "no trace file or workload"),
+    (("chat", "--policy", "lru,best"), "unknown eviction policy 'best'"),
+    (("chat", "--pool-tokens", "1/0"), "not a pool size"),
+    (("chat", "--pool-tokens", "many"), "number of tokens"),
+    (("chat", "--page-size", "16,big"), "not page sizes"),
+    (("chat", "--page-size", "0"), "not page sizes"),
+    (("chat", "--max-running", "0"), "--max-running is 0"),
+    (("chat", "--max-num-batched-tokens", "0"), "a step of 0 tokens"),
+    (("chat", "--gpu", "abacus"), "not a device"),
+    (("chat", "--tp", "0"), "0 devices"),
+    (("chat", "--prefill-rate", "100"), "is missing"),
+    (("chat", "--check", "everything"), "not something to check"),
+    (("chat", "--order", "random"), "unknown scheduling policy"),
+    (("chat", "--model", "no-such-model"), "not in the catalogue"),
+    (("chat", "--limit", "3", "--plot", "/no/such/folder/x.png"), "cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), BAD)
+def test_bad_input_says_what_and_how(run: Run, arguments: tuple[str, ...], text: str) -> None:
+    done = run("replay", *arguments, "--json")
+    assert done.exit_code == 2, done.stderr
+    error = json.loads(done.stderr)["error"]
+    assert text in error["message"]
+    assert error["fix"]
+
+
+def test_a_page_that_is_wrong_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = KVCache.page_table
+
+    def broken(self: KVCache, *arguments: Any) -> Any:
+        table = original(self, *arguments)
+        table[0, 0] = table[0, -1]
+        return table
+
+    monkeypatch.setattr(KVCache, "page_table", broken)
+    assert run("replay", *SHORT).exit_code == 0
+    done = run("replay", *SHORT, "--check", "reads")
+    assert done.exit_code == 4
+    assert "QUIRE-AUDIT-02" in done.stderr
+
+
+def test_a_replay_loads_no_torch() -> None:
+    code = (
+        "import sys; from quire.cli import main\n"
+        "sys.argv = ['quire', 'replay', 'chat', '--limit', '3', '--check', 'all']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
