@@ -91,6 +91,11 @@ class CarriedGroup(GroupCache):
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
 
+    def books(self) -> tuple[object, ...]:
+        trails = [(row, trail.num_pages, trail.frame) for row, trail in self._trail.items()]
+        behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
+        return self._frame.tobytes(), self._source.tobytes(), trails, behind, self.shelf.books()
+
     # -- requests
 
     def wanted(self, rows: Rows, num_new: int) -> int:
@@ -105,11 +110,14 @@ class CarriedGroup(GroupCache):
             self._source[row] = pages[-1]
         self._position[row] = len(pages) * self._page_size
 
-    def grow(self, rows: Rows, new_pages: Ids) -> None:
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
         missing = rows[self._frame[rows] == 0]
-        short = len(missing) - self.num_free
-        if short > 0:
-            for row in self._takeable(missing)[:short].tolist():
+        return self.frames.take(min(len(missing), self.num_free))
+
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
+        missing = rows[self._frame[rows] == 0]
+        if len(frames) < len(missing):
+            for row in self._takeable(missing)[: len(missing) - len(frames)].tolist():
                 page = self._source[row : row + 1].copy()
                 self.shelf.unpin(page, Rank.PASSED)
                 self.shelf.remove(page)
@@ -117,7 +125,7 @@ class CarriedGroup(GroupCache):
                 self._source[row] = 0
                 self.dropped_frames += 1
             missing = rows[self._frame[rows] == 0]
-        self._frame[missing] = self.frames.take(len(missing))
+        self._frame[missing] = frames
 
     def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched:
         pages = rows

@@ -230,17 +230,12 @@ class KVCache:
         new = -(-after // self.page_size) - have
         num_new = int(new.sum())
         self._make_room(rows, num_new, kvs)
-        if num_new:
-            pages = self.pages.alloc_pages(num_new)
-            if len(rows) == 1:
-                self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
-            else:
-                first = rows * self._rows.shape[1] + have - (np.cumsum(new) - new)
-                self._flat_rows[np.repeat(first, new) + np.arange(num_new)] = pages
-        else:
-            pages = NO_PAGES
-        for group in self.groups:
-            group.grow(rows, pages)
+        pages = self._grow(rows, num_new)
+        if len(rows) == 1:
+            self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
+        elif num_new:
+            first = rows * self._rows.shape[1] + have - (np.cumsum(new) - new)
+            self._flat_rows[np.repeat(first, new) + np.arange(num_new)] = pages
         self._allocated[rows] = after
         self._epoch += 1
 
@@ -254,13 +249,10 @@ class KVCache:
         num_new = len(crossing)
         if num_new or self._carries:
             self._make_room(rows, num_new, batch)
-            pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
+            pages = self._grow(rows, num_new)
             if num_new:
                 filled[crossing] = 0
                 self._flat_rows[rows[crossing] * self._rows.shape[1] + lengths[crossing] // size] = pages
-            for group in self.groups:
-                if num_new or group.reach.carried:
-                    group.grow(rows, pages)
         lengths += 1
         filled += 1
         batch.room -= 1
@@ -588,6 +580,23 @@ class KVCache:
         for group, n in zip(self.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)
+
+    def _grow(self, rows: Rows, num_new: int) -> Ids:
+        """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
+        pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
+        groups = [group for group in self.groups if num_new or group.reach.carried]
+        taken: list[Ids] = []
+        try:
+            for group in groups:
+                taken.append(group.take(rows, pages))  # noqa: PERF401 - what was taken before a failure goes back
+        except OutOfPages:
+            for group, frames in zip(groups, taken, strict=False):
+                group.frames.untake(frames)
+            self.pages.free_pages(pages)
+            raise
+        for group, frames in zip(groups, taken, strict=True):
+            group.grow(rows, pages, frames)
+        return pages
 
     def _frame_counts(self, index: int, group: GroupCache) -> FrameCounts:
         given = [part for retired in self.retired for part in retired.given if part.group == index]

@@ -9,6 +9,7 @@ import typer
 from quire import __version__
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
+from quire.cli.fuzz import fuzz
 from quire.cli.generate import generate
 from quire.cli.plan import plan
 from quire.cli.replay import replay
@@ -28,6 +29,7 @@ app.command()(plan)
 app.command()(replay)
 app.command()(demo)
 app.command()(doctor)
+app.command()(fuzz)
 
 
 def _print_version(value: bool) -> None:

@@ -72,7 +72,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Tokens that could be handed out now, in whole pages."""
         return self.num_free_pages * self.page_size
 
-    def is_out(self, page_ids: Ids) -> Bools:
+    def is_out(self, page_ids: Ids | slice) -> Bools:
         """Per page id: whether it is handed out."""
         return self._out.hold(page_ids)
 
