@@ -92,7 +92,7 @@ class CarriedGroup(GroupCache):
         return source[:0] if source[0] == 0 else source
 
     def books(self) -> tuple[object, ...]:
-        trails = [(row, trail.num_pages, trail.frame) for row, trail in self._trail.items()]
+        trails = (self._trail_frame.tobytes(), self._trail_pages.tobytes())
         behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
         return self._frame.tobytes(), self._source.tobytes(), trails, behind, self.shelf.books()
 
@@ -127,9 +127,8 @@ class CarriedGroup(GroupCache):
             missing = rows[self._frame[rows] == 0]
         self._frame[missing] = frames
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched:
-        pages = rows
-        rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, table: Ids, *, leaves: bool) -> Launched:
+        rows: Rows = np.array([kv.row for kv in kvs], dtype=np.intp)
         starts = self._position[rows]
         assert (ends > starts).all() and self._frame[rows].all(), "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
@@ -150,7 +149,7 @@ class CarriedGroup(GroupCache):
         given: list[Given] = []
         for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
             kv = kvs[at]
-            whole = RowPages(kv.row, pages[kv.row], kv.lease.num_pages)
+            whole = RowPages(kv.row, table[kv.row], kv.lease.num_pages)
             pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves)
             counts[at] = len(pieces)
             cut += pieces

@@ -122,10 +122,11 @@ class GroupCache(ABC):
         """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
         return ()
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched | None:
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, table: Ids, *, leaves: bool) -> Launched | None:
         """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
 
-        `rows` are all rows of pages; `leaves` says whether frames may be left for others. None where none are carried.
+        `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none are
+        carried.
         """
         return None
 
