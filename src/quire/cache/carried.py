@@ -136,14 +136,14 @@ class CarriedGroup(GroupCache):
             plain &= (starts % self._page_size > 0) & (starts // self._page_size == (ends - 1) // self._page_size)
         self._position[rows] = ends
         sources, targets = self._frame[rows], self._frame[rows]
-        swap = self._swaps(kvs, rows, starts, ends) if leaves else np.empty(0, dtype=np.intp)
-        if len(swap):
-            at_end = rows[swap]
-            targets[swap] = self._frame[at_end] = self._trail_frame[at_end]
-            self._trail_frame[at_end] = sources[swap]
-            self._trail_pages[at_end] = starts[swap] // self._page_size
+        exchange = self._exchanges(kvs, rows, starts, ends) if leaves else np.empty(0, dtype=np.intp)
+        if len(exchange):
+            at_end = rows[exchange]
+            targets[exchange] = self._frame[at_end] = self._trail_frame[at_end]
+            self._trail_frame[at_end] = sources[exchange]
+            self._trail_pages[at_end] = starts[exchange] // self._page_size
             self._trail_rank[at_end] = Rank.USED
-            plain[swap] = True
+            plain[exchange] = True
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         given: list[Given] = []
@@ -217,7 +217,7 @@ class CarriedGroup(GroupCache):
     def _trail(self, row: int) -> _Trail:
         return _Trail(int(self._trail_pages[row]), int(self._trail_frame[row]), Rank(self._trail_rank[row]))
 
-    def _swaps(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, ends: Lengths) -> Rows:
+    def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, ends: Lengths) -> Rows:
         """Which of these requests are at a page's end and do nothing there but leave their frame in place of the one
         they left an earlier page's end in, which they go on in: what a drawn token does."""
         size = self._page_size
