@@ -35,7 +35,7 @@ from quire.memory.allocator import carried_frames, page_allocator, passing_frame
 from quire.memory.frames import FrameTable
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
-from quire.prefix.evict import eviction_policy
+from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
@@ -61,7 +61,7 @@ class KVCache:
         self,
         plan: MemoryPlan,
         *,
-        eviction: str = "lru",
+        eviction: str = DEFAULT_POLICY,
         share_prefixes: bool = True,
         emit: Callable[[CacheEvent], None] | None = None,
         model_identity: bytes = b"",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from quire.cache import KVCache
 from quire.errors import InvalidInput, QuireError, WrongContent
 from quire.plan.budget import MemoryPlan
+from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.batch import Batch
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
@@ -36,7 +37,7 @@ class ReplaySettings:
     """How the engine is set up: the eviction policy, the order of waiting requests, the tokens of one step, whether a
     step is launched before the one before it has settled, and what is checked."""
 
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     order: str = "fcfs"
     chunk: int = 2048
     overlap: bool = False
