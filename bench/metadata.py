@@ -34,6 +34,8 @@ from cases import FAMILIES, Case, cases  # noqa: E402
 from metadata_report import console, plot, print_table  # noqa: E402
 from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
+from quire.sim.trace import open_trace  # noqa: E402
+
 ENVIRONMENTS = {"sglang": "sglang-cache", "cpp": "cpp-cache", "vllm": "vllm-cache", "nano": "nano-cache"}
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 """For all: without it a fresh array of some megabytes costs a page fault per 4 KiB."""
@@ -210,7 +212,17 @@ def traces_of(options: argparse.Namespace) -> dict[str, list[Arrival]]:
         return {"small": made_up_trace(options.sizes.replay_requests)}
     if options.trace:
         return {Path(name).stem: read_trace(Path(name), options.sizes.replay_requests) for name in options.trace}
-    return {"small": made_up_trace(options.sizes.replay_requests)}
+    return {name: workload_trace(name, options.sizes.replay_requests) for name in ("chat", "sessions")}
+
+
+def workload_trace(name: str, count: int) -> list[Arrival]:
+    """A workload of `quire.sim`, one request every four steps unless its turn before has not ended."""
+    place: dict[str, int] = {}
+    found = []
+    for index, request in enumerate(open_trace(f"{name}:requests={count}")):
+        place[request.request_id] = index
+        found.append(Arrival(request.prompt, request.output, place.get(request.after, -1), 4 * index, 0))
+    return found
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class System:
         while True:
             kvs = [cache.begin(prompt) for prompt in prompts]
             with (watch := Stopwatch()):
-                batch = batch_of(cache, kvs)
+                batch = cache.batch(kvs)
                 cache.extend(batch, ends)
                 slots = cache.slots(batch, starts, ends)
             for kv in kvs:
@@ -214,7 +214,6 @@ class System:
             checkpoint_interval=most * 9,
         )
         groups, step, kvs = range(len(cache.groups)), most, []
-        one = np.ones(count, dtype=np.int64)
         yield {}
         while True:
             if step + sizes.steps > most:
@@ -222,16 +221,16 @@ class System:
                     cache.finish(kv)
                 kvs = self._running(cache, count, first)
                 lengths, step = first + np.arange(count, dtype=np.int64), 0
-                batch = batch_of(cache, kvs)
+                batch = cache.batch(kvs)
             watch = Stopwatch()
             for _ in range(sizes.steps):
                 ends = lengths + 1
                 with watch:
-                    cache.extend(batch, one)
+                    cache.extend(batch, 1)
                     fence = cache.open_fence()
                     for group in groups:
                         if cache.launch(group, batch, ends) is None:
-                            slots = cache.slots(batch, lengths, ends, group)
+                            slots = cache.next_slots(batch, group)
                     cache.close_fence(fence)
                 lengths = ends
             step += sizes.steps
@@ -299,7 +298,6 @@ class Serving:
         self._kvs: dict[int, RequestKV] = {}
         self._running: list[int] = []
         self._batch: Any = None
-        self._lengths = self._ones = np.empty(0, dtype=np.int64)
 
     def admit(self, index: int) -> int:
         """Match, begin, extend, slots, commit."""
@@ -320,22 +318,12 @@ class Serving:
         """Extend by one, slots; the batch is made anew when other requests run."""
         cache = self._cache
         if running != self._running:
-            kvs = [self._kvs[index] for index in running]
-            self._batch, self._running = batch_of(cache, kvs), list(running)
-            self._lengths = np.array([cache.allocated(kv) for kv in kvs], dtype=np.int64)
-            self._ones = np.ones(len(kvs), dtype=np.int64)
-        cache.extend(self._batch, self._ones)
-        ends = self._lengths + 1
-        cache.slots(self._batch, self._lengths, ends)
-        self._lengths = ends
+            self._batch = cache.batch([self._kvs[index] for index in running])
+            self._running = list(running)
+        cache.extend(self._batch, 1)
+        cache.next_slots(self._batch)
 
     def finish(self, indices: Sequence[int]) -> None:
         """Commit all tokens and end."""
         for index in indices:
             self._cache.finish(self._kvs.pop(index), self._whole[index])
-
-
-def batch_of(cache: KVCache, kvs: list[RequestKV]) -> Any:
-    """The handle of a set of running requests where the cache has one, else the requests."""
-    make = getattr(cache, "batch", None)
-    return kvs if make is None else make(kvs)

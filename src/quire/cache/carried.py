@@ -127,8 +127,7 @@ class CarriedGroup(GroupCache):
             missing = rows[self._frame[rows] == 0]
         self._frame[missing] = frames
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, table: Ids, *, leaves: bool) -> Launched:
-        rows: Rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+    def launch(self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, table: Ids, *, leaves: bool) -> Launched:
         starts = self._position[rows]
         assert (ends > starts).all() and self._frame[rows].all(), "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)

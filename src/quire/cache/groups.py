@@ -122,7 +122,9 @@ class GroupCache(ABC):
         """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
         return ()
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, table: Ids, *, leaves: bool) -> Launched | None:
+    def launch(
+        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, table: Ids, *, leaves: bool
+    ) -> Launched | None:
         """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
 
         `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none are

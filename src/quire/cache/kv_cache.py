@@ -88,7 +88,8 @@ class KVCache:
         self.groups = tuple(self._group(index, checkpoint_interval) for index in range(len(plan.groups)))
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         following = [group for group in self.groups if not group.reach.carried]
-        self._carries = len(following) < len(self.groups)
+        self._carried = tuple(group for group in self.groups if group.reach.carried)
+        self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < plan.num_pages)
         self._columns = tuple(self.frames.column(Tier.DEVICE, group.index) for group in following)
         self._place = {group.index: place for place, group in enumerate(following)}
         self._fences = Fences()
@@ -218,7 +219,7 @@ class KVCache:
         rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
         crossing = (filled == size).nonzero()[0]
         num_new = len(crossing)
-        if num_new or self._carries:
+        if num_new or self._carried:
             self._make_room(rows, num_new, batch)
             pages = self._grow(rows, num_new)
             if num_new:
@@ -342,10 +343,14 @@ class KVCache:
         for retired in self._fences.close(fence):
             self._release(retired.pages, retired.lease, retired.given)
 
-    def launch(self, group: int, kvs: Sequence[RequestKV], ends: Lengths) -> Pieces | None:
+    def launch(self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths) -> Pieces | None:
         """What the step being launched does in that group with the frames that requests carry, which moves them on to
         `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`."""
-        launched = self.groups[group].launch(kvs, ends, self._rows, leaves=self.share_prefixes)
+        if not self.groups[group].reach.carried:
+            return None
+        rows = self._rows_of(kvs)
+        asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
+        launched = self.groups[group].launch(asking, rows, ends, self._rows, leaves=self.share_prefixes)
         if launched is None:
             return None
         pieces, given = launched
@@ -508,7 +513,9 @@ class KVCache:
         Whole pages go where pages are short, or frames of a group that has all of them; where another group is short,
         its frames of cached pages go, and the pages stay.
         """
-        if not self._partial and num_new <= min(self.pages.num_free_pages, *[group.num_free for group in self.groups]):
+        if num_new <= self.pages.num_free_pages and all(
+            (len(rows) if group.reach.carried else num_new) <= group.num_free for group in self._scarce
+        ):
             return
         wanted = [group.wanted(rows, num_new) for group in self.groups]
         free, evictable = self.pages.num_free_pages, self.tree.num_evictable
@@ -535,7 +542,7 @@ class KVCache:
     def _grow(self, rows: Rows, num_new: int) -> Ids:
         """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
         pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
-        groups = [group for group in self.groups if num_new or group.reach.carried]
+        groups = self.groups if num_new else self._carried
         taken: list[Ids] = []
         try:
             for group in groups:

@@ -30,8 +30,8 @@ def a_fresh_state_is_not_zero(patch: Patch) -> None:
     """A new request begins with what the frame's last owner left in it."""
     real = CarriedGroup.launch
 
-    def launch(group: CarriedGroup, kvs: Any, ends: Any, rows: Any, *, leaves: bool) -> Any:
-        pieces, given = real(group, kvs, ends, rows, leaves=leaves)
+    def launch(group: CarriedGroup, *what: Any, leaves: bool) -> Any:
+        pieces, given = real(group, *what, leaves=leaves)
         return Pieces(pieces.lengths, np.where(pieces.sources, pieces.sources, pieces.targets), pieces.targets), given
 
     patch.setattr(CarriedGroup, "launch", launch)
