@@ -19,7 +19,7 @@ def a_cache() -> tuple[KVCache, Any]:
     """One cached branch of two edges, a running request on it with a private page, free pages."""
     reaches = (ReachSpec(), ReachSpec("window", 3), ReachSpec("state"))
     plan = small_plan(10, 2, groups=("full", "window", "state"), reaches=reaches, frames=(10, 10, 10))
-    cache = KVCache(plan)
+    cache = KVCache(plan, eviction="lru")
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
         kv = cache.begin(np.array(tokens, dtype=np.int32))
         cache.extend([kv], [4 - kv.num_cached])

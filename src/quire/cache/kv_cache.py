@@ -14,7 +14,6 @@ step that was in flight at that moment has settled (`open_fence`, `close_fence`)
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,14 +27,17 @@ from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
+from quire.cache.row_table import RowTable
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.statistics import CacheStatistics, count_frames
 from quire.errors import InvalidInput, LeaseError, OutOfPages
 from quire.memory.allocator import carried_frames, page_allocator, passing_frames, slots_in_pages, whole_frames
 from quire.memory.frames import FrameTable
+from quire.memory.page_table_changes import PageTableChanges
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
+from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
@@ -55,6 +57,7 @@ class KVCache:
     With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
     and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
     the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
+    With `page_tables`, `page_table_changes` tells a device what it has to hear of.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class KVCache:
         checkpoint_interval: int = CHECKPOINT_INTERVAL,
         explains: bool = False,
         remembered: int | None = None,
+        page_tables: bool = False,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
@@ -79,7 +83,7 @@ class KVCache:
             plan.page_size,
             eviction_policy(eviction),
             emit=emit,
-            identity=_identity(plan, model_identity),
+            identity=layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups]),
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
         )
@@ -93,13 +97,11 @@ class KVCache:
         self._columns = tuple(self.frames.column(Tier.DEVICE, group.index) for group in following)
         self._place = {group.index: place for place, group in enumerate(following)}
         self._fences = Fences()
-        self._free_rows = list(range(plan.max_requests - 1, -1, -1))
-        self._rows = np.zeros((plan.max_requests, plan.pages_per_row), dtype=np.int32)
-        self._flat_rows = self._rows.reshape(-1)
+        self._table = RowTable(plan.max_requests, plan.pages_per_row, follows=page_tables)
+        self._rows, self._flat_rows = self._table.pages, self._table.flat
+        self._allocated, self._committed = self._table.allocated, self._table.committed
         self.num_changes = 0  # how often something came back or became cached: whom it was too full for may ask again
         self._epoch = self._ended = 0  # changes of what a `RunningBatch` remembers, and requests that have ended
-        self._allocated = np.zeros(plan.max_requests, dtype=np.int64)
-        self._committed = np.zeros(plan.max_requests, dtype=np.int64)
         self._live: dict[int, RequestKV] = {}
         self._prompt_tokens = self._hit_tokens = 0
         self._causes = dict.fromkeys(map(str, Cause), 0)  # prompt tokens, while `explains`
@@ -146,16 +148,16 @@ class KVCache:
         `resumed` after a preemption is not counted again in the statistics. `label` names it to those whose prefixes
         are evicted for it. Raises OutOfPages when all `max_requests` rows are taken.
         """
-        if not self._free_rows:
+        if not self._table.free:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
         if hit is None or not self.is_current(hit):
             hit = self.match(tokens, namespace)
         explanation = self.explain(tokens, namespace, hit=hit) if self.explains else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
-        row = self._free_rows.pop()
+        row = self._table.free.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
         pages = hit.pages
-        self._rows[row, : hit.num_pages] = pages
+        self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)
         if self._partial:
@@ -204,10 +206,11 @@ class KVCache:
         self._make_room(rows, num_new, kvs)
         pages = self._grow(rows, num_new)
         if len(rows) == 1:
-            self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
+            self._table.write_run(int(rows[0]), int(have[0]), pages)
         elif num_new:
-            first = rows * self._rows.shape[1] + have - (np.cumsum(new) - new)
-            self._flat_rows[np.repeat(first, new) + np.arange(num_new)] = pages
+            first = rows * self._table.width + have - (np.cumsum(new) - new)
+            places: Rows = np.repeat(first, new) + np.arange(num_new)
+            self._table.write(places, pages)
         self._allocated[rows] = after
         self._epoch += 1
 
@@ -224,7 +227,7 @@ class KVCache:
             pages = self._grow(rows, num_new)
             if num_new:
                 filled[crossing] = 0
-                self._flat_rows[rows[crossing] * self._rows.shape[1] + lengths[crossing] // size] = pages
+                self._table.write(rows[crossing] * self._table.width + lengths[crossing] // size, pages)
         lengths += 1
         filled += 1
         batch.room -= 1
@@ -246,7 +249,7 @@ class KVCache:
         batch.lengths = lengths = self._allocated[rows]
         batch.room = self.plan.context - int(lengths.max(initial=0))
         last = np.maximum(lengths - 1, 0)
-        pages = self._flat_rows[rows * self._rows.shape[1] + last // size]
+        pages = self._flat_rows[rows * self._table.width + last // size]
         offset = (last % size).astype(np.int32)
         batch.filled = np.where(lengths > 0, last % size + 1, size)
         batch.slots = [column[pages] * np.int32(size) + offset for column in self._columns]
@@ -275,7 +278,7 @@ class KVCache:
         duplicates = inserted.duplicates
         if len(duplicates):
             duplicates = duplicates.copy()  # a view of the row that is rewritten next
-            pages[start:end] = inserted.pages
+            self._table.write_run(row, start, inserted.pages)
             self._epoch += 1
         self.num_changes += 1
         self._committed_pages += end - start
@@ -305,7 +308,7 @@ class KVCache:
         self._rows[row, :last] = 0
         self._allocated[row] = self._committed[row] = 0
         del self._live[row]
-        self._free_rows.append(row)
+        self._table.free.append(row)
         kv.row = -1
         self._epoch += 1
         self._ended += 1
@@ -389,19 +392,23 @@ class KVCache:
         table: Ids = self.frames.column(Tier.DEVICE, group)[pages]
         return table
 
+    def page_table_changes(self) -> PageTableChanges:
+        """What has changed in page tables since the last call, for `DevicePageTables.apply`. O(what changed)."""
+        return self._table.changes(self._columns)
+
     def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
         """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed."""
         rows, size = self._rows_of(kvs), self.page_size
         first = starts // size
         counts = np.where(ends > starts, -(-ends // size) - first, 0)
-        before = rows * self._rows.shape[1] + first - (np.cumsum(counts) - counts)
+        before = rows * self._table.width + first - (np.cumsum(counts) - counts)
         places = np.repeat(before, counts) + np.arange(int(counts.sum()))
         frames = self.frames.column(Tier.DEVICE, group)[self._flat_rows[places]]
         return slots_in_pages(frames.astype(np.int64), counts, starts, ends, size)
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:
-        """Physical slots of the last token that each request of a batch has room for, int32: where the step after
-        `extend(batch, 1)` writes. For groups whose frames follow the pages."""
+        """Slots of the last token that each request of a batch has room for: where a step after `extend(batch, 1)`
+        writes."""
         self._refresh(batch)
         return batch.slots[self._place[group]].copy()
 
@@ -523,13 +530,8 @@ class KVCache:
         short.append(("pages", num_new, free, evictable))
         for name, n, have, more in short:
             if n > have + more:
-                raise OutOfPages(
-                    group=name,
-                    wanted=n,
-                    free=have,
-                    evictable=more,
-                    held_by=f"{len(self._live)} running requests hold the rest",
-                )
+                holders = f"{len(self._live)} running requests hold the rest"
+                raise OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)
         whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
         missing = max(num_new - free, *whole, 0)
         if missing > 0:
@@ -597,9 +599,3 @@ class KVCache:
 
     def _beyond_context(self) -> InvalidInput:
         return InvalidInput(f"a request grows, and to at most the context of {self.plan.context:,} tokens.")
-
-
-def _identity(plan: MemoryPlan, model: bytes) -> bytes:
-    """What a page's bytes depend on besides its tokens and namespace: the model, and every group's layout."""
-    layouts = "".join(group.layout.fingerprint() for group in plan.groups)
-    return hashlib.sha256(len(model).to_bytes(8, "little") + model + layouts.encode()).digest()

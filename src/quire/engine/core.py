@@ -62,6 +62,7 @@ class EngineCore:
             emit=self.events.append if self.events is not None else None,
             model_identity=self.model.identity,
             checkpoint_interval=config.checkpoint_interval,
+            page_tables=True,
         )
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)

@@ -8,16 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.cache import KVCache
+from quire.cache import KVCache, RunningBatch
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
+from quire.memory.page_table import DevicePageTables
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.request import Request
 from quire.spec.ids import Ids
+from quire.spec.pages import pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class ModelRunner:
             Pool(group.layout, cache.plan.frames_of(index), device=device)
             for index, group in enumerate(cache.plan.groups)
         )
+        following = [at for at, group in enumerate(cache.groups) if not group.reach.carried]
+        self._place = {group: place for place, group in enumerate(following)}
+        rows, width = cache.plan.max_requests, cache.plan.pages_per_row
+        self._tables = DevicePageTables(len(following), rows, width, device=device)
         built = sum(pool.num_bytes for pool in self.pools)
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
 
@@ -74,7 +80,9 @@ class ModelRunner:
         rows = offsets[[work.samples for work in works]] - 1
         fence = self._cache.open_fence()
         try:
-            batches = [self._of_group(batch, starts, counts, group) for group in range(len(self.pools))]
+            requests = self._cache.batch([work.kv for work in works])
+            self._tables.apply(self._cache.page_table_changes())
+            batches = [self._of_group(requests, starts, counts, group) for group in range(len(self.pools))]
             logits = self._model.forward(
                 self._input_ids(batch, offsets, previous),
                 torch.from_numpy(positions).to(self._device, non_blocking=True),
@@ -88,20 +96,30 @@ class ModelRunner:
             raise
         return Step(batch, fence, sampled, drawn, {work.request.request_id: row for row, work in enumerate(sampled)})
 
-    def _of_group(self, batch: Batch, starts: np.ndarray, counts: np.ndarray, group: int) -> PagedBatch | StateBatch:
+    def _of_group(
+        self, requests: RunningBatch, starts: np.ndarray, counts: np.ndarray, group: int
+    ) -> PagedBatch | StateBatch:
         """Where one group's frames for this step are."""
-        kvs = [work.kv for work in batch.works]
         ends = starts + counts
-        pieces = self._cache.launch(group, kvs, ends)
+        pieces = self._cache.launch(group, requests, ends)
         if pieces is not None:
             return StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets)
         return PagedBatch(
             query_starts=_starts(counts),
             context_lens=ends.astype(np.int32),
-            frames=self._cache.page_table(kvs, ends, group),
-            slots=self._cache.slots(kvs, starts, ends, group),
+            frames=self._frames(requests, ends, group),
+            slots=self._cache.slots(requests, starts, ends, group),
             page_size=self._cache.page_size,
         )
+
+    def _frames(self, requests: RunningBatch, ends: np.ndarray, group: int) -> Ids:
+        """The page tables of a batch on the host, where reading is planned. Where that is the device, they are its own;
+        a device elsewhere has its own too, for kernels that read pages by row, and is not waited for here."""
+        if self._device.type != "cpu":
+            return self._cache.page_table(requests, ends, group)
+        width = pages_for(int(ends.max(initial=1)), self._cache.page_size)
+        frames: Ids = self._tables.rows(self._place[group], torch.from_numpy(requests.rows), width).numpy()
+        return frames
 
     def _input_ids(self, batch: Batch, offsets: np.ndarray, previous: Step | None) -> Tensor:
         """Token ids of the batch, int64 `[tokens]`; those that only the device knows yet are copied there."""

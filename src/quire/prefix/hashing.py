@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from quire.spec.events import Namespace
 
@@ -14,6 +15,11 @@ def namespace_seed(namespace: Namespace, identity: bytes = b"") -> bytes:
     for part in (identity, namespace.adapter.encode(), namespace.salt.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def layout_identity(model: bytes, layouts: Sequence[str]) -> bytes:
+    """What a page's bytes depend on besides its tokens and namespace: the model, and every group's layout."""
+    return hashlib.sha256(len(model).to_bytes(8, "little") + model + "".join(layouts).encode()).digest()
 
 
 def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:

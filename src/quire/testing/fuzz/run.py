@@ -21,7 +21,7 @@ from quire.testing.fuzz.followed_cache import FollowedCache
 from quire.testing.fuzz.scheduler_machine import SchedulerMachine
 from quire.testing.mutants import find, injected
 
-LIFE = 1500
+LIFE = 600
 """Operations of one life, about."""
 LEVELS = ("cache", "scheduler")
 FOUND = (AssertionError, QuireError)

@@ -1,0 +1,52 @@
+"""RowTable: the pages of every running request, and what of them has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cache.running import Lengths, Rows
+from quire.memory.page_table_changes import PageTableChanges
+from quire.spec.ids import Ids
+
+
+class RowTable:
+    """Page ids int32 `[rows, width]`, and per row how many tokens it has room for and how many of them have settled.
+
+    With `follows`, it remembers which entries were written until `changes` is asked for.
+    """
+
+    def __init__(self, num_rows: int, width: int, *, follows: bool) -> None:
+        self.width = width
+        self.pages: Ids = np.zeros((num_rows, width), dtype=np.int32)
+        self.flat: Ids = self.pages.reshape(-1)  # a view
+        self.allocated: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self.free = list(range(num_rows - 1, -1, -1))
+        self._written: list[Rows | range] | None = [] if follows else None
+
+    def write_run(self, row: int, start: int, pages: Ids) -> None:
+        """These pages are those of a row from its page `start` on."""
+        self.pages[row, start : start + len(pages)] = pages
+        if self._written is not None and len(pages):
+            first = row * self.width + start
+            self._written.append(range(first, first + len(pages)))
+
+    def write(self, places: Rows, pages: Ids) -> None:
+        """These pages are at these places of `flat`."""
+        self.flat[places] = pages
+        if self._written is not None:
+            self._written.append(places)
+
+    def changes(self, columns: Sequence[Ids]) -> PageTableChanges:
+        """What was written since the last call, each place once, as it is now in these columns of the frame table.
+        O(entries written)."""
+        assert self._written is not None, "a table that does not follow what is written has no changes to tell"
+        written, self._written = self._written, []
+        parts = [np.arange(part.start, part.stop) if isinstance(part, range) else part for part in written]
+        places = np.unique(np.concatenate(parts)).astype(np.int32) if parts else np.empty(0, dtype=np.int32)
+        frames = np.empty((len(columns), len(places)), dtype=np.int32)
+        for group, column in enumerate(columns):
+            frames[group] = column[self.flat[places]]
+        return PageTableChanges(places, frames)

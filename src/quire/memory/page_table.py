@@ -1,0 +1,48 @@
+"""Page tables on the device: what changed in a step goes there in one copy, and nothing else does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.memory.page_table_changes import PageTableChanges
+
+
+class DevicePageTables:
+    """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`.
+
+    `apply` packs one step's changes into a pinned buffer and sends them in one asynchronous copy. Buffers take turns,
+    so that one is not written again while the copy of the step before may still read it: `num_steps` is how many steps
+    may be in flight. Entries behind a request's pages, and of rows that nobody has, are left as they are.
+    """
+
+    def __init__(
+        self, num_groups: int, num_rows: int, pages_per_row: int, *, device: torch.device, num_steps: int = 2
+    ) -> None:
+        self.tables = torch.zeros((num_groups, num_rows, pages_per_row), dtype=torch.int32, device=device)
+        self._flat = self.tables.view(num_groups, num_rows * pages_per_row)
+        self._pinned = device.type == "cuda"
+        self._buffers = [self._buffer(1024) for _ in range(num_steps)]
+        self._turn = 0
+
+    def apply(self, changes: PageTableChanges) -> None:
+        """Bring the tables up to date. One copy to the device, whatever the number of groups; no wait."""
+        count = len(changes)
+        if not count:
+            return
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if self._buffers[self._turn].shape[1] < count:
+            self._buffers[self._turn] = self._buffer(2 * count)
+        staged = self._buffers[self._turn].view(-1)[: (1 + len(changes.frames)) * count]
+        host = staged.numpy().reshape(1 + len(changes.frames), count)
+        host[0] = changes.places
+        host[1:] = changes.frames
+        sent = staged.to(self.tables.device, non_blocking=True).view(1 + len(changes.frames), count)
+        self._flat[:, sent[0].long()] = sent[1:]
+
+    def rows(self, group: int, rows: Tensor, width: int) -> Tensor:
+        """The first `width` entries of some rows, int32 `[len(rows), width]`, a copy on the device."""
+        return self.tables[group, :, :width].index_select(0, rows)
+
+    def _buffer(self, count: int) -> Tensor:
+        return torch.empty((1 + len(self.tables), count), dtype=torch.int32, pin_memory=self._pinned)

@@ -1,0 +1,69 @@
+"""Page tables on a device: brought up to date by changes alone, they are what the cache says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.cache import KVCache
+from quire.memory.page_table import DevicePageTables
+from quire.memory.page_table_changes import PageTableChanges
+from quire.spec.group import ReachSpec
+from quire.testing import small_plan
+from quire.testing.fuzz.choices import Choices
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tables_follow_requests_that_begin_grow_share_and_end(device: str) -> None:
+    """Random lives on a pool that evicts all the time, two groups, pages shared and given up as duplicates."""
+    choices, size = Choices.seeded(3), 2
+    plan = small_plan(
+        24, size, context=30, max_requests=5, groups=("a", "b"), reaches=(ReachSpec(), ReachSpec()), frames=(24, 24)
+    )
+    cache = KVCache(plan, page_tables=True)
+    tables = DevicePageTables(2, plan.max_requests, plan.pages_per_row, device=torch.device(device))
+    live: list[tuple[object, np.ndarray]] = []
+    sent = duplicates = 0
+    for _ in range(3_000):
+        if live and (len(live) == 5 or choices.chance(40)):
+            kv, tokens = live.pop(choices.below(len(live)))
+            cache.finish(kv, tokens[: cache.allocated(kv)])
+        elif len(live) < 5:
+            tokens = np.array([choices.below(2) for _ in range(choices.between(1, 20))], dtype=np.int32)
+            kv = cache.begin(tokens)
+            if len(tokens) - kv.num_cached <= cache.num_available_pages * size - size:
+                cache.extend([kv], [len(tokens) - kv.num_cached])
+            live.append((kv, tokens))
+        if live and choices.chance(50):
+            kv, tokens = choices.one_of(live)
+            cache.commit(kv, tokens[: cache.allocated(kv)])
+        changes = cache.page_table_changes()
+        sent += len(changes)
+        tables.apply(changes)
+        if live:
+            kvs = [kv for kv, _ in live]
+            batch = cache.batch(kvs)
+            lengths = np.array([cache.allocated(kv) for kv in kvs])
+            for group in range(2):
+                expected = cache.page_table(batch, lengths, group)
+                found = tables.rows(group, torch.from_numpy(batch.rows).to(device), expected.shape[1]).cpu().numpy()
+                for row, length in enumerate(lengths.tolist()):
+                    pages = -(-length // size)
+                    assert found[row, :pages].tolist() == expected[row, :pages].tolist()
+        duplicates = cache.statistics().duplicate_pages
+    assert duplicates > 50 and cache.statistics().evicted_pages > 50
+    assert cache.page_table_changes().frames.shape == (2, 0) and sent > 1_000
+
+
+def test_a_buffer_is_not_written_again_while_a_step_may_read_it() -> None:
+    tables = DevicePageTables(1, 1, 4, device=torch.device("cpu"), num_steps=2)
+    used = []
+    for frame in range(3):
+        before = [buffer.clone() for buffer in tables._buffers]
+        tables.apply(PageTableChanges(np.array([frame], dtype=np.int32), np.array([[frame + 7]], dtype=np.int32)))
+        used.append([at for at, b in enumerate(before) if not torch.equal(b[0, :2], tables._buffers[at][0, :2])])
+    assert used[0] != used[1] and used[0] == used[2]
+    assert tables.tables.tolist() == [[[7, 8, 9, 0]]]
