@@ -115,8 +115,7 @@ class KVCache:
 
         At most all but one token: the last one is always computed, since its output is what the request came for.
         """
-        found = self.tree.match(namespace, tokens)
-        size = self.page_size
+        found, size = self.tree.match(namespace, tokens), self.page_size
         limit = num_pages = min(found.num_pages, max(0, len(tokens) - 1) // size)
         limited = ""
         if self._partial and limit:
