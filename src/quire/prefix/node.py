@@ -101,12 +101,13 @@ class Lease:
     While it lives, none of the path's pages is evicted. `num_pages` is the length of the path.
     """
 
-    __slots__ = ("_node", "num_pages", "priority")
+    __slots__ = ("_node", "num_pages", "priority", "turn")
 
     def __init__(self, node: Node, num_pages: int, priority: int) -> None:
         self._node: Node | None = node
         self.num_pages = num_pages
         self.priority = priority
+        self.turn = node.turn + 1  # of what its holder appends, in however many pieces
 
     @property
     def node(self) -> Node:

@@ -371,7 +371,8 @@ class RadixCache:
             if below:
                 self.ghosts.hang(leaf, below)
             if ghost is not None:
-                leaf.turn = max(leaf.turn, ghost.turn + 1)
+                lease.turn = max(lease.turn, ghost.turn + 1)
+            leaf.turn = lease.turn
             if self._emit is not None:
                 leaf.hashes = (self._stored(node, leaf.key),)
             first = self._first_page(leaf)
