@@ -22,6 +22,9 @@ QUIRE = (sys.executable, "-m", "quire")
 PORT = 8000
 
 
+REPLAYED = "docs/images/replay.svg"
+SMALL_POOL = ("--pool-tokens", "1/16")
+EXPLAINED = "s3t2"
 PICTURE = "docs/images/plan-sweep.svg"
 PLANS = {
     "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
@@ -57,6 +60,15 @@ def doctor_kv_all() -> str:
     return text[text.index("\nKV dtype ") + 1 :]
 
 
+def replay() -> str:
+    """The comparison, with its picture where README shows it and under the name that README gives it."""
+    text = output_of(
+        *("replay", "sessions", "--policy", "lru,s3fifo,density", "--pool-tokens", "1/16,1/8,1/4"),
+        *("--plot", REPLAYED),
+    )
+    return text[text.index("workload sessions") :].replace(REPLAYED, "replay.svg")
+
+
 def serve() -> str:
     """What the server says when it is ready."""
     server = subprocess.Popen((*QUIRE, "serve"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
@@ -86,6 +98,9 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "plan-sweep": sweep,
     "serve": serve,
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
+    "replay": replay,
+    "explain": lambda: output_of("explain", "sessions", *SMALL_POOL, EXPLAINED),
+    "fuzz": lambda: output_of("fuzz", "--seconds", "10", "--seed", "1"),
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),
 }
 
