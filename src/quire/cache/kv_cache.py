@@ -178,7 +178,7 @@ class KVCache:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
         if hit is None or not self.is_current(hit):
             hit = self.match(tokens, namespace)
-        explanation = self.explain(tokens, namespace, hit=hit) if self.explains else None
+        explanation = self.explain(tokens, namespace, hit=hit) if self.explains and not resumed else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._free_rows.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)

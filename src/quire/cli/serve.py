@@ -78,6 +78,10 @@ def serve(
     kv_memory: KvMemoryOption = None,
     eviction: EvictionOption = None,
     prefix_caching: PrefixCachingOption = True,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain/--no-explain", help="Keep why prompts were not cached.", rich_help_panel=SERVER),
+    ] = True,
     swa_full_tokens_ratio: SwaRatioOption = None,
     mamba_full_memory_ratio: MambaRatioOption = None,
     max_mamba_cache_size: MambaSizeOption = None,
@@ -112,6 +116,7 @@ def serve(
             threads=threads,
             eviction=eviction,
             enable_prefix_caching=prefix_caching,
+            explain=explain,
             swa_full_tokens_ratio=swa_full_tokens_ratio,
             mamba_full_memory_ratio=mamba_full_memory_ratio,
             max_mamba_cache_size=max_mamba_cache_size,

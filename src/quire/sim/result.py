@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.observe.explain import Explanation
 from quire.sim.scripted_request import ScriptedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request of a replay. Times are seconds of the virtual clock, None for what never came; `refused` says why it
-    could never run, "" where it could. `evicted_pages` are those that the cache had evicted when it ended."""
+    could never run, "" where it could. `evicted_pages` are those that the cache had evicted when it ended. `explanation` is
+    that of its first admission, where the replay explains."""
 
     request_id: str
     prompt_tokens: int
@@ -28,6 +30,7 @@ class RequestRecord:
     first_token: float | None = None
     finished: float | None = None
     refused: str = ""
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Ledger:
             admitted=request.admitted,
             first_token=request.first_token,
             finished=request.finished,
+            explanation=request.explanation,
         )
         self._add(record, request.output_tokens.tobytes())
 
