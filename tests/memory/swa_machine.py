@@ -23,7 +23,7 @@ from quire.memory.allocator import (
 )
 from quire.memory.frames import FrameTable
 from quire.spec.ids import Tier
-from tests.choices import Choices
+from quire.testing.fuzz.choices import Choices
 
 GROUP = 1
 

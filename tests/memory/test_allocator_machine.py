@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.choices import Choices
+from quire.testing.fuzz.choices import Choices
+from tests.choices import drawn
 from tests.memory.machine import OPERATIONS, AllocatorMachine, run_allocator
 from tests.memory.mamba_machine import MambaMachine, run_mamba
 from tests.memory.swa_machine import SWAMachine, run_swa
@@ -48,17 +49,17 @@ def test_two_hundred_thousand_steps(run: Run, operations: tuple[str, ...], event
     check_seeds(run, operations, events, range(1_000, 2_000), 200)
 
 
-def drawn(machine: Callable[[Choices], Any], operations: tuple[str, ...]) -> Any:
+def drawn_machine(machine: Callable[[Choices], Any], operations: tuple[str, ...]) -> Any:
     """The same machine with hypothesis choosing."""
 
     class Drawn(RuleBasedStateMachine):
         @initialize(data=st.data())
         def start(self, data: st.DataObject) -> None:
-            self.machine = machine(Choices.drawn(data))
+            self.machine = machine(drawn(data))
 
         @rule(name=st.sampled_from(sorted(set(operations))), data=st.data())
         def step(self, name: str, data: st.DataObject) -> None:
-            getattr(self.machine, name)(Choices.drawn(data))
+            getattr(self.machine, name)(drawn(data))
             self.machine.check()
 
     case = Drawn.TestCase
@@ -66,6 +67,6 @@ def drawn(machine: Callable[[Choices], Any], operations: tuple[str, ...]) -> Any
     return case
 
 
-TestDrawnAllocatorMachine = drawn(AllocatorMachine, OPERATIONS)
-TestDrawnSWAMachine = drawn(SWAMachine, SWAMachine.OPERATIONS)
-TestDrawnMambaMachine = drawn(MambaMachine, MambaMachine.OPERATIONS)
+TestDrawnAllocatorMachine = drawn_machine(AllocatorMachine, OPERATIONS)
+TestDrawnSWAMachine = drawn_machine(SWAMachine, SWAMachine.OPERATIONS)
+TestDrawnMambaMachine = drawn_machine(MambaMachine, MambaMachine.OPERATIONS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 
 import pytest
 
 from quire.errors import QuireError
 from quire.plan import planner
-from tests.cache.machine import run_cache
+from quire.testing import mutants as shipped
+from quire.testing.fuzz.run import run_lives
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
@@ -18,7 +20,6 @@ from tests.mutants.mutants import MUTANTS, Mutant
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
 from tests.prefix.test_shelf import check_shelf_order
-from tests.scheduler.machine import run_scheduler
 from tests.scheduler.test_hybrid_reuse import (
     check_one_state,
     check_shared_prefixes,
@@ -38,11 +39,9 @@ REUSE: tuple[Callable[[], object], ...] = (
     lambda: check_shared_prefixes("window and state", 16, 48),
 )
 RUNS: dict[str, Iterable[Callable[[], object]]] = {
-    "cache": [lambda seed=seed: run_cache(seed, 150) for seed in range(40)],
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
-    "scheduler": [lambda seed=seed: run_scheduler(seed) for seed in range(30)],
     "policies": [check_eviction_orders],
     "shelf": [check_shelf_order],
     "reuse": REUSE,
@@ -74,6 +73,13 @@ def test_every_mutant_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch
     assert noticed(mutant.killer), f"nobody noticed that {mutant.wrong}"
 
 
+@pytest.mark.parametrize("name", shipped.MUTANTS)
+def test_fuzzing_meets_every_mutant_that_is_shipped(name: str) -> None:
+    violation = run_lives("both", count().__next__, operations=60_000, inject=name).violation
+    assert violation is not None, f"nobody noticed: {shipped.MUTANTS[name].wrong}"
+    assert violation.by_check, f"the mutant is invalid code: {violation.message}"
+
+
 @pytest.mark.parametrize("killer", RUNS)
 def test_without_a_mutant_all_is_well(killer: str) -> None:
     for run in list(RUNS[killer])[:5]:
@@ -81,6 +87,7 @@ def test_without_a_mutant_all_is_well(killer: str) -> None:
 
 
 def test_names_and_sentences_are_all_different() -> None:
-    assert hybrid_mutants.a_window_is_a_page_too_short.__name__ in {mutant.name for mutant in MUTANTS}
-    assert len({mutant.name for mutant in MUTANTS}) == len({mutant.wrong for mutant in MUTANTS}) == len(MUTANTS)
+    assert hybrid_mutants.windows_go_tail_first.__name__ in {mutant.name for mutant in MUTANTS}
+    every = [*MUTANTS, *shipped.MUTANTS.values()]
+    assert len({mutant.name for mutant in every}) == len({mutant.wrong for mutant in every}) == len(every)
     assert {mutant.killer for mutant in MUTANTS} == set(RUNS)

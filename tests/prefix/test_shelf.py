@@ -7,7 +7,7 @@ import pytest
 
 from quire.prefix.shelf import Rank, Shelf
 from quire.spec.ids import Ids
-from tests.choices import Choices
+from quire.testing.fuzz.choices import Choices
 
 
 def ids(*pages: int) -> Ids:

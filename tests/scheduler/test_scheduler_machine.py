@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.choices import Choices
-from tests.scheduler.machine import SchedulerMachine, run_scheduler
+from quire.testing.fuzz.run import run_life
+from quire.testing.fuzz.scheduler_machine import SchedulerMachine
+from tests.choices import drawn
 
 MUST_HAPPEN = (
     "hit",
@@ -25,30 +26,34 @@ MUST_HAPPEN = (
     "abort in flight",
     "finished by length",
     "finished by stop",
+    "empty",
 )
 
 
 def check_lives(seeds: range) -> None:
     happened: Counter[str] = Counter()
     for seed in seeds:
-        happened += run_scheduler(seed)
+        life = run_life("scheduler", seed, 600)
+        assert life.violation is None, life.violation
+        happened += life.happened
     missing = [name for name in MUST_HAPPEN if not happened[name]]
     assert not missing, f"never happened, so this run shows little: {missing}"
-    assert happened["finished"] > 8 * len(seeds)
 
 
-def test_eighty_lives() -> None:
-    check_lives(range(80))
+def test_forty_lives() -> None:
+    check_lives(range(40))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifteen_hundred_lives() -> None:
-    check_lives(range(10_000, 11_500))
+def test_a_thousand_lives() -> None:
+    check_lives(range(10_000, 11_000))
 
 
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_life(data: st.DataObject) -> None:
-    choices = Choices.drawn(data)
-    SchedulerMachine(choices).run(choices, num_requests=4)
+    choices = drawn(data)
+    machine = SchedulerMachine(choices)
+    for _ in range(40):
+        machine.step(choices)

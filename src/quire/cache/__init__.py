@@ -1,6 +1,7 @@
 """The cache: one door to pages, frames, sharing and eviction for everything above."""
 
-from quire.cache.kv_cache import KVCache, PrefixHit
+from quire.cache.kv_cache import KVCache
+from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 

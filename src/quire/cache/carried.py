@@ -49,7 +49,9 @@ class CarriedGroup(GroupCache):
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
         self._position = np.zeros(max_requests, dtype=np.int64)  # tokens that have gone into it
         self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
-        self._trail: dict[int, _Trail] = {}  # the last page's end passed, by row
+        self._trail_frame = np.zeros(max_requests, dtype=np.int32)  # of the last page's end passed; 0: none
+        self._trail_pages = np.zeros(max_requests, dtype=np.int64)
+        self._trail_rank = np.zeros(max_requests, dtype=np.int8)
         self._behind: dict[int, list[_Trail]] = {}  # left at ends of pages that have not settled yet, by row
 
     # -- what there is
@@ -81,13 +83,18 @@ class CarriedGroup(GroupCache):
     def frames_of(self, row: int) -> Ids:
         frames = [int(self._frame[row])] if self._frame[row] else []
         frames += [trail.frame for trail in self._behind.get(row, ())]
-        if row in self._trail:
-            frames.append(self._trail[row].frame)
+        if self._trail_frame[row]:
+            frames.append(int(self._trail_frame[row]))
         return np.array(frames, dtype=np.int32)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
+
+    def books(self) -> tuple[object, ...]:
+        trails = (self._trail_frame.tobytes(), self._trail_pages.tobytes())
+        behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
+        return self._frame.tobytes(), self._source.tobytes(), trails, behind, self.shelf.books()
 
     # -- requests
 
@@ -103,11 +110,14 @@ class CarriedGroup(GroupCache):
             self._source[row] = pages[-1]
         self._position[row] = len(pages) * self._page_size
 
-    def grow(self, rows: Rows, new_pages: Ids) -> None:
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
         missing = rows[self._frame[rows] == 0]
-        short = len(missing) - self.num_free
-        if short > 0:
-            for row in self._takeable(missing)[:short].tolist():
+        return self.frames.take(min(len(missing), self.num_free))
+
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
+        missing = rows[self._frame[rows] == 0]
+        if len(frames) < len(missing):
+            for row in self._takeable(missing)[: len(missing) - len(frames)].tolist():
                 page = self._source[row : row + 1].copy()
                 self.shelf.unpin(page, Rank.PASSED)
                 self.shelf.remove(page)
@@ -115,23 +125,31 @@ class CarriedGroup(GroupCache):
                 self._source[row] = 0
                 self.dropped_frames += 1
             missing = rows[self._frame[rows] == 0]
-        self._frame[missing] = self.frames.take(len(missing))
+        self._frame[missing] = frames
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched:
-        pages = rows
-        rows = np.fromiter((kv.row for kv in kvs), dtype=np.int32, count=len(kvs))
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, table: Ids, *, leaves: bool) -> Launched:
+        rows: Rows = np.array([kv.row for kv in kvs], dtype=np.intp)
         starts = self._position[rows]
         assert (ends > starts).all() and self._frame[rows].all(), "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
         if leaves:
             plain &= (starts % self._page_size > 0) & (starts // self._page_size == (ends - 1) // self._page_size)
         self._position[rows] = ends
+        sources, targets = self._frame[rows], self._frame[rows]
+        exchange = self._exchanges(kvs, rows, starts, ends) if leaves else np.empty(0, dtype=np.intp)
+        if len(exchange):
+            at_end = rows[exchange]
+            targets[exchange] = self._frame[at_end] = self._trail_frame[at_end]
+            self._trail_frame[at_end] = sources[exchange]
+            self._trail_pages[at_end] = starts[exchange] // self._page_size
+            self._trail_rank[at_end] = Rank.USED
+            plain[exchange] = True
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         given: list[Given] = []
         for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
             kv = kvs[at]
-            whole = RowPages(kv.row, pages[kv.row], kv.lease.num_pages)
+            whole = RowPages(kv.row, table[kv.row], kv.lease.num_pages)
             pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves)
             counts[at] = len(pieces)
             cut += pieces
@@ -142,7 +160,7 @@ class CarriedGroup(GroupCache):
                 self._source[kv.row] = 0
         found = np.empty((3, int(counts.sum())), dtype=np.int32)
         uncut = np.repeat(plain, counts)
-        found[:, uncut] = (ends - starts)[plain], self._frame[rows[plain]], self._frame[rows[plain]]
+        found[:, uncut] = (ends - starts)[plain], sources[plain], targets[plain]
         if cut:
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
         return Pieces(*found), given
@@ -165,7 +183,8 @@ class CarriedGroup(GroupCache):
     def finish(self, row: RowPages) -> list[Given]:
         """The last of what it holds that is of the end of a settled page becomes that page's; the rest goes."""
         at = row.row
-        last = [self._trail.pop(at)] if at in self._trail else []
+        last = [self._trail(at)] if self._trail_frame[at] else []
+        self._trail_frame[at] = 0
         num_pages, rest = divmod(int(self._position[at]), self._page_size)
         if self._frame[at]:
             last.append(_Trail(-1 if rest else num_pages, int(self._frame[at]), Rank.USED))
@@ -194,6 +213,20 @@ class CarriedGroup(GroupCache):
         return self._drop(num_frames, max(Rank))
 
     # -- inside
+
+    def _trail(self, row: int) -> _Trail:
+        return _Trail(int(self._trail_pages[row]), int(self._trail_frame[row]), Rank(self._trail_rank[row]))
+
+    def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, ends: Lengths) -> Rows:
+        """Which of these requests are at a page's end and do nothing there but leave their frame in place of the one
+        they left an earlier page's end in, which they go on in: what a drawn token does."""
+        size = self._page_size
+        found = (starts % size == 0) & (starts % self._grid != 0) & (starts // size == (ends - 1) // size)
+        found &= (self._source[rows] == 0) & (self._trail_frame[rows] != 0)
+        places = found.nonzero()[0]
+        marked = [int(starts[at]) // size in kvs[at].marks for at in places.tolist()]
+        unmarked: Rows = places[~np.array(marked, dtype=np.bool_)]
+        return unmarked
 
     def _takeable(self, rows: Rows) -> Rows:
         """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
@@ -241,14 +274,14 @@ class CarriedGroup(GroupCache):
     def _leave_here(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
         """Leave `frame` at the end of that many pages, and return another one to go on in; 0 where there is none."""
         trail = _Trail(num_pages, frame, Rank.USED if rank is None else rank)
-        following = 0 if rank is None and row in self._trail else self._spare(trail.rank)
+        following = 0 if rank is None and self._trail_frame[row] else self._spare(trail.rank)
         if following and rank is not None:
             self._behind.setdefault(row, []).append(trail)
             return following
-        if not following and row in self._trail:  # the end of an earlier page makes room for this one
-            following = self._trail[row].frame
+        if not following:  # the end of an earlier page makes room for this one
+            following = int(self._trail_frame[row])
         if following:
-            self._trail[row] = trail
+            self._trail_frame[row], self._trail_pages[row], self._trail_rank[row] = frame, num_pages, trail.rank
         if not following or rank is not None:
             self.skipped += 1
         return following

@@ -118,10 +118,15 @@ class GroupCache(ABC):
         """Frames that a row owns beside those of its pages, in no order."""
         return NO_PAGES
 
-    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, rows: Ids, *, leaves: bool) -> Launched | None:
+    def books(self) -> tuple[object, ...]:
+        """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
+        return ()
+
+    def launch(self, kvs: Sequence[RequestKV], ends: Lengths, table: Ids, *, leaves: bool) -> Launched | None:
         """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
 
-        `rows` are all rows of pages; `leaves` says whether frames may be left for others. None where none are carried.
+        `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none are
+        carried.
         """
         return None
 
@@ -151,8 +156,12 @@ class GroupCache(ABC):
         """A request begins behind these cached pages."""
 
     @abstractmethod
-    def grow(self, rows: Rows, new_pages: Ids) -> None:
-        """Give what `wanted` counted; there is room."""
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
+        """Frames that `wanted` counted, for `grow`, which cannot fail, or to be given back."""
+
+    @abstractmethod
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
+        """Give these frames, which `take` returned, to the pages or rows they are for."""
 
     @abstractmethod
     def owes(self, row: int, num_pages: int) -> bool:
@@ -222,8 +231,11 @@ class WholeGroup(GroupCache):
     def begin(self, row: int, pages: Ids) -> None:
         pass
 
-    def grow(self, rows: Rows, new_pages: Ids) -> None:
-        self.frames.take(new_pages)
+    def take(self, rows: Rows, new_pages: Ids) -> Ids:
+        return self.frames.allocator.alloc_pages(len(new_pages))
+
+    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
+        self.frames.give(new_pages, frames)
 
     def owes(self, row: int, num_pages: int) -> bool:
         return False
@@ -323,6 +335,9 @@ class PassingGroup(WholeGroup):
 
     def pinned(self, row: int, pages: Ids) -> Ids:
         return pages[int(self.first[row]) :]
+
+    def books(self) -> tuple[object, ...]:
+        return self.first.tobytes(), self.shelf.books()
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
         """Cached pages without a frame take over those of the request's pages that hold the same."""

@@ -20,22 +20,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.cache.admission import first_refusal, group_claim, pages_claim
 from quire.cache.audit import audit
 from quire.cache.carried import CarriedGroup
-from quire.cache.explain import explain_prompt
+from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
+from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows, RunningBatch
-from quire.cache.statistics import CacheStatistics, FrameCounts
+from quire.cache.statistics import CacheStatistics, count_frames
 from quire.errors import InvalidInput, LeaseError, OutOfPages
 from quire.memory.allocator import carried_frames, page_allocator, passing_frames, slots_in_pages, whole_frames
 from quire.memory.frames import FrameTable
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
-from quire.prefix.evict import eviction_policy
+from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.node import Lease
-from quire.prefix.radix_cache import Match, RadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
 from quire.prefix.shelf import Rank
 from quire.spec.events import CacheEvent, Namespace
@@ -45,37 +47,6 @@ from quire.spec.pages import pages_for
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512
 """Tokens between the places where a request leaves what it carries, if frames for that are to spare."""
-
-
-class PrefixHit:
-    """How much of a prompt is cached, in whole pages, and why not more. A snapshot; `begin` makes it last.
-
-    `num_tokens` can be reused. `held_back` tokens matched too and are computed again: the last token of a prompt
-    always is, and `limited_by` names a group that could not resume further on ("" where none stood in the way).
-    `num_dropped` counts the frames that cached pages had lost until then.
-    """
-
-    __slots__ = ("held_back", "limited_by", "match", "num_dropped", "num_pages", "num_tokens")
-
-    def __init__(
-        self, match: Match, num_tokens: int, num_pages: int, held_back: int, limited_by: str, num_dropped: int
-    ) -> None:
-        self.match = match
-        self.num_tokens = num_tokens
-        self.num_pages = num_pages
-        self.held_back = held_back
-        self.limited_by = limited_by
-        self.num_dropped = num_dropped
-
-    @property
-    def pages(self) -> Ids:
-        """Ids of the pages that can be reused, in order, not to be written."""
-        return self.match.pages[: self.num_pages]
-
-    @property
-    def num_matched(self) -> int:
-        """Pages of the prompt that are cached in one group or another."""
-        return self.match.num_pages
 
 
 class KVCache:
@@ -90,7 +61,7 @@ class KVCache:
         self,
         plan: MemoryPlan,
         *,
-        eviction: str = "lru",
+        eviction: str = DEFAULT_POLICY,
         share_prefixes: bool = True,
         emit: Callable[[CacheEvent], None] | None = None,
         model_identity: bytes = b"",
@@ -230,17 +201,12 @@ class KVCache:
         new = -(-after // self.page_size) - have
         num_new = int(new.sum())
         self._make_room(rows, num_new, kvs)
-        if num_new:
-            pages = self.pages.alloc_pages(num_new)
-            if len(rows) == 1:
-                self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
-            else:
-                first = rows * self._rows.shape[1] + have - (np.cumsum(new) - new)
-                self._flat_rows[np.repeat(first, new) + np.arange(num_new)] = pages
-        else:
-            pages = NO_PAGES
-        for group in self.groups:
-            group.grow(rows, pages)
+        pages = self._grow(rows, num_new)
+        if len(rows) == 1:
+            self._rows[rows[0], int(have[0]) : int(have[0]) + num_new] = pages
+        elif num_new:
+            first = rows * self._rows.shape[1] + have - (np.cumsum(new) - new)
+            self._flat_rows[np.repeat(first, new) + np.arange(num_new)] = pages
         self._allocated[rows] = after
         self._epoch += 1
 
@@ -249,18 +215,17 @@ class KVCache:
         self._refresh(batch)
         if batch.room < 1 and len(batch):
             raise self._beyond_context()
-        rows, lengths, size = batch.rows, batch.lengths, self.page_size
-        crossing = np.flatnonzero(lengths % size == 0)
+        rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
+        crossing = (filled == size).nonzero()[0]
         num_new = len(crossing)
         if num_new or self._carries:
             self._make_room(rows, num_new, batch)
-            pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
+            pages = self._grow(rows, num_new)
             if num_new:
+                filled[crossing] = 0
                 self._flat_rows[rows[crossing] * self._rows.shape[1] + lengths[crossing] // size] = pages
-            for group in self.groups:
-                if num_new or group.reach.carried:
-                    group.grow(rows, pages)
         lengths += 1
+        filled += 1
         batch.room -= 1
         self._allocated[rows] = lengths
         self._epoch = batch.epoch = self._epoch + 1
@@ -282,6 +247,7 @@ class KVCache:
         last = np.maximum(lengths - 1, 0)
         pages = self._flat_rows[rows * self._rows.shape[1] + last // size]
         offset = (last % size).astype(np.int32)
+        batch.filled = np.where(lengths > 0, last % size + 1, size)
         batch.slots = [column[pages] * np.int32(size) + offset for column in self._columns]
         batch.epoch = self._epoch
 
@@ -463,31 +429,11 @@ class KVCache:
         and `reserve` pages more for each of them.
         """
         rows = self._rows_of([kv for kv, _ in running])
-        reached = np.fromiter((pages for _, pages in running), dtype=np.int64, count=len(running))
+        reached = np.array([pages for _, pages in running], dtype=np.int64)
         have = -(-self._allocated[rows] // self.page_size)
-        spare = len(running) * reserve
-        available = self.num_available_pages
-        claims = [
-            (
-                group.name,
-                group.num_free + group.num_evictable,
-                group.needs(num_pages, hit.num_pages),
-                group.owed(rows, have, reached),
-                group.reserve(spare),
-            )
-            for group in self.groups
-        ]
-        claims.append(("all groups", available, num_pages - hit.num_pages, int((reached - have).sum()), spare))
-        evictable = hit.match.num_evictable(hit.num_pages)
-        pins = [*(group.would_pin(hit.pages, evictable) for group in self.groups), evictable]
-        for (name, available, own, owed, spare), pinned in zip(claims, pins, strict=True):
-            left = available - pinned - owed
-            if own + spare > left:
-                return (
-                    f"needs {own} pages of '{name}' and {spare} in reserve; {max(0, left)} are available, "
-                    f"{len(running)} running requests hold the rest"
-                )
-        return ""
+        claims = [group_claim(group, hit, num_pages, rows, have, reached, reserve) for group in self.groups]
+        claims.append(pages_claim(self.num_available_pages, hit, num_pages, have, reached, reserve))
+        return first_refusal(claims, len(running))
 
     @property
     def live_requests(self) -> tuple[RequestKV, ...]:
@@ -505,7 +451,7 @@ class KVCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""
-        frames = {group.name: self._frame_counts(index, group) for index, group in enumerate(self.groups)}
+        frames = {group.name: count_frames(group, self.retired) for group in self.groups}
         return CacheStatistics(
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,
@@ -580,30 +526,27 @@ class KVCache:
         whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
         missing = max(num_new - free, *whole, 0)
         if missing > 0:
-            asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-            self.evict(missing, asking[0].label if len(asking) == 1 else f"{len(asking)} running requests")
+            self.evict(missing, names_of(kvs, self._allocated[rows] % self.page_size == 0))
         for group, n in zip(self.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)
 
-    def _frame_counts(self, index: int, group: GroupCache) -> FrameCounts:
-        given = [part for retired in self.retired for part in retired.given if part.group == index]
-        pages = [retired.pages for retired in self.retired] + [part.dropped for part in given]
-        waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
-        moving = int(np.count_nonzero(self.frames.column(Tier.DEVICE, index)[waiting]))
-        moving += sum(len(part.frames) for part in given)
-        return FrameCounts(
-            total=group.num_frames,
-            free=group.num_free,
-            private=group.num_frames - group.num_free - group.num_cached - moving,
-            cached=group.num_cached,
-            moving=moving,
-            quarantined=0,
-            dropped=group.dropped_frames,
-            revived=group.revived_frames,
-            left=group.left,
-            skipped=group.skipped,
-        )
+    def _grow(self, rows: Rows, num_new: int) -> Ids:
+        """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
+        pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
+        groups = [group for group in self.groups if num_new or group.reach.carried]
+        taken: list[Ids] = []
+        try:
+            for group in groups:
+                taken.append(group.take(rows, pages))  # noqa: PERF401 - what was taken before a failure goes back
+        except OutOfPages:
+            for group, frames in zip(groups, taken, strict=False):
+                group.frames.untake(frames)
+            self.pages.free_pages(pages)
+            raise
+        for group, frames in zip(groups, taken, strict=True):
+            group.grow(rows, pages, frames)
+        return pages
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
         """Give these up, now or when no launched step can touch them any more."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from quire.cache.fences import Retired
+from quire.cache.groups import NO_PAGES, GroupCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +57,23 @@ class CacheStatistics:
     num_pages: int
     page_size: int
     frames: dict[str, FrameCounts]
+
+
+def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
+    """A group's frames by owner; `retired` is what waits for steps in flight."""
+    given = [part for item in retired for part in item.given if part.group == group.index]
+    pages = [item.pages for item in retired] + [part.dropped for part in given]
+    waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
+    moving = int(np.count_nonzero(group.frames.column[waiting])) + sum(len(part.frames) for part in given)
+    return FrameCounts(
+        total=group.num_frames,
+        free=group.num_free,
+        private=group.num_frames - group.num_free - group.num_cached - moving,
+        cached=group.num_cached,
+        moving=moving,
+        quarantined=0,
+        dropped=group.dropped_frames,
+        revived=group.revived_frames,
+        left=group.left,
+        skipped=group.skipped,
+    )

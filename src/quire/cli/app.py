@@ -10,6 +10,7 @@ from quire import __version__
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.explain import explain
+from quire.cli.fuzz import fuzz
 from quire.cli.generate import generate
 from quire.cli.plan import plan
 from quire.cli.replay import replay
@@ -30,6 +31,7 @@ app.command()(replay)
 app.command()(explain)
 app.command()(demo)
 app.command()(doctor)
+app.command()(fuzz)
 
 
 def _print_version(value: bool) -> None:

@@ -32,7 +32,7 @@ def replay(
     trace: Annotated[
         str | None, typer.Argument(help="A trace's file or folder, or a workload: see --list.", show_default=False)
     ] = None,
-    policy: Annotated[str, _option(_CACHE, "Eviction policies to compare: lru,lfu.")] = "lru",
+    policy: Annotated[str, _option(_CACHE, "Eviction policies to compare: lru,lfu.")] = "lru,density",
     pool_tokens: Annotated[
         str, _option(_CACHE, "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/8).")
     ] = "1/8",

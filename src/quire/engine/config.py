@@ -53,7 +53,7 @@ class EngineConfig(BaseModel):
     max_mamba_cache_size: int | None = Field(default=None, ge=1)
     checkpoint_interval: int = Field(default=CHECKPOINT_INTERVAL, ge=1)
     policy: Literal["fcfs", "lpm"] = "fcfs"
-    eviction: Literal["lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "density", "gdsf", "s3fifo"] = "lru"
+    eviction: Literal["density", "lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "gdsf", "s3fifo"] = "density"
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     explain: bool = True

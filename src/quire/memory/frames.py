@@ -36,7 +36,7 @@ class FrameTable:
     def bind(self, tier: Tier, group: int, pages: Ids, frames: Ids) -> None:
         """Say that these pages' bytes are in these frames. The pages were not resident there before."""
         column = self._columns[tier, group]
-        assert not column[pages].any(), "bind over a resident page"
+        assert not np.count_nonzero(column[pages]), "bind over a resident page"
         column[pages] = frames
 
     def unbind(self, tier: Tier, group: int, pages: Ids) -> Ids:

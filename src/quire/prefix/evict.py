@@ -202,6 +202,10 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 }
 
 
+DEFAULT_POLICY = "density"
+"""Chosen by measurement: docs/decisions/020-the-order-of-eviction.md."""
+
+
 def eviction_policy(name: str) -> EvictionPolicy:
     """The policy of that name. Raises InvalidInput, listing the names there are."""
     if name not in POLICIES:

@@ -50,14 +50,18 @@ class Shelf:
         """Cached pages that have a frame here."""
         return self.num_evictable + self.num_pinned
 
-    def pins(self, pages: Ids) -> Ids:
+    def pins(self, pages: Ids | slice) -> Ids:
         """Per page: how many requests pin it."""
         return self._pins[pages]
 
-    def on_shelf(self, pages: Ids) -> Bools:
+    def on_shelf(self, pages: Ids | slice) -> Bools:
         """Per page: whether it could be evicted now."""
         shelved: Bools = self._ticket[pages] != 0
         return shelved
+
+    def books(self) -> tuple[object, ...]:
+        """Its pins and tickets, for whoever compares what is with what was."""
+        return self._pins.tobytes(), self._ticket.tobytes(), self.num_evictable, self.num_pinned
 
     def num_on_shelf(self, pages: Ids) -> int:
         """How many of these pages could be evicted now."""

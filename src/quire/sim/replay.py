@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from quire.cache import KVCache
 from quire.errors import InvalidInput, QuireError, WrongContent
 from quire.plan.budget import MemoryPlan
+from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.batch import Batch
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
@@ -37,7 +38,7 @@ class ReplaySettings:
     step is launched before the one before it has settled, what is checked, and whether each record says why no more of
     its prompt was cached."""
 
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     order: str = "fcfs"
     chunk: int = 2048
     overlap: bool = False

@@ -72,7 +72,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Tokens that could be handed out now, in whole pages."""
         return self.num_free_pages * self.page_size
 
-    def is_out(self, page_ids: Ids) -> Bools:
+    def is_out(self, page_ids: Ids | slice) -> Bools:
         """Per page id: whether it is handed out."""
         return self._out.hold(page_ids)
 
@@ -105,8 +105,8 @@ class BaseTokenToKVPoolAllocator(ABC):
 
         Raises OutOfPages, changing nothing.
         """
-        self.check_room(num_pages)
-        if num_pages > len(self._free):
+        if not 0 <= num_pages <= len(self._free):
+            self.check_room(num_pages)
             self._merge_released()
         pages = self._free.take(num_pages)
         self._out.mark(pages)

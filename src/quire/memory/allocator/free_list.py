@@ -83,7 +83,7 @@ class OutIds:
         other._stamps = self._stamps.copy()
         return other
 
-    def hold(self, ids: Ids) -> Bools:
+    def hold(self, ids: Ids | slice) -> Bools:
         """Per id: whether it is out."""
         out: Bools = self._stamps[ids] > 0
         return out

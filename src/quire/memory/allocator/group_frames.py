@@ -21,7 +21,7 @@ class FrameAllocator(Protocol):
     def num_free(self) -> int:
         """Frames that could be given out now."""
 
-    def is_out(self, frame_ids: Ids, /) -> Bools:
+    def is_out(self, frame_ids: Ids | slice, /) -> Bools:
         """Per frame id: whether it is given out."""
 
 
@@ -61,7 +61,7 @@ class GroupFrames(Generic[A]):
         """The live column of the frame table, int32 `[num_pages + 1]`: frame of each page, 0 where it has none."""
         return self.frames.column(self.tier, self.group)
 
-    def is_out(self, frame_ids: Ids) -> Bools:
+    def is_out(self, frame_ids: Ids | slice) -> Bools:
         """Per frame id: whether it is given out."""
         return self.allocator.is_out(frame_ids)
 

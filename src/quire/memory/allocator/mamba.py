@@ -54,7 +54,7 @@ class MambaSlotAllocator:
         """Slots of the open group that `alloc` has not handed out yet; 0 outside a group."""
         return 0 if self._group is None else len(self._group)
 
-    def is_out(self, slot_ids: Ids) -> Bools:
+    def is_out(self, slot_ids: Ids | slice) -> Bools:
         """Per slot id: whether it is handed out."""
         return self._out.hold(slot_ids)
 

@@ -14,7 +14,15 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
 
     def take(self, pages: Ids) -> None:
         """Give each of these pages a frame; none of them has one. Raises OutOfPages, changing nothing."""
-        self.frames.bind(self.tier, self.group, pages, self.allocator.alloc_pages(len(pages)))
+        self.give(pages, self.allocator.alloc_pages(len(pages)))
+
+    def give(self, pages: Ids, frame_ids: Ids) -> None:
+        """These frames, handed out and no page's, are those of these pages now, none of which had one."""
+        self.frames.bind(self.tier, self.group, pages, frame_ids)
+
+    def untake(self, frame_ids: Ids) -> None:
+        """Give back frames that are handed out and no page's."""
+        self.allocator.free_pages(frame_ids)
 
     def drop(self, pages: Ids) -> Ids:
         """Take the frames of these pages away, free again at once, in ascending order; returns the pages that had one.

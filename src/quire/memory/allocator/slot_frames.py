@@ -20,6 +20,10 @@ class SlotFrames(GroupFrames[MambaSlotAllocator]):
         """Give back frames that requests own. Raises InvalidFree, changing nothing, if one is not out."""
         self.allocator.free(frame_ids)
 
+    def untake(self, frame_ids: Ids) -> None:
+        """As `free`."""
+        self.allocator.free(frame_ids)
+
     def leave(self, pages: Ids, frame_ids: Ids) -> None:
         """These frames, which requests owned, are those of these pages now, none of which had one."""
         self.frames.bind(self.tier, self.group, pages, frame_ids)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+
+from quire.cache import KVCache
 from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
 from quire.spec.group import ReachSpec
-from quire.testing import small_plan
-from tests.choices import Choices
+from quire.spec.ids import Ids
+from quire.testing.fuzz.choices import Choices
+from quire.testing.plans import small_plan
 
 COMBINATIONS = (
     ("full",),
@@ -63,3 +68,16 @@ def tokens_read(spec: ReachSpec, page_size: int) -> Callable[[int], int]:
         "chunk": lambda position: position // spec.tokens * spec.tokens,
         "state": lambda position: max(0, position - page_size),
     }[spec.kind]
+
+
+def shuffle_frames(cache: KVCache, choices: Choices) -> None:
+    """Give frames back in any order, so that a page's id and those of its frames differ."""
+    for group in cache.groups:
+        allocator: Any = group.frames.allocator
+        if group.reach.carried:
+            take, free = allocator.alloc, allocator.free
+        else:
+            take, free = allocator.alloc_pages, allocator.free_pages
+        frames: Ids = take(group.num_frames)
+        left = frames.tolist()
+        free(np.array([left.pop(choices.below(len(left))) for _ in frames], dtype=np.int32))

@@ -1,0 +1,60 @@
+"""EventFold: the events of a cache, added up. The sum must be what is cached, page by page and hash by hash."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+
+from quire.cache import KVCache
+from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
+from quire.testing.fuzz.names import Names
+
+
+class EventFold:
+    """`stored` has the names of the pages that routers believe in, by hash. `on` once there was an event."""
+
+    def __init__(self, cache: KVCache, names: Names) -> None:
+        layouts = "".join(group.layout.fingerprint() for group in cache.plan.groups)
+        self._identity = hashlib.sha256(bytes(8) + layouts.encode()).digest()
+        self._names = names
+        self._page_bytes = 4 * cache.page_size
+        self.stored: dict[bytes, int] = {}
+        self.on = False
+
+    def take(self, events: Iterable[CacheEvent]) -> None:
+        """Add these. Each names pages as its definition does, none twice, and none that are not there."""
+        self.on = True
+        for event in events:
+            if isinstance(event, PagesStored):
+                self._store(event)
+            elif isinstance(event, PagesRemoved):
+                for digest in event.hashes:
+                    name = self.stored.pop(digest, None)
+                    assert name is not None, "an event removes a page that was not stored"
+                    assert self._names.namespaces[name] == event.namespace, "an event names another namespace"
+            else:
+                assert not self.stored, "all is said to be cleared, and pages were not removed"
+
+    def check(self, cached: set[int]) -> None:
+        """What is stored is what is cached."""
+        assert set(self.stored.values()) == cached, "the events do not add up to what is cached"
+
+    def _store(self, event: PagesStored) -> None:
+        seed = self._seed(event.namespace)
+        name = self._names.root(event.namespace) if event.parent == seed else self.stored.get(event.parent)
+        assert name is not None, "an event names a parent that is not stored"
+        assert self._names.namespaces[name] == event.namespace, "an event names another namespace"
+        digest, size = event.parent, self._page_bytes
+        assert len(event.tokens) == size * len(event.hashes)
+        for at, stored in enumerate(event.hashes):
+            page = event.tokens[at * size : at * size + size]
+            digest = hashlib.sha256(b"quire-page-1" + digest + page).digest()
+            assert digest == stored, "a page's hash is not that of its tokens and of the page before"
+            name = self._names.follow(name, page)
+            assert digest not in self.stored, "a page is stored twice"
+            self.stored[digest] = name
+
+    def _seed(self, namespace: Namespace) -> bytes:
+        parts = [self._identity, namespace.adapter.encode(), namespace.salt.encode()]
+        return hashlib.sha256(b"quire-namespace-1" + b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()

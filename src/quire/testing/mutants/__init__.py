@@ -1,0 +1,21 @@
+"""Mutants: historical mistakes, injected into the production code to show that the checks notice them."""
+
+from __future__ import annotations
+
+from quire.testing.mutants import allocator, cache, scheduler, states, tree, windows
+from quire.testing.mutants.registry import MUTANTS, Mutant, Patch, find, injected, mutant
+
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "Patch",
+    "allocator",
+    "cache",
+    "find",
+    "injected",
+    "mutant",
+    "scheduler",
+    "states",
+    "tree",
+    "windows",
+]

@@ -1,0 +1,83 @@
+"""Mistakes of allocators and frame tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.memory.allocator import BaseTokenToKVPoolAllocator, PageFrames, SlotFrames
+from quire.memory.allocator.free_list import FreeList
+from quire.memory.frames import FrameTable
+from quire.spec.ids import Ids
+from quire.testing.mutants import field
+from quire.testing.mutants.registry import Patch, mutant
+
+
+@mutant("cache", field.PADDING)
+def padding_page_is_handed_out(patch: Patch) -> None:
+    """Page 0 is handed out, and padded tokens overwrite a request."""
+    real = BaseTokenToKVPoolAllocator.clear
+
+    def clear(allocator: BaseTokenToKVPoolAllocator) -> None:
+        real(allocator)
+        allocator._free = FreeList(np.arange(allocator.num_pages, dtype=np.int32), allocator.num_pages)
+
+    patch.setattr(BaseTokenToKVPoolAllocator, "clear", clear)
+
+
+@mutant("cache", field.LEAK)
+def frames_are_dropped_and_not_freed(patch: Patch) -> None:
+    """Frames of pages that leave the cache are lost, a few with each eviction."""
+
+    def drop(group: PageFrames, pages: Ids) -> Ids:
+        had: Ids = pages[group.resident(pages)]
+        frames = group.frames.unbind(group.tier, group.group, had)
+        group.allocator.free_pages(frames[1:])
+        return had
+
+    patch.setattr(PageFrames, "drop", drop)
+
+
+@mutant("cache", field.STALE)
+def freed_pages_keep_their_frames(patch: Patch) -> None:
+    """A page that was freed still has a frame, which is now another request's."""
+
+    def drop(group: PageFrames, pages: Ids) -> Ids:
+        had: Ids = pages[group.resident(pages)]
+        group.allocator.free_pages(np.sort(group.column[had]))
+        return had
+
+    patch.setattr(PageFrames, "drop", drop)
+
+
+@mutant("cache", field.TWICE)
+def a_frame_moves_and_stays(patch: Patch) -> None:
+    """A frame handed to another page is still the first one's too, and is freed twice."""
+    real = FrameTable.move
+
+    def move(table: FrameTable, tier: Any, group: int, old_pages: Ids, new_pages: Ids) -> None:
+        frames = table.column(tier, group)[old_pages]
+        real(table, tier, group, old_pages, new_pages)
+        table.column(tier, group)[old_pages] = frames
+
+    patch.setattr(FrameTable, "move", move)
+
+
+@mutant("cache", field.TWICE)
+def the_free_list_loses_its_place(patch: Patch) -> None:
+    """The free list wraps around and hands the same pages out twice."""
+
+    def push_front(free: FreeList, ids: Ids) -> None:
+        free._count += len(ids)
+        free._write(free._head, ids)
+
+    patch.setattr(FreeList, "push_front", push_front)
+    patch.setattr(FreeList, "push_back", push_front)
+
+
+@mutant("cache", field.LEAK)
+def a_failed_allocation_keeps_what_it_has(patch: Patch) -> None:
+    """When a group runs out half way, the pages of the others are lost."""
+    patch.setattr(PageFrames, "untake", lambda group, frames: None)
+    patch.setattr(SlotFrames, "untake", lambda group, frames: None)

@@ -1,0 +1,149 @@
+"""Mistakes of the cache: what ends, what waits for steps in flight, what runs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.cache import kv_cache
+from quire.cache.fences import Fences
+from quire.cache.groups import NO_PAGES, WholeGroup
+from quire.cache.kv_cache import KVCache
+from quire.errors import OutOfPages
+from quire.spec.events import Namespace
+from quire.testing.mutants import field
+from quire.testing.mutants.registry import Patch, mutant
+
+
+@mutant("cache", field.TWICE)
+def finish_frees_protected_pages(patch: Patch) -> None:
+    """A request that ends releases what it shared twice over, once by itself and once with its pages."""
+    real = KVCache._retire
+
+    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
+        if lease is not None:
+            pages = np.concatenate((cache.tree.path_pages(lease)[-1:], pages))
+        real(cache, pages, lease, given)
+
+    patch.setattr(KVCache, "_retire", retire)
+
+
+@mutant("cache", field.FREED_EARLY)
+def free_before_fence(patch: Patch) -> None:
+    """Pages are handed out while a launched step still reads them."""
+    patch.setattr(Fences, "retire", lambda fences, retired: True)
+
+
+@mutant("cache", field.FREED_EARLY)
+def fence_waits_for_the_oldest_step_only(patch: Patch) -> None:
+    """The first step to settle frees what a later one in flight still reads."""
+    real = Fences.close
+
+    def close(fences: Fences, fence: int) -> Any:
+        fences._waiting = type(fences._waiting)((fence, retired) for _, retired in fences._waiting)
+        return real(fences, fence)
+
+    patch.setattr(Fences, "close", close)
+
+
+@mutant("cache", field.AHEAD)
+def commit_takes_allocated_for_settled(patch: Patch) -> None:
+    """Tokens that are only allocated become reusable, before any step has written them."""
+    real = KVCache.commit
+
+    def commit(cache: KVCache, kv: Any, tokens: Any) -> None:
+        missing = cache.allocated(kv) - len(tokens)
+        real(cache, kv, np.append(tokens, np.zeros(missing, dtype=np.int32)))
+
+    patch.setattr(KVCache, "commit", commit)
+
+
+@mutant("cache", field.LEAK)
+def tail_page_leaks(patch: Patch) -> None:
+    """The last page of every request, full or in part, is lost."""
+    real = KVCache._retire
+
+    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
+        real(cache, pages if lease is None else pages[:-1], lease, given)
+
+    patch.setattr(KVCache, "_retire", retire)
+
+
+@mutant("cache", field.OFF_BY_ONE)
+def match_returns_the_last_token_too(patch: Patch) -> None:
+    """A prompt that is cached to its last token has nothing left to compute its output from."""
+    real = KVCache.match
+
+    def match(cache: KVCache, tokens: Any, namespace: Namespace = kv_cache.NAMESPACE) -> Any:
+        return real(cache, np.append(tokens, np.int32(0)), namespace)
+
+    patch.setattr(KVCache, "match", match)
+
+
+@mutant("cache", field.STALE)
+def page_ids_index_the_pool(patch: Patch) -> None:
+    """Page ids are used where the pool is indexed by frames."""
+
+    def page_table(cache: KVCache, kvs: Any, num_tokens: Any, group: int = 0) -> Any:
+        width = -(-int(num_tokens.max(initial=1)) // cache.page_size)
+        return cache._rows[cache._rows_of(kvs), :width]
+
+    patch.setattr(KVCache, "page_table", page_table)
+
+
+@mutant("cache", field.PARTIAL)
+def extend_stops_half_way(patch: Patch) -> None:
+    """Half of a batch gets its pages before the other half fails, and keeps them."""
+    real = KVCache.extend
+
+    def extend(cache: KVCache, kvs: Any, counts: Any) -> None:
+        for kv, count in zip(kvs, counts, strict=True):
+            real(cache, [kv], [count])
+
+    patch.setattr(KVCache, "extend", extend)
+
+
+@mutant("cache", field.LEAK)
+def pages_leak_when_frames_run_out(patch: Patch) -> None:
+    """A refused allocation still took its page ids; only the frames were missing."""
+    real = KVCache._make_room
+
+    def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
+        try:
+            real(cache, rows, wanted, kvs)
+        except OutOfPages:
+            cache.pages.alloc_pages(min(1, cache.pages.num_free_pages))
+            raise
+
+    patch.setattr(KVCache, "_make_room", make_room)
+
+
+@mutant("cache", field.STUCK)
+def evict_before_refusing(patch: Patch) -> None:
+    """Everything cached is thrown away for a request that is refused anyway."""
+    real = KVCache._make_room
+
+    def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
+        cache.evict(max(0, wanted - cache.num_free_pages))
+        real(cache, rows, wanted, kvs)
+
+    patch.setattr(KVCache, "_make_room", make_room)
+
+
+@mutant("cache", field.STUCK)
+def evictable_pages_do_not_count(patch: Patch) -> None:
+    """A request that would fit after eviction is refused."""
+    patch.setattr(WholeGroup, "num_evictable", property(lambda group: 0))
+
+
+@mutant("cache", field.STALE)
+def a_running_batch_is_not_read_again(patch: Patch) -> None:
+    """Requests that run together go on from lengths that something else has changed, and write over each other."""
+    real = KVCache._refresh
+
+    def refresh(cache: KVCache, batch: Any) -> None:
+        if batch.ended < 0:
+            real(cache, batch)
+
+    patch.setattr(KVCache, "_refresh", refresh)
