@@ -53,7 +53,7 @@ def names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: npt.NDArray[np.boo
     """For whom room is made: of several requests those that are at the end of their last page, by the first's label."""
     asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
     if len(asking) > 1:
-        asking = [asking[i] for i in np.flatnonzero(at_end)] or asking
+        asking = [asking[i] for i in np.flatnonzero(at_end).tolist()] or asking
     return asking[0].label + (f" and {len(asking) - 1} more" if len(asking) > 1 else "")
 
 
