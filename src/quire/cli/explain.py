@@ -34,7 +34,7 @@ def explain(
     request: Annotated[
         str | None, typer.Argument(help="A request's id; without one, a summary.", metavar="REQUEST_ID")
     ] = None,
-    policy: Annotated[str, _option(_REPLAY, "Eviction policy.")] = "lru",
+    policy: Annotated[str, _option(_REPLAY, "Eviction policy.")] = "density",
     pool_tokens: Annotated[
         str, _option(_REPLAY, "Pool size: tokens (64k), or a part of what the trace would fill (1/16).")
     ] = "1/8",
