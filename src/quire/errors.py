@@ -128,6 +128,13 @@ class UnknownModel(InvalidInput):
     status = 404
 
 
+class UnknownRequest(InvalidInput):
+    """A question about a request of which nothing is known, or not any more."""
+
+    code = "QUIRE-REQUEST-01"
+    status = 404
+
+
 class WrongKey(InvalidInput):
     """A request without the server's API key."""
 

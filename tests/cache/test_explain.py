@@ -90,7 +90,7 @@ def test_another_namespace_is_named(cache: KVCache) -> None:
     serve(cache, ids(range(8)), Namespace("lora", "tenant"))
     found = serve(cache, ids(range(9)))
     assert causes(found) == [("namespace", 8), ("new", 1)]
-    assert found.reasons[0].detail == "cached for adapter 'lora' and salt 'tenant'"
+    assert found.reasons[0].detail == "cached for requests with adapter 'lora' and a salt of their own"
 
 
 def test_a_group_that_lost_its_frames_is_named() -> None:

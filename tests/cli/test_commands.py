@@ -14,7 +14,7 @@ from quire.errors import UnsupportedModel
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 
-COMMANDS = ("serve", "generate", "plan", "replay", "demo", "doctor", "fuzz")
+COMMANDS = ("serve", "generate", "plan", "replay", "explain", "demo", "doctor", "fuzz")
 NO_TORCH = """
 import sys
 from quire.cli import main
@@ -30,7 +30,7 @@ assert not heavy, heavy
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["serve", "--help"], ["demo", "--help"], ["plan", "--help"], ["replay", "--help"]],
+    [["--help"], ["--version"]] + [[name, "--help"] for name in ("serve", "demo", "plan", "replay", "explain")],
 )
 def test_looking_is_cheap(arguments: list[str]) -> None:
     done = subprocess.run(

@@ -23,8 +23,7 @@ PORT = 8000
 
 
 REPLAYED = "docs/images/replay.svg"
-SMALL_POOL = ("--pool-tokens", "1/16")
-EXPLAINED = "s3t2"
+EXPLAINED = "s27.0"
 PICTURE = "docs/images/plan-sweep.svg"
 PLANS = {
     "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
@@ -99,7 +98,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "serve": serve,
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "replay": replay,
-    "explain": lambda: output_of("explain", "sessions", *SMALL_POOL, EXPLAINED),
+    "explain": lambda: output_of("explain", "sessions", EXPLAINED, "--pool-tokens", "1/8"),
     "fuzz": lambda: output_of("fuzz", "--seconds", "10", "--seed", "1"),
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),
 }

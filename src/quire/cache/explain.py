@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from quire.observe.explain import Cause, Explanation, Reason
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cache.request_kv import RequestKV
+from quire.cache.running import RunningBatch
+from quire.observe.explain import Cause, Explanation, Reason, never_seen
 from quire.prefix.parting import Parting
+from quire.spec.events import Namespace
 
 
 def explain_prompt(
@@ -32,17 +40,25 @@ def explain_prompt(
         ago = max(0.0, now - eviction.seconds)
         by = eviction.cause or "a request to evict"
         until(at + pages * page_size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
+    until(
+        at + parting.common, Cause.PAGE, f"as in a cached page, but only whole pages of {page_size} tokens are reused"
+    )
     if parting.elsewhere is not None:
         namespace, pages = parting.elsewhere
-        what = " and ".join(
-            f"{name} '{value}'" for name, value in (("adapter", namespace.adapter), ("salt", namespace.salt)) if value
-        )
-        until(pages * page_size, Cause.NAMESPACE, f"cached for {what or 'requests without adapter and salt'}")
-    if parting.common and at == (parting.matched + sum(pages for pages, _ in parting.evicted)) * page_size:
-        until(
-            at + parting.common,
-            Cause.PAGE,
-            f"as in a cached page, but only whole pages of {page_size} tokens are reused",
-        )
-    until(num_tokens, Cause.NEW, f"token {at} is the first that was never seen here")
-    return Explanation(num_tokens, tuple(reasons))
+        until(pages * page_size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
+    return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
+
+
+def names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: npt.NDArray[np.bool_]) -> str:
+    """For whom room is made: of several requests those that are at the end of their last page, by the first's label."""
+    asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
+    if len(asking) > 1:
+        asking = [asking[i] for i in np.flatnonzero(at_end).tolist()] or asking
+    return asking[0].label + (f" and {len(asking) - 1} more" if len(asking) > 1 else "")
+
+
+def _with(namespace: Namespace) -> str:
+    """A namespace in words. A salt is a secret between a client and the server, so it is not named."""
+    adapter = f"adapter '{namespace.adapter}'" if namespace.adapter else ""
+    salt = "a salt of their own" if namespace.salt else ""
+    return f"with {' and '.join(filter(None, (adapter, salt)))}" if adapter or salt else "without adapter and salt"

@@ -22,7 +22,7 @@ import numpy as np
 from quire.cache.admission import first_refusal, group_claim, pages_claim
 from quire.cache.audit import audit
 from quire.cache.carried import CarriedGroup
-from quire.cache.explain import explain_prompt
+from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
 from quire.cache.prefix_hit import PrefixHit
@@ -151,7 +151,7 @@ class KVCache:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
         if hit is None or not self.is_current(hit):
             hit = self.match(tokens, namespace)
-        explanation = self.explain(tokens, namespace, hit=hit) if self.explains else None
+        explanation = self.explain(tokens, namespace, hit=hit) if self.explains and not resumed else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         row = self._table.free.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
@@ -534,8 +534,7 @@ class KVCache:
         whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
         missing = max(num_new - free, *whole, 0)
         if missing > 0:
-            asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-            self.evict(missing, asking[0].label if len(asking) == 1 else f"{len(asking)} running requests")
+            self.evict(missing, names_of(kvs, self._allocated[rows] % self.page_size == 0))
         for group, n in zip(self.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)

@@ -9,6 +9,7 @@ import typer
 from quire import __version__
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
+from quire.cli.explain import explain
 from quire.cli.fuzz import fuzz
 from quire.cli.generate import generate
 from quire.cli.plan import plan
@@ -27,6 +28,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(plan)
 app.command()(replay)
+app.command()(explain)
 app.command()(demo)
 app.command()(doctor)
 app.command()(fuzz)

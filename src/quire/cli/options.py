@@ -48,6 +48,12 @@ PrefixCachingOption = Annotated[
         "--prefix-caching/--no-prefix-caching", help="Share the pages of common prefixes.", rich_help_panel=MEMORY
     ),
 ]
+ExplainOption = Annotated[
+    bool,
+    typer.Option(
+        "--explain/--no-explain", help="Keep why prompts of the last requests were not cached.", rich_help_panel=MEMORY
+    ),
+]
 SwaRatioOption = Annotated[
     float | None,
     typer.Option(

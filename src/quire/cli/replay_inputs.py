@@ -22,22 +22,23 @@ _COSTS_LIKE = "llama-3.1-8b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayWords:
-    """The options of `quire replay` as they were written."""
+    """The options of `quire replay` as they were written, or as they are where a command does not have them."""
 
     policy: str
     pool_tokens: str
     page_size: str
     models: Sequence[str]
-    gpu: str
-    tp: int
-    prefill_rate: float | None
-    decode_ms: float | None
-    fit: bool
-    max_running: int
-    chunk: int
-    overlap: bool
-    order: str
-    check: str
+    gpu: str = "h100-80gb"
+    tp: int = 1
+    prefill_rate: float | None = None
+    decode_ms: float | None = None
+    fit: bool = False
+    max_running: int = 256
+    chunk: int = 2048
+    overlap: bool = False
+    order: str = "fcfs"
+    check: str = "off"
+    explain: bool = False
 
 
 def grid_of(words: ReplayWords) -> Grid:
@@ -53,7 +54,13 @@ def grid_of(words: ReplayWords) -> Grid:
         pools=read_pool_sizes(words.pool_tokens),
         page_sizes=_page_sizes(words.page_size),
         max_running=words.max_running,
-        settings=ReplaySettings(order=words.order, chunk=words.chunk, overlap=words.overlap, check=words.check),
+        settings=ReplaySettings(
+            order=words.order,
+            chunk=words.chunk,
+            overlap=words.overlap,
+            check=words.check,
+            explain=words.explain,
+        ),
     )
 
 

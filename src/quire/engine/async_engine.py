@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,9 +28,12 @@ from quire.engine.wire import (
     Abort,
     Accepted,
     Add,
+    AskExplanations,
     AskStatistics,
     Beat,
+    Command,
     Died,
+    Explained,
     Failed,
     Outputs,
     Ready,
@@ -38,7 +41,8 @@ from quire.engine.wire import (
     Report,
     Statistics,
 )
-from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.errors import EngineDead, InvalidInput, QuireError, UnknownRequest
+from quire.observe.explain import Explanation, Explanations
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
@@ -47,7 +51,7 @@ logger = logging.getLogger(__name__)
 STALL_AFTER_S = 120.0
 """Default time without progress, with work at hand, after which the engine counts as stuck."""
 
-STATISTICS_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 
 _LONG_TEXT = 4096
 """Characters from which a prompt is tokenised in a thread."""
@@ -119,7 +123,7 @@ class AsyncEngine:
         self._reports = zmq.asyncio.Socket(shadow=process.reports)
         self._stall_after_s = stall_after_s
         self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
-        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._counter = itertools.count(1)
         self._progress = _Progress()
         self._last_statistics: dict[str, Any] = {}
@@ -173,9 +177,12 @@ class AsyncEngine:
         adapter: str = "",
         salt: str = "",
         priority: int = 0,
+        explain: bool = False,
     ) -> AsyncGenerator[SequenceDelta, None]:
         """The deltas of one request. Closing or cancelling the generator aborts it."""
-        stream = await self.submit(prompt, params, request_id=request_id, adapter=adapter, salt=salt, priority=priority)
+        stream = await self.submit(
+            prompt, params, request_id=request_id, adapter=adapter, salt=salt, priority=priority, explain=explain
+        )
         try:
             async for delta in stream:
                 yield delta
@@ -191,6 +198,7 @@ class AsyncEngine:
         adapter: str = "",
         salt: str = "",
         priority: int = 0,
+        explain: bool = False,
     ) -> RequestStream:
         """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal."""
         if params.stop and self.tokenizer is None:
@@ -204,7 +212,7 @@ class AsyncEngine:
             params=params,
             decoder=self.tokenizer,
         )
-        requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority)
+        requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority, explain=explain)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
         messages = [_encoded(request) for request in requests]  # what cannot be sent is refused before it is known
@@ -222,14 +230,34 @@ class AsyncEngine:
             raise
         return stream
 
-    async def statistics(self, *, timeout_s: float = STATISTICS_TIMEOUT_S) -> dict[str, Any]:
+    async def statistics(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """The engine's counters now. Raises `EngineDead` when it has ended or does not answer in time."""
+        found: Statistics = await self._ask(AskStatistics, timeout_s)
+        return found.statistics
+
+    async def explanations(self, request_id: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Explanation]:
+        """Why no more of a request's prompt was cached, for each of its sequences by their ids: at least one.
+
+        `request_id` is a request's or a sequence's. Raises `UnknownRequest` where nothing is known of it any more, and
+        what `statistics` raises.
+        """
+        found: Explained = await self._ask(lambda question: AskExplanations(question, request_id), timeout_s)
+        if not found.explanations:
+            raise UnknownRequest(
+                f"no explanation of request '{request_id}' is kept; {found.kept:,} are, of at most "
+                f"{Explanations.CAPACITY:,} sequences that were admitted last.",
+                fix="ask by the id of the response, soon after it, of an engine with explain on.",
+            )
+        return found.explanations
+
+    async def _ask(self, command: Callable[[int], Command], timeout_s: float) -> Any:
+        """The engine's report that answers a command with the number of a question."""
         self._check_alive()
         question = next(self._counter)
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question] = answer
         try:
-            self._process.send(AskStatistics(question))
+            self._process.send(command(question))
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
             raise EngineDead(
@@ -328,11 +356,12 @@ class AsyncEngine:
                     stream.fail(error.rebuild())
             case Beat():
                 self._on_beat(report)
-            case Statistics(question, statistics):
-                self._last_statistics = statistics
-                answer = self._questions.get(question)
+            case Statistics() | Explained():
+                if isinstance(report, Statistics):
+                    self._last_statistics = report.statistics
+                answer = self._questions.get(report.question)
                 if answer is not None and not answer.done():
-                    answer.set_result(statistics)
+                    answer.set_result(report)
             case Died(error):
                 logger.error("the engine stopped:\n%s", error.details)
                 cause = error.rebuild()

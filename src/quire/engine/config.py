@@ -24,7 +24,8 @@ class EngineConfig(BaseModel):
     `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
     own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
-    would mostly wait, else as many as torch would take.
+    would mostly wait, else as many as torch would take. `explain`: each request's prompt tokens are counted by what
+    became of them, and the last requests can be asked about.
 
     Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
     other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
@@ -55,6 +56,7 @@ class EngineConfig(BaseModel):
     eviction: Literal["density", "lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "gdsf", "s3fifo"] = "density"
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
+    explain: bool = True
     overlap: bool | None = None
     threads: int | None = Field(default=None, ge=1, le=1024)
     seed: int = 0

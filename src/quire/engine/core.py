@@ -18,6 +18,7 @@ from quire.engine.sampler import Sampler
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
+from quire.observe.explain import Explanations
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
@@ -63,7 +64,9 @@ class EngineCore:
             model_identity=self.model.identity,
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
+            explains=config.explain,
         )
+        self.explanations = Explanations()
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
         self.scheduler = Scheduler(
@@ -115,7 +118,10 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         outputs, self._ended = self._ended, []
-        launched = self._launch(self.scheduler.schedule(), outputs)
+        batch = self.scheduler.schedule()
+        for request in batch.admitted:
+            self._explain(request, outputs)
+        launched = self._launch(batch, outputs)
         if self._in_flight is not None:
             outputs += self._settle(self._in_flight)
         self._in_flight = launched
@@ -143,6 +149,19 @@ class EngineCore:
         requests = self.scheduler.settle(step.batch, drawn)
         self.cache.close_fence(step.fence)
         return [self._output(request, logprobs) for request in requests]
+
+    def _explain(self, request: Request, outputs: list[TokenOutput]) -> None:
+        """Keep why no more of a request's prompt was cached, and tell its client, who may have asked."""
+        if request.explanation is None:
+            return
+        self.explanations.add(request.request_id, request.explanation)
+        if request.explain:
+            told = TokenOutput(
+                request_id=request.request_id,
+                num_cached_tokens=request.num_cached,
+                explanation=request.explanation,
+            )
+            outputs.append(told)
 
     def _output(self, request: Request, logprobs: dict[str, Any]) -> TokenOutput:
         self._counts["output_tokens"] += 1
@@ -218,6 +237,8 @@ class EngineCore:
             raise InvalidInput(f"stop_token_ids names token {stray[0]}, outside the vocabulary of {vocabulary:,}.")
         if message.adapter:
             raise InvalidInput(f"adapter '{message.adapter}' was asked for, and this version loads no adapters.")
+        if message.explain and not self.config.explain:
+            raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
         limit = message.params.max_tokens
         return Request(
             message.request_id,
@@ -228,6 +249,7 @@ class EngineCore:
             index=message.index,
             namespace=Namespace(message.adapter, message.salt),
             priority=message.priority,
+            explain=message.explain,
         )
 
     def _set_threads(self) -> None:

@@ -59,13 +59,14 @@ class LLM:
 
         A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. All prompts are
         checked before any runs: if one can never run, QuireError is raised and none has run. Prompts with another
-        `salt` share no pages; higher `priority` goes first.
+        `salt` share no pages; higher `priority` goes first. `outputs[i].explanation` says why no more of the prompt was
+        cached, unless the engine was made with `explain` off.
         """
         batch = self._as_list(prompts)
         params = self._params_for(batch, sampling_params)
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
         for assembler in assemblers:
-            self._add(assembler, assemblers, salt=salt, priority=priority)
+            self._add(assembler, assemblers, salt=salt, priority=priority, explain=self.config.explain)
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             return self._run(assemblers, bar)
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import InvalidInput
+from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
@@ -16,7 +17,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate. A request with `n` > 1 is sent as n of these, which share the prompt's pages.
 
     `prompt` is the prompt's token ids as raw int32 bytes: converted once, on arrival. `adapter` and `salt` are the
-    cache namespace: nothing is ever shared across two of them. Higher `priority` goes first.
+    cache namespace: nothing is ever shared across two of them. Higher `priority` goes first. With `explain`, an output
+    says why no more of the prompt was cached.
     """
 
     request_id: str
@@ -26,6 +28,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     adapter: str = ""
     salt: str = ""
     priority: int = 0
+    explain: bool = False
 
     def tokens(self) -> Ids:
         """The prompt's token ids, int32 `[num_prompt_tokens]`, a read-only view."""
@@ -45,7 +48,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one sequence after one step.
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
-    "length", "abort" or "error" (then `error` is the message and `status` the HTTP status).
+    "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
+    the first output, which has no tokens.
     """
 
     request_id: str
@@ -56,6 +60,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token: int | None = None
     error: str = ""
     status: int = 500
+    explanation: Explanation | None = None
 
 
 def prompt_bytes(token_ids: Any) -> bytes:

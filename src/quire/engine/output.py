@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.engine.messages import EngineRequest, TokenLogprobs, TokenOutput
+from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
@@ -42,7 +43,8 @@ class CompletionOutput:
     """One generated sequence. `logprobs[i]` maps token ids to their log-probability at generated position `i`.
 
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token that ended
-    it, None when that was the model's own end-of-sequence token.
+    it, None when that was the model's own end-of-sequence token. `explanation` says why no more of its prompt was
+    cached, where that was asked for.
     """
 
     index: int
@@ -52,6 +54,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class SequenceDelta:
     must_abort: bool = False
     error: str = ""
     status: int = 500
+    explanation: Explanation | None = None
 
 
 class TextStream:
@@ -190,6 +194,7 @@ class SequenceAssembler:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, when `finish_reason` is "error"
+        self.explanation: Explanation | None = None
         self._params = params
         self._decoder = decoder
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)
@@ -211,6 +216,7 @@ class SequenceAssembler:
         if self.finished:
             return SequenceDelta(index=self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        self.explanation = output.explanation or self.explanation
         first_token = len(self.token_ids)
         pieces: list[str] = []
         for i, token_id in enumerate(output.token_ids):
@@ -238,6 +244,7 @@ class SequenceAssembler:
             must_abort=must_abort,
             error=self.error,
             status=output.status,
+            explanation=self.explanation,
         )
 
     def completion(self) -> CompletionOutput:
@@ -250,6 +257,7 @@ class SequenceAssembler:
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            explanation=self.explanation,
         )
 
     def _has_ended(self) -> bool:
@@ -313,7 +321,9 @@ class RequestAssembler:
         """Prompt tokens the request found in the cache: of the sequence that found least, as the rest find its own."""
         return min(sequence.num_cached_tokens for sequence in self.sequences)
 
-    def engine_requests(self, *, adapter: str = "", salt: str = "", priority: int = 0) -> list[EngineRequest]:
+    def engine_requests(
+        self, *, adapter: str = "", salt: str = "", priority: int = 0, explain: bool = False
+    ) -> list[EngineRequest]:
         """The requests to give to the engine, one for each sequence, in the order of their index."""
         prompt = self.prompt_token_ids.tobytes()
         return [
@@ -325,6 +335,7 @@ class RequestAssembler:
                 adapter=adapter,
                 salt=salt,
                 priority=priority,
+                explain=explain,
             )
             for index in range(self.params.n)
         ]

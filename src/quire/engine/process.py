@@ -42,10 +42,12 @@ from quire.engine.wire import (
     Abort,
     Accepted,
     Add,
+    AskExplanations,
     AskStatistics,
     Beat,
     Command,
     Died,
+    Explained,
     Failed,
     Outputs,
     Ready,
@@ -57,6 +59,7 @@ from quire.engine.wire import (
     request_id_of,
 )
 from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.observe.explain import Explanations
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ class Core(Protocol):
     def context_length(self) -> int: ...
     @property
     def eos_token_ids(self) -> Sequence[int]: ...
+    @property
+    def explanations(self) -> Explanations: ...
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> list[TokenOutput]: ...
@@ -349,6 +354,9 @@ class StepLoop:
                     self._core.abort(request_id, stopped=stopped)
             case AskStatistics(question):
                 self._link.report(Statistics(question, self._core.statistics()))
+            case AskExplanations(question, request_id):
+                kept = self._core.explanations
+                self._link.report(Explained(question, kept.of(request_id), len(kept)))
             case Shutdown():
                 self._running = False
 

@@ -10,6 +10,7 @@ import msgspec
 from quire import errors
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.errors import QuireError
+from quire.observe.explain import Explanation
 
 EXIT_DEFECT = 1
 """Exit code of a failure that is no `QuireError`."""
@@ -65,6 +66,13 @@ class AskStatistics(msgspec.Struct, tag=True):
     question: int
 
 
+class AskExplanations(msgspec.Struct, tag=True):
+    """Command: answer with `Explained` of the same `question`; a request's id or a sequence's."""
+
+    question: int
+    request_id: str
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Command: leave the loop now; what runs is dropped."""
 
@@ -117,14 +125,22 @@ class Statistics(msgspec.Struct, tag=True):
     statistics: dict[str, Any]
 
 
+class Explained(msgspec.Struct, tag=True):
+    """Report: the answer to `AskExplanations`, by sequence; and of how many sequences explanations are kept."""
+
+    question: int
+    explanations: dict[str, Explanation]
+    kept: int
+
+
 class Died(msgspec.Struct, tag=True):
     """Report: the loop ended by an exception; the process ends."""
 
     error: WireError
 
 
-Command = Add | Abort | AskStatistics | Shutdown
-Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Died
+Command = Add | Abort | AskStatistics | AskExplanations | Shutdown
+Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Explained | Died
 
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -64,3 +65,42 @@ class Explanation:
             for reason in self.reasons
         ]
         return {"prompt_tokens": self.prompt_tokens, "hit_tokens": self.hit_tokens, "reasons": reasons}
+
+    def for_client(self) -> Explanation:
+        """What may be told to whoever sent the prompt: what others have cached is theirs, so those tokens are new."""
+        known = tuple(reason for reason in self.reasons if reason.cause not in (Cause.NAMESPACE, Cause.NEW))
+        at = sum(reason.tokens for reason in known)
+        return replace(self, reasons=(*known, *never_seen(at, self.prompt_tokens)))
+
+
+def never_seen(start: int, stop: int) -> tuple[Reason, ...]:
+    """That tokens `start .. stop - 1`, if there are any, are new."""
+    if start == stop:
+        return ()
+    return (Reason(Cause.NEW, start, stop - start, f"token {start} is the first that was never seen here"),)
+
+
+class Explanations:
+    """The explanations of the requests that were admitted last, by their ids; older ones are forgotten."""
+
+    CAPACITY = 1000
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Explanation] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many are kept now."""
+        return len(self._kept)
+
+    def add(self, request_id: str, explanation: Explanation) -> None:
+        """Keep the explanation of a request that was admitted."""
+        self._kept[request_id] = explanation
+        self._kept.move_to_end(request_id)
+        if len(self._kept) > self.CAPACITY:
+            self._kept.popitem(last=False)
+
+    def of(self, request_id: str) -> dict[str, Explanation]:
+        """The explanation of the sequence of that id, or of all sequences of that request; empty where none is kept."""
+        if request_id in self._kept:
+            return {request_id: self._kept[request_id]}
+        return {key: kept for key, kept in self._kept.items() if key.startswith(f"{request_id}-")}

@@ -64,6 +64,9 @@ class EngineCollector(Collector):
         for key, text in GAUGES.items():
             if key in statistics:
                 yield GaugeMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
+        causes = statistics.get("explained_tokens")
+        if causes:
+            yield self._causes(causes)
         groups = statistics.get("frames", {})
         yield self._frames(groups)
         for name, text in FRAME_COUNTERS.items():
@@ -71,6 +74,16 @@ class EngineCollector(Collector):
             for group, frames in groups.items():
                 family.add_metric((group,), float(frames.get(name, 0)))
             yield family
+
+    def _causes(self, causes: Mapping[str, int]) -> CounterMetricFamily:
+        family = CounterMetricFamily(
+            "quire_prompt_tokens_by_cause",
+            "Prompt tokens by what became of them; the causes add up to quire_prompt_tokens.",
+            labels=("cause",),
+        )
+        for cause, tokens in causes.items():
+            family.add_metric((cause,), float(tokens))
+        return family
 
     def _frames(self, groups: Mapping[str, Mapping[str, Any]]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(

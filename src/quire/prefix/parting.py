@@ -61,6 +61,8 @@ def find_parting(root: Node | None, tokens: Ids, page_size: int, others: Iterabl
 
 def common_pages(data: bytes, at: int, key: bytes, unit: int) -> int:
     """How many of the first bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
+    if data.startswith(key, at):
+        return len(key)
     length = min(len(key), (len(data) - at) // unit * unit)
     left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
     right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)

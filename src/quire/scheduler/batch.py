@@ -24,9 +24,10 @@ class Work:
 
 @dataclass(slots=True)
 class Batch:
-    """Works of one step, each of another request."""
+    """Works of one step, each of another request, and the requests that were admitted in it for the first time."""
 
     works: list[Work] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

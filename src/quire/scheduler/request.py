@@ -42,6 +42,7 @@ class Request:
         index: int = 0,
         namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
         priority: int = 0,
+        explain: bool = False,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -50,6 +51,7 @@ class Request:
         self.index = index
         self.namespace = namespace
         self.priority = priority
+        self.explain = explain  # its client wants the explanation
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING

@@ -229,6 +229,7 @@ class Scheduler:
         if request.num_cached < 0:
             request.num_cached = request.kv.num_cached
             request.explanation = request.kv.explanation
+            batch.admitted.append(request)
         request.state = RequestState.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=_order)

@@ -91,4 +91,14 @@ def _state_router(service: Service) -> APIRouter:
         """The engine's counters as they are now."""
         return await service.engine.statistics()
 
+    @router.get("/v1/cache/explain/{request_id}")
+    async def explain(request_id: str) -> dict[str, Any]:
+        """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
+        that is not known any more. For operators: it also tells what other namespaces have cached."""
+        found = await service.engine.explanations(request_id)
+        return {
+            "request_id": request_id,
+            "explanations": [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()],
+        }
+
     return router

@@ -94,6 +94,7 @@ async def _answer(service: Service, body: ChatBody, generation: Generation) -> d
             "logprobs": _logprobs(completion.logprobs, completion.token_ids, body.num_top_logprobs),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            **body.explanation(completion),
         }
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -118,6 +119,7 @@ async def _events(service: Service, body: ChatBody, generation: Generation) -> A
                 "logprobs": logprobs,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
+                **body.explanation(delta),
             }
             if body.return_token_ids:
                 chunk["token_ids"] = list(delta.token_ids)

@@ -84,6 +84,7 @@ def _choice(body: CompletionBody, index: int, text: str, part: CompletionOutput 
         "text": text,
         "finish_reason": part.finish_reason,
         "stop_reason": part.stop_reason,
+        **body.explanation(part),
     }
     return choice | {"token_ids": list(part.token_ids)} if body.return_token_ids else choice
 

@@ -79,6 +79,7 @@ class Generation:
                 request_id=f"{generation.request_id}-{i}",
                 salt=body.cache_salt or "",
                 priority=body.priority or 0,
+                explain=bool(body.explain),
             )
 
         try:

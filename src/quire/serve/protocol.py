@@ -6,12 +6,13 @@ A field that Quire does not have is either harmless (`user`, `metadata`, `store`
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidInput
+from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.errors import BadField
 
@@ -77,8 +78,20 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class Explained(Protocol):
+    """A completion, or the delta of one, of which an explanation may be known."""
+
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def explanation(self) -> Explanation | None: ...
+
+
 class GenerationBody(BaseModel):
-    """What both endpoints share. None stands for the field's default."""
+    """What both endpoints share. None stands for the field's default.
+
+    With `explain`, each choice (in a stream its last chunk) has an `explanation`: why no more of its prompt was cached.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -105,11 +118,18 @@ class GenerationBody(BaseModel):
     cache_salt: Text | None = None
     priority: Int32 | None = None
     return_token_ids: bool | None = None
+    explain: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def explanation(self, part: Explained) -> dict[str, Any]:
+        """The field of a choice that ends with `part`, if it was asked for."""
+        if not self.explain or part.finish_reason is None or part.explanation is None:
+            return {}
+        return {"explanation": part.explanation.for_client().to_dict()}
 
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""

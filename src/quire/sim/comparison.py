@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.sim.clock import CostModel
 from quire.sim.ideal import ideal_hits, optimal_hit_tokens
@@ -118,8 +119,7 @@ def compare(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], None]
         runs = PageRuns(trace, page_size)
         ideal = ideal_hits(runs, page_size)
         for pool in grid.pools:
-            tokens = int(ideal.working_set_tokens * pool) if isinstance(pool, Fraction) else pool
-            tokens = max(page_size, tokens - tokens % page_size)
+            tokens = _pool_tokens(pool, ideal.working_set_tokens, page_size)
             progress(f"pages of {page_size}, {tokens:,} tokens: the optimum", 0)
             optimal = optimal_hit_tokens(runs, page_size, tokens)
             for model in grid.models:
@@ -136,6 +136,29 @@ def compare(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], None]
                     found.append(run)
     order = {model.name: at for at, model in enumerate(grid.models)}
     return sorted(_with_gaps(found), key=lambda run: order[run.model])
+
+
+def replay_one(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], None]) -> ReplayResult:
+    """The replay of a grid with one combination, without bounds. Raises InvalidInput where there are more, and what
+    planning and replaying raise."""
+    if grid.num_runs != 1:
+        raise InvalidInput(
+            f"these are {grid.num_runs} replays, and one is wanted.",
+            fix="give one policy, one pool size, one page size and one model.",
+        )
+    (page_size,), (pool,), (model,) = grid.page_sizes, grid.pools, grid.models
+    working_set = 0
+    if isinstance(pool, Fraction):
+        progress(f"pages of {page_size}: the working set", 0)
+        working_set = ideal_hits(trace, page_size).working_set_tokens
+    tokens = _pool_tokens(pool, working_set, page_size)
+    return next(_replays(trace, grid, model, page_size, tokens, progress))
+
+
+def _pool_tokens(pool: int | Fraction, working_set_tokens: int, page_size: int) -> int:
+    """A pool in tokens: whole pages, at least one."""
+    tokens = int(working_set_tokens * pool) if isinstance(pool, Fraction) else pool
+    return max(page_size, tokens - tokens % page_size)
 
 
 def _replays(

@@ -35,7 +35,8 @@ _MOST_SAMPLES = 512
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
     """How the engine is set up: the eviction policy, the order of waiting requests, the tokens of one step, whether a
-    step is launched before the one before it has settled, and what is checked."""
+    step is launched before the one before it has settled, what is checked, and whether each record says why no more of
+    its prompt was cached."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -43,6 +44,7 @@ class ReplaySettings:
     overlap: bool = False
     check: str = "off"
     checkpoint_interval: int = 512
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
@@ -65,12 +67,18 @@ class Replay:
         *,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
-        self.cache = KVCache(plan, eviction=settings.policy, checkpoint_interval=settings.checkpoint_interval)
+        self.clock = VirtualClock(cost)
+        self.cache = KVCache(
+            plan,
+            eviction=settings.policy,
+            checkpoint_interval=settings.checkpoint_interval,
+            explains=settings.explain,
+            seconds=lambda: self.clock.now,
+        )
         self.scheduler = Scheduler(
             self.cache, scheduling_policy(settings.order), max_running=plan.max_requests, max_tokens=settings.chunk
         )
         self.device = SimulatedDevice(self.cache, check=settings.check != "off", overlap=settings.overlap)
-        self.clock = VirtualClock(cost)
         self._settings = settings
         self._progress = progress
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.carried)

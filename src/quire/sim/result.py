@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.observe.explain import Cause, Explanation
 from quire.sim.scripted_request import ScriptedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request of a replay. Times are seconds of the virtual clock, None for what never came; `refused` says why it
-    could never run, "" where it could. `evicted_pages` are those that the cache had evicted when it ended."""
+    could never run, "" where it could. `evicted_pages` are those that the cache had evicted when it ended.
+    `explanation` is that of its first admission, where the replay explains."""
 
     request_id: str
     prompt_tokens: int
@@ -28,6 +30,7 @@ class RequestRecord:
     first_token: float | None = None
     finished: float | None = None
     refused: str = ""
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Ledger:
             admitted=request.admitted,
             first_token=request.first_token,
             finished=request.finished,
+            explanation=request.explanation,
         )
         self._add(record, request.output_tokens.tobytes())
 
@@ -124,6 +128,15 @@ class ReplayResult:
     def hit_rate(self) -> float:
         """Share of prompt tokens that were found cached."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def tokens_by_cause(self) -> dict[str, int]:
+        """What became of the prompt tokens, where the replay explained: they add up to `prompt_tokens`."""
+        found = dict.fromkeys(map(str, Cause), 0)
+        for record in self.records:
+            if record.explanation is not None:
+                for reason in record.explanation.reasons:
+                    found[reason.cause] += reason.tokens
+        return found
 
     def count(self, end: str) -> int:
         """Requests that ended so: "length", "abort" or "refused"."""

@@ -1,0 +1,117 @@
+"""A replay that explains, as `quire explain` tells of it: one request, or all of them in sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
+from quire.errors import InvalidInput
+from quire.observe.explain import Cause, Explanation
+from quire.sim.result import ReplayResult, RequestRecord
+from quire.sim.trace_request import Trace
+
+_MOST_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A trace and what its replay on the pools of `model` explained."""
+
+    trace: Trace
+    model: str
+    result: ReplayResult
+
+    def request(self, request_id: str) -> dict[str, Any]:
+        """One request for machines. Raises InvalidInput for one that is not in the trace or was never admitted."""
+        record, explanation = self._record(request_id)
+        times = {"arrived": record.arrived, "admitted": record.admitted, "preemptions": record.preemptions}
+        return self._setting() | {"request_id": request_id, "end": record.end} | times | explanation.to_dict()
+
+    def summary(self) -> dict[str, Any]:
+        """All requests for machines."""
+        result = self.result
+        totals = {
+            "requests": len(result.records),
+            "prompt_tokens": result.prompt_tokens,
+            "hit_tokens": result.hit_tokens,
+            "tokens_by_cause": result.tokens_by_cause(),
+        }
+        most = [
+            {"request_id": record.request_id, "prompt_tokens": record.prompt_tokens, "evicted_tokens": evicted}
+            for record, evicted in self._most_evicted()
+        ]
+        return self._setting() | totals | {"most_evicted": most}
+
+    def request_tables(self, request_id: str) -> Iterator[Text | Table]:
+        """One request for people. Raises as `request`."""
+        record, explanation = self._record(request_id)
+        yield self._heading()
+        found = explanation.to_dict()
+        yield sequence_heading(request_id, found)
+        yield reasons_table(found)
+        if record.preemptions:
+            yield Text("\nThis is of its first admission; it was preempted and came back.", style="yellow")
+
+    def summary_tables(self) -> Iterator[Text | Table]:
+        """All requests for people."""
+        yield self._heading()
+        yield causes_table(self.result.tokens_by_cause())
+        most = self._most_evicted()
+        if not most:
+            return
+        yield Text("\nRequests of whose prompts most had been evicted:\n")
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column("request", overflow="fold")
+        for name in ("prompt", "hit", "evicted"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for record, evicted in most:
+            table.add_row(record.request_id, f"{record.prompt_tokens:,}", f"{record.hit_tokens:,}", f"{evicted:,}")
+        yield table
+
+    def _setting(self) -> dict[str, Any]:
+        result = self.result
+        return {
+            "trace": self.trace.name,
+            "model": self.model,
+            "policy": result.policy,
+            "page_size": result.page_size,
+            "pool_tokens": result.pool_tokens,
+        }
+
+    def _heading(self) -> Text:
+        result = self.result
+        return Text(
+            f"{self.trace.source}: {len(result.records):,} requests. {self.model}, {result.policy}, "
+            f"pages of {result.page_size}, {result.pool_tokens:,} tokens.\n"
+        )
+
+    def _record(self, request_id: str) -> tuple[RequestRecord, Explanation]:
+        records = {record.request_id: record for record in self.result.records}
+        record = records.get(request_id)
+        if record is None:
+            near = get_close_matches(request_id, records, _MOST_LISTED, cutoff=0.0)
+            raise InvalidInput(
+                f"'{self.trace.name}' has no request '{request_id}' among {len(records):,}.",
+                fix=f"name one of them, such as {', '.join(near[:3])}.",
+            )
+        if record.explanation is None:
+            why = record.refused or "its client left while it waited."
+            raise InvalidInput(
+                f"request '{request_id}' was never admitted: {why}", fix="name another, or a larger pool."
+            )
+        return record, record.explanation
+
+    def _most_evicted(self) -> list[tuple[RequestRecord, int]]:
+        found = [
+            (record, sum(reason.tokens for reason in record.explanation.reasons if reason.cause is Cause.EVICTED))
+            for record in self.result.records
+            if record.explanation is not None
+        ]
+        found.sort(key=lambda entry: -entry[1])
+        return [entry for entry in found[:_MOST_LISTED] if entry[1]]

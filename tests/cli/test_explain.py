@@ -1,0 +1,126 @@
+"""`quire explain`: of a trace, of a live server, for people and for machines, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.serve.live_server import LiveServer
+
+TRACE = ("sessions", "--limit", 60, "--policy", "lru")
+
+
+def answer(run: Run, *arguments: object) -> dict[str, Any]:
+    done = run("explain", *arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def add_up(explanation: dict[str, Any]) -> bool:
+    tokens = sum(reason["tokens"] for reason in explanation["reasons"])
+    hit = sum(reason["tokens"] for reason in explanation["reasons"] if reason["cause"] == "hit")
+    return tokens == explanation["prompt_tokens"] and hit == explanation["hit_tokens"]
+
+
+def test_a_trace_in_sum_and_its_most_evicted_request(run: Run) -> None:
+    summary = answer(run, *TRACE)
+    assert sum(summary["tokens_by_cause"].values()) == summary["prompt_tokens"]
+    assert summary["tokens_by_cause"]["hit"] == summary["hit_tokens"]
+    worst = summary["most_evicted"][0]
+    assert worst["evicted_tokens"] == max(entry["evicted_tokens"] for entry in summary["most_evicted"]) > 0
+    found = answer(run, "sessions", worst["request_id"], *TRACE[1:])
+    assert add_up(found)
+    evicted = [reason for reason in found["reasons"] if reason["cause"] == "evicted"]
+    assert sum(reason["tokens"] for reason in evicted) == worst["evicted_tokens"]
+    for reason in evicted:
+        culprit = answer(run, "sessions", reason["by"].partition(" and ")[0], *TRACE[1:])
+        assert culprit["arrived"] <= found["admitted"] - reason["seconds_ago"]
+
+
+def test_tables_fit_a_terminal(run: Run) -> None:
+    summary = run("explain", *TRACE, env={"COLUMNS": "80"})
+    assert summary.exit_code == 0, summary.stderr
+    for word in ("workload sessions", "all prompt tokens", "had been evicted", "namespace"):
+        assert word in summary.stdout
+    name = summary.stdout.splitlines()[-1].split()[0]
+    one = run("explain", "sessions", name, *TRACE[1:], env={"COLUMNS": "80"})
+    assert one.exit_code == 0, one.stderr
+    rows = [line.split() for line in one.stdout.splitlines() if line.strip() and line.split()[0].isdigit()]
+    assert rows[0][0] == "0"
+    for word in ("s ago for s", "is the first that was never", f"{name}: "):
+        assert word in one.stdout
+    assert max(map(len, (summary.stdout + one.stdout).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("model", ["gemma-3-1b", "qwen3-next-80b-a3b"])
+def test_models_with_several_groups(run: Run, model: str) -> None:
+    summary = answer(run, *TRACE, "--model", model, "--pool-tokens", "1/4")
+    assert sum(summary["tokens_by_cause"].values()) == summary["prompt_tokens"] > 0
+
+
+BAD = [
+    ((), "nothing to explain"),
+    (("nothing-like-it",), "no trace file or workload"),
+    (("chat", "c.1", "--limit", "3"), "no request 'c.1'"),
+    (("chat", "--limit", "3", "--policy", "lru,lfu"), "these are 2 replays"),
+    (("near-capacity", "fits-never", "--pool-tokens", "4k"), "no request 'fits-never'"),
+    (("x", "y", "--url", "http://127.0.0.1:9"), "has no traces"),
+    (("x", "--url", "127.0.0.1:9"), "not a server's address"),
+    (("x", "--url", "http://127.0.0.1:9"), "does not answer"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), BAD)
+def test_bad_input_says_what_and_how(run: Run, arguments: tuple[str, ...], text: str) -> None:
+    done = run("explain", *arguments, "--json")
+    assert done.exit_code == 2, done.stdout
+    error = json.loads(done.stderr)["error"]
+    assert text in error["message"]
+    assert error["fix"]
+
+
+def test_who_was_never_admitted_says_why(run: Run) -> None:
+    done = [run("explain", "near-capacity", index, "--pool-tokens", "4k", "--json") for index in range(10)]
+    refused = [json.loads(each.stderr)["error"] for each in done if each.exit_code == 2]
+    assert len(refused) == 4
+    assert all("never admitted: 4,080 prompt" in error["message"] for error in refused[:1])
+
+
+# -- a live server
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[LiveServer]:
+    with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB", "--api-key", "secret") as live:
+        yield live
+
+
+def test_a_live_server(run: Run, server: LiveServer) -> None:
+    key = {"Authorization": "Bearer secret"}
+    body = {"prompt": "A long prompt that comes twice to the same server.", "max_tokens": 2, "n": 2}
+    (_, first), (status, again) = (server.request("/v1/completions", body, headers=key) for _ in range(2))
+    assert status == 200, again
+    asked = ("--url", f"{server.summary['url']}/v1", "--api-key", "secret")
+    found = answer(run, *asked, again["id"])
+    assert [one["sequence"] for one in found["explanations"]] == [f"{again['id']}-0-{index}" for index in (0, 1)]
+    assert all(map(add_up, found["explanations"]))
+    assert found["explanations"][0]["hit_tokens"] == again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+    one = answer(run, *asked, f"{first['id']}-0-0")
+    assert [reason["cause"] for reason in one["explanations"][0]["reasons"]] == ["new"]
+    summary = answer(run, *asked)
+    assert sum(summary["tokens_by_cause"].values()) == summary["prompt_tokens"]
+    shown = run("explain", *asked, again["id"], env={"COLUMNS": "80"}).stdout
+    assert f"{again['id']}-0-1" in shown and "48 of them reused" in shown.replace("\n", " ")
+    assert "all prompt tokens" in run("explain", *asked).stdout
+    unknown = run("explain", *asked, "nobody", "--json")
+    assert unknown.exit_code == 2
+    error = json.loads(unknown.stderr)["error"]
+    assert error["code"] == "QUIRE-REQUEST-01" and "1,000" in error["message"]
+    wrong = run("explain", *asked[:2], "--api-key", "guess", "nobody", "--json")
+    assert json.loads(wrong.stderr)["error"]["code"] == "QUIRE-AUTH-01"

@@ -1,0 +1,162 @@
+"""Explanations over HTTP: the field of a request, the route, and the counters."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.engine.llm import LLM
+from quire.observe.explain import Cause, Explanation, Explanations
+from quire.scheduler.sampling_params import SamplingParams
+from tests.serve.live_server import LiveServer
+
+EXPLAIN = {"explain": True}
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> OpenAI:
+    return server.client()
+
+
+def fresh(length: int = 60) -> str:
+    """A prompt that nobody has sent, though others may begin with the same letters."""
+    return (f"{uuid.uuid4().hex} " * 8)[:length]
+
+
+def complete(client: OpenAI, prompt: str | list[str], **options: Any) -> Any:
+    create: Any = client.completions.create
+    return create(model="tiny", prompt=prompt, max_tokens=3, temperature=0, **options)
+
+
+def causes(explanation: dict[str, Any]) -> list[tuple[str, int]]:
+    tokens = [(reason["cause"], reason["tokens"]) for reason in explanation["reasons"]]
+    assert sum(count for _, count in tokens) == explanation["prompt_tokens"]
+    assert sum(count for cause, count in tokens if cause == "hit") == explanation["hit_tokens"]
+    return tokens
+
+
+def parts(explanation: dict[str, Any]) -> dict[str, int]:
+    """Tokens that were reused, that had been evicted, ...; what is new may begin with a letter or two of others'."""
+    found = Counter[str]()
+    for cause, count in causes(explanation):
+        found["new" if cause == "page" else cause] += count
+    return dict(found)
+
+
+def test_each_choice_says_why(client: OpenAI) -> None:
+    prompt = fresh(60)
+    first = complete(client, prompt, extra_body=EXPLAIN)
+    assert parts(first.choices[0].model_extra["explanation"]) == {"new": 60}
+    both = complete(client, [prompt, f"{prompt[:40]}!!!!"], n=2, extra_body=EXPLAIN)
+    found = [choice.model_extra["explanation"] for choice in both.choices]
+    assert causes(found[0]) == causes(found[1]) == [("hit", 48), ("new", 12)]
+    assert causes(found[2]) == [("hit", 32), ("page", 8), ("new", 4)]
+    assert "explanation" not in complete(client, prompt).choices[0].model_extra
+
+
+def test_the_last_chunk_of_a_stream_says_why(client: OpenAI) -> None:
+    prompt = fresh(60)
+    chunks = list(complete(client, prompt, stream=True, extra_body=EXPLAIN))
+    told = [
+        choice.model_extra["explanation"] for c in chunks for choice in c.choices if "explanation" in choice.model_extra
+    ]
+    assert [parts(one) for one in told] == [{"new": 60}]
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_says_why(client: OpenAI, stream: bool) -> None:
+    create: Any = client.chat.completions.create
+    message = {"role": "user", "content": fresh(40)}
+    answer = create(model="tiny", messages=[message], max_tokens=2, stream=stream, extra_body=EXPLAIN)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    (told,) = [choice.model_extra["explanation"] for choice in choices if "explanation" in choice.model_extra]
+    assert sum(tokens for _, tokens in causes(told)) > 40
+
+
+def test_what_others_have_cached_is_not_told_to_a_client(server: LiveServer, client: OpenAI) -> None:
+    prompt = fresh(60)
+    complete(client, prompt, extra_body={"cache_salt": "a tenant's secret"})
+    probe = complete(client, prompt, extra_body=EXPLAIN)
+    assert parts(probe.choices[0].model_extra["explanation"]) == {"new": 60}
+    status, answer = server.request(f"/v1/cache/explain/{probe.id}")
+    assert status == 200
+    assert parts(answer["explanations"][0])["namespace"] >= 48 - 3
+    assert "a salt of their own" in str(answer) and "secret" not in str(answer)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, [], {}])
+def test_explain_is_yes_or_no(server: LiveServer, value: object) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
+        status, answer = server.request(f"/v1/{path}", {**body, "explain": value})
+        assert (status, answer["error"]["param"]) == (400, "explain")
+
+
+def test_the_route_knows_the_last_requests(server: LiveServer, client: OpenAI) -> None:
+    victim = fresh(200)
+    complete(client, victim)
+    for _ in range(4):  # the pool holds 400 tokens, and four times as many are remembered
+        last = complete(client, fresh(200))
+    again = complete(client, victim)
+    status, answer = server.request(f"/v1/cache/explain/{again.id}")
+    assert status == 200 and answer["request_id"] == again.id
+    (found,) = answer["explanations"]
+    assert found["sequence"] == f"{again.id}-0-0"
+    told = parts(found)
+    assert told["evicted"] + told.get("hit", 0) == 192
+    reason = next(reason for reason in found["reasons"] if reason["cause"] == "evicted")
+    assert reason["by"].startswith("cmpl-") and reason["by"] != f"{last.id}-0-0"
+    assert 0 <= reason["seconds_ago"] < 60
+    assert server.request(f"/v1/cache/explain/{reason['by']}")[0] == 200
+    status, answer = server.request("/v1/cache/explain/cmpl-unknown")
+    assert status == 404
+    assert answer["error"]["code"] == "QUIRE-REQUEST-01"
+    assert "are, of at most 1,000" in answer["error"]["message"]
+
+
+def test_causes_in_the_metrics_add_up(server: LiveServer, client: OpenAI) -> None:
+    for _ in range(2):
+        complete(client, fresh(100), n=2)
+        families = {family.name: family for family in text_string_to_metric_families(server.request("/metrics")[1])}
+        by_cause = {s.labels["cause"]: s.value for s in families["quire_prompt_tokens_by_cause"].samples}
+        assert set(by_cause) == set(map(str, Cause))
+        assert sum(by_cause.values()) == families["quire_prompt_tokens"].samples[0].value > 0
+        assert by_cause["hit"] == families["quire_hit_tokens"].samples[0].value
+
+
+def test_in_this_process(tiny_model: Any) -> None:
+    params = SamplingParams(max_tokens=2)
+    llm = LLM(str(tiny_model), kv_memory="100KiB", show_plan=False)
+    prompt = list(range(40))
+    first, again = (llm.generate([prompt], params)[0].outputs[0].explanation for _ in range(2))
+    assert first is not None and again is not None
+    assert (first.hit_tokens, again.hit_tokens) == (0, 32)
+    assert llm.engine.explanations.of("r1") == llm.engine.explanations.of("r1-0") == {"r1-0": again}
+    silent = LLM(str(tiny_model), kv_memory="100KiB", show_plan=False, explain=False)
+    assert silent.generate([prompt], params)[0].outputs[0].explanation is None
+    assert silent.statistics()["explained_tokens"] == {} and len(silent.engine.explanations) == 0
+
+
+def test_an_engine_that_does_not_explain_says_so(tiny_model: Any) -> None:
+    with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB", "--no-explain") as live:
+        status, answer = live.request("/v1/completions", {"prompt": "a", "max_tokens": 1} | EXPLAIN)
+        assert status == 400 and "does not" in answer["error"]["message"]
+        assert live.request("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert "by_cause" not in live.request("/metrics")[1]
+
+
+def test_only_the_newest_are_kept() -> None:
+    kept = Explanations()
+    for number in range(Explanations.CAPACITY + 5):
+        kept.add(f"r{number}-0", Explanation(number, ()))
+    kept.add("r5-0", Explanation(1, ()))
+    kept.add("new-0", Explanation(2, ()))
+    assert len(kept) == Explanations.CAPACITY
+    assert not kept.of("r6") and kept.of("r5")["r5-0"].prompt_tokens == 1
+    assert not kept.of("r")
