@@ -62,10 +62,10 @@ def doctor_kv_all() -> str:
 def replay() -> str:
     """The comparison, with its picture where README shows it and under the name that README gives it."""
     text = output_of(
-        *("replay", "sessions", "--policy", "lru,s3fifo,density", "--pool-tokens", "1/16,1/8,1/4"),
-        *("--plot", REPLAYED),
+        *("replay", "chat:requests=2000", "--policy", "lru,s3fifo,density", "--pool-tokens", "1/16,1/8,1/4"),
+        *("--max-running", "8", "--plot", REPLAYED),
     )
-    return text[text.index("workload sessions") :].replace(REPLAYED, "replay.svg")
+    return text[text.index("workload chat") :].replace(REPLAYED, "replay.svg")
 
 
 def serve() -> str:
