@@ -29,6 +29,10 @@ def changes(name: str, window: int) -> dict[str, Any]:
     return {"sliding_window": window}
 
 
+ROUNDING = 1e-3
+"""A processor's matrix products decide how far rounding goes: 2.4e-4 for Gemma 4 on some. A wrong key is worth 1e-1."""
+
+
 def loaded_pair(name: str, window: int, folder) -> tuple[Any, Any]:
     """The model on pools, and the same by itself."""
     settings = {**HYBRIDS[name], **changes(name, window)}
@@ -42,7 +46,7 @@ def test_windows_around_a_page(name, window, tmp_path):
     model, reference = loaded_pair(name, window, tmp_path)
     reach = {group.reach for group in model.groups(16)} - {ReachSpec()}
     assert reach == {ReachSpec("chunk" if name == "llama4_text" else "window", window)}
-    assert Schedule(long_steps(150), page_size=16).largest_error(model, reference) < 1e-4
+    assert Schedule(long_steps(150), page_size=16).largest_error(model, reference) < ROUNDING
 
 
 @pytest.mark.parametrize(("page_size", "window"), [(1, 2), (1, 4), (64, 63), (64, 64), (64, 65), (64, 256)])
@@ -50,7 +54,7 @@ def test_windows_around_a_page(name, window, tmp_path):
 def test_windows_around_smaller_and_larger_pages(name, page_size, window, tmp_path):
     model, reference = loaded_pair(name, window, tmp_path)
     steps = STEPS if page_size == 1 else long_steps(320)
-    assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
+    assert Schedule(steps, page_size=page_size).largest_error(model, reference) < ROUNDING
 
 
 def test_every_type_is_listed():
