@@ -147,3 +147,21 @@ def test_causes_add_up_and_agree_with_a_plain_memory() -> None:
     explained = cache.statistics().explained_tokens
     assert explained["hit"] == cache.statistics().hit_tokens
     assert sum(explained.values()) == cache.statistics().prompt_tokens
+
+
+def test_ghosts_that_came_back_are_let_go_of() -> None:
+    """A working set that is larger than the pool and smaller than what is remembered: everything comes back, always."""
+    cache = KVCache(small_plan(32, 4), explains=True, remembered=10_000)
+    for round_ in range(400):
+        for text in range(4):
+            serve(cache, ids(range(100 * text, 100 * text + 48)))
+        assert len(cache.tree.ghosts) < 200, f"round {round_}"
+
+
+def test_a_hit_that_is_older_than_the_cache_is_not_explained() -> None:
+    cache = KVCache(small_plan(8, 4), explains=True)
+    tokens = ids(range(9))
+    hit = cache.match(tokens)
+    serve(cache, tokens)
+    kv = cache.begin(tokens, hit=hit)
+    assert kv.explanation is not None and kv.num_cached == kv.explanation.hit_tokens == 8

@@ -189,7 +189,7 @@ def test_events_tell_pages_with_their_chain() -> None:
 def test_without_a_listener_nothing_is_hashed() -> None:
     tree = tree_with("lru")
     store(tree, "abcd")
-    assert all(node.hashes == () for node in tree.nodes())
+    assert all(node.hashes == [] for node in tree.nodes())
 
 
 def test_nothing_is_hashed_before_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,17 +21,21 @@ import numpy as np
 
 from quire.cache.admission import first_refusal, group_claim, pages_claim
 from quire.cache.audit import audit
-from quire.cache.carried import CarriedGroup
+from quire.cache.build import build_groups
 from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, GroupCache, PassingGroup, Pieces, RowPages, WholeGroup
+from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.row_table import RowTable
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.statistics import CacheStatistics, count_frames
 from quire.errors import InvalidInput, LeaseError, OutOfPages
-from quire.memory.allocator import carried_frames, page_allocator, passing_frames, slots_in_pages, whole_frames
+from quire.memory.allocator import (
+    in_order,
+    page_allocator,
+    slots_in_pages,
+)
 from quire.memory.frames import FrameTable
 from quire.memory.page_table_changes import PageTableChanges
 from quire.observe.explain import Cause, Explanation
@@ -40,7 +44,6 @@ from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
-from quire.prefix.reach import reach_of
 from quire.prefix.shelf import Rank
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
@@ -89,7 +92,7 @@ class KVCache:
         )
         self.frames = FrameTable(plan.num_pages, len(plan.groups))
         self.pages = page_allocator(plan.num_pages, plan.page_size, "pages")
-        self.groups = tuple(self._group(index, checkpoint_interval) for index in range(len(plan.groups)))
+        self.groups = build_groups(plan, self.frames, self.pages, self.tree, checkpoint_interval)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         following = [group for group in self.groups if not group.reach.carried]
         self._carried = tuple(group for group in self.groups if group.reach.carried)
@@ -125,7 +128,7 @@ class KVCache:
             if num_pages < limit:
                 limited = next(g.name for g, r in zip(self._partial, resumable, strict=True) if not r[limit - 1])
         held_back = (found.num_pages - num_pages) * size
-        return PrefixHit(found, num_pages * size, num_pages, held_back, limited, self._num_dropped)
+        return PrefixHit(found, num_pages * size, num_pages, held_back, limited, self._num_dropped, self.num_changes)
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether a hit still holds: no edge was cut since, and no page lost a frame. It may have become longer."""
@@ -149,7 +152,8 @@ class KVCache:
         """
         if not self._table.free:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
-        if hit is None or not self.is_current(hit):
+        grown = self.explains and hit is not None and hit.num_changes != self.num_changes
+        if hit is None or grown or not self.is_current(hit):
             hit = self.match(tokens, namespace)
         explanation = self.explain(tokens, namespace, hit=hit) if self.explains and not resumed else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
@@ -488,25 +492,6 @@ class KVCache:
     def _num_dropped(self) -> int:
         return sum(group.dropped_frames for group in self.groups)
 
-    def _group(self, index: int, interval: int) -> GroupCache:
-        plan, spec = self.plan, self.plan.groups[index]
-        reach = reach_of(spec.reach, plan.page_size)
-        num_frames = plan.frames_of(index)
-        if reach.carried:
-            return CarriedGroup(
-                index,
-                reach,
-                carried_frames(self.frames, index, num_frames, spec.name),
-                page_size=plan.page_size,
-                max_requests=plan.max_requests,
-                grid=interval,
-            )
-        if reach.whole:
-            whole = whole_frames(self.frames, index, num_frames, self.pages, spec.name)
-            return WholeGroup(index, reach, whole, self.tree)
-        passing = passing_frames(self.frames, index, num_frames, self.pages, spec.name)
-        return PassingGroup(index, reach, passing, self.tree, plan.max_requests)
-
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
@@ -568,7 +553,7 @@ class KVCache:
     def _give_back(self, pages: Ids) -> None:
         if not len(pages):
             return
-        pages = np.sort(pages)
+        pages = in_order(pages)
         for group in self.groups:
             group.forget(pages)
         self.pages.free_pages(pages)

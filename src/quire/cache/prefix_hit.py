@@ -11,13 +11,20 @@ class PrefixHit:
 
     `num_tokens` can be reused. `held_back` tokens matched too and are computed again: the last token of a prompt
     always is, and `limited_by` names a group that could not resume further on ("" where none stood in the way).
-    `num_dropped` counts the frames that cached pages had lost until then.
+    `num_dropped` counts the frames that cached pages had lost until then, `num_changes` those of `KVCache.num_changes`.
     """
 
-    __slots__ = ("held_back", "limited_by", "match", "num_dropped", "num_pages", "num_tokens")
+    __slots__ = ("held_back", "limited_by", "match", "num_changes", "num_dropped", "num_pages", "num_tokens")
 
     def __init__(
-        self, match: Match, num_tokens: int, num_pages: int, held_back: int, limited_by: str, num_dropped: int
+        self,
+        match: Match,
+        num_tokens: int,
+        num_pages: int,
+        held_back: int,
+        limited_by: str,
+        num_dropped: int,
+        num_changes: int,
     ) -> None:
         self.match = match
         self.num_tokens = num_tokens
@@ -25,6 +32,7 @@ class PrefixHit:
         self.held_back = held_back
         self.limited_by = limited_by
         self.num_dropped = num_dropped
+        self.num_changes = num_changes
 
     @property
     def pages(self) -> Ids:

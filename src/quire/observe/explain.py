@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -67,10 +68,21 @@ class Explanation:
         return {"prompt_tokens": self.prompt_tokens, "hit_tokens": self.hit_tokens, "reasons": reasons}
 
     def for_client(self) -> Explanation:
-        """What may be told to whoever sent the prompt: what others have cached is theirs, so those tokens are new."""
-        known = tuple(reason for reason in self.reasons if reason.cause not in (Cause.NAMESPACE, Cause.NEW))
+        """What may be told to whoever sent the prompt: what others have cached, and for whom something went, is theirs.
+        Less than a page in common is not told either: it would let a prompt be guessed token by token."""
+        hidden = (Cause.NAMESPACE, Cause.PAGE, Cause.NEW)
+        known = tuple(
+            replace(reason, by="", detail=f"evicted {reason.seconds_ago:.1f} s ago")
+            if reason.cause is Cause.EVICTED
+            else reason
+            for reason in self.reasons
+            if reason.cause not in hidden
+        )
         at = sum(reason.tokens for reason in known)
-        return replace(self, reasons=(*known, *never_seen(at, self.prompt_tokens)))
+        if at == self.prompt_tokens:
+            return replace(self, reasons=known)
+        rest = Reason(Cause.NEW, at, self.prompt_tokens - at, "no whole page more is known to be in common")
+        return replace(self, reasons=(*known, rest))
 
 
 def never_seen(start: int, stop: int) -> tuple[Reason, ...]:
@@ -103,4 +115,5 @@ class Explanations:
         """The explanation of the sequence of that id, or of all sequences of that request; empty where none is kept."""
         if request_id in self._kept:
             return {request_id: self._kept[request_id]}
-        return {key: kept for key, kept in self._kept.items() if key.startswith(f"{request_id}-")}
+        sequences = re.compile(re.escape(request_id) + r"(-\d+)+")
+        return {key: kept for key, kept in self._kept.items() if sequences.fullmatch(key)}

@@ -56,6 +56,7 @@ class Ghosts:
         self._page_bytes = page_bytes
         self._forgotten = forgotten
         self._order: deque[Ghost] = deque()
+        self._num_gone = 0  # of these, ghosts that are none any more
         self.num_bytes = 0
 
     def leave(self, ghost: Ghost, below: dict[bytes, Ghost]) -> None:
@@ -68,9 +69,7 @@ class Ghosts:
         self._order.append(ghost)
         self.num_bytes += len(ghost.key)
         while self.num_bytes > self.capacity:
-            oldest = self._order.popleft()
-            if oldest.holder is not None:
-                self._forget(oldest)
+            self._forget_oldest()
 
     def take(self, ghost: Ghost, num_bytes: int) -> dict[bytes, Ghost]:
         """The first `num_bytes` of a ghost's tokens, whole pages, are cached again; returns what hangs behind them:
@@ -80,6 +79,10 @@ class Ghosts:
         self.num_bytes -= num_bytes
         if num_bytes == len(ghost.key):
             ghost.holder = None
+            self._num_gone += 1
+            if self._num_gone > 64 + len(self._order) // 2:  # each is let go of once, so this is paid for by `leave`
+                self._order = deque(other for other in self._order if other.holder is not None)
+                self._num_gone = 0
             return ghost.ghosts
         ghost.key = ghost.key[num_bytes:]
         return {ghost.key[: self._page_bytes]: ghost}
@@ -93,13 +96,18 @@ class Ghosts:
     def clear(self) -> None:
         """Forget them all."""
         while self._order:
-            oldest = self._order.popleft()
-            if oldest.holder is not None:
-                self._forget(oldest)
+            self._forget_oldest()
 
-    def _forget(self, ghost: Ghost) -> None:
+    def __len__(self) -> int:
+        """Ghosts there are, and some that are none any more: at most 64 more than live ones."""
+        return len(self._order)
+
+    def _forget_oldest(self) -> None:
         """Ghosts below one are older, so it has none any more."""
-        assert ghost.holder is not None
+        ghost = self._order.popleft()
+        if ghost.holder is None:
+            self._num_gone -= 1
+            return
         assert not ghost.ghosts
         holder, ghost.holder = ghost.holder, None
         del holder.ghosts[ghost.key[: self._page_bytes]]

@@ -65,7 +65,7 @@ class Node:
         self.last_used = now
         self.created = now
         self.priority = 0  # the highest priority of a request that used it
-        self.hashes: tuple[PageHashes, ...] = ()  # of its pages, in runs as they came, while events are on
+        self.hashes: list[PageHashes] = []  # of its pages, in runs as they came, while events are on
         self.turn: int = 0 if parent is None else parent.turn + 1  # requests that lengthened the path, one by one
         self.tail = b""  # tokens, less than a page, with which the last request to end here went on
         self.answer = 0  # tokens that the last request to end here had generated

@@ -19,7 +19,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 TOKEN_BYTES = 4
-_MOST_COMPARED = 1024  # continuations at the parting that are looked at
+_MOST_COMPARED = 64  # continuations at the parting that are looked at: this is paid at every admission
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from quire.spec.ids import Ids
 
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
-_MOST_NAMESPACES = 64  # others that are looked at to explain a miss
+_MOST_NAMESPACES = 8  # others that are looked at to explain a miss
 _LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
@@ -129,6 +129,9 @@ class RadixCache:
                 node, at = first, len(first.key)
                 if end - at < page_bytes:
                     return Match(namespace, first.pages, path, self.version)
+        if at:
+            tokens = tokens[at // TOKEN_BYTES :]
+            at, end = 0, end - at
         data = tokens.tobytes()
         children, part = node.children, b""
         while at < end:
@@ -235,7 +238,7 @@ class RadixCache:
         """The lease's request is over: behind its path it had `tail`, less than a page, and it had generated so many
         tokens in all. For those who ask later why no more is cached, and for the policy."""
         node = lease.node
-        node.answer = num_generated
+        node.answer = max(0, num_generated)
         if self.ghosts.capacity:
             node.tail = tail.tobytes()
 
@@ -367,7 +370,7 @@ class RadixCache:
             and len(node.key) <= _LONGEST_GROWN
         ):
             if self._emit is not None:
-                node.hashes += (self._stored(node, data),)
+                node.hashes.append(self._stored(node, data))
             node.key += data
             node.run += run
             node.tail = b""
@@ -383,7 +386,7 @@ class RadixCache:
                 lease.turn = max(lease.turn, ghost.turn + 1)
             leaf.turn = lease.turn
             if self._emit is not None:
-                leaf.hashes = (self._stored(node, leaf.key),)
+                leaf.hashes = [self._stored(node, leaf.key)]
             first = self._first_page(leaf)
             node.children[first] = leaf
             if node.parent is None:
@@ -485,7 +488,7 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
     return key.startswith(tokens.data.cast("B")[: len(key)])
 
 
-def _cut_hashes(hashes: tuple[PageHashes, ...], at: int) -> tuple[tuple[PageHashes, ...], tuple[PageHashes, ...]]:
+def _cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], list[PageHashes]]:
     """Those of the first `at` pages, and the rest."""
     upper: list[PageHashes] = []
     lower: list[PageHashes] = []
@@ -499,4 +502,4 @@ def _cut_hashes(hashes: tuple[PageHashes, ...], at: int) -> tuple[tuple[PageHash
             upper.append(left)
             lower.append(right)
         at -= len(run)
-    return tuple(upper), tuple(lower)
+    return upper, lower

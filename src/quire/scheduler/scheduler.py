@@ -69,11 +69,14 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request wherever it is; its memory comes back at once, or when the step in flight has settled."""
+        """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
+
+        What has settled stays cached: a client that goes away, or stops at a string, may come back.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             request.finish_reason = "abort"
-            self._finish(request, keep=False)
+            self._finish(request)
         return request
 
     # -- one step
@@ -122,7 +125,7 @@ class Scheduler:
                 request.append(token)
                 advanced.append(request)
                 if request.finish_reason is not None:
-                    self._finish(request, keep=True)
+                    self._finish(request)
         return advanced
 
     # -- inside
@@ -274,10 +277,10 @@ class Scheduler:
         request.wait_reason = self._cache.why_not(hit, needed, running, pages_for(plan.tokens_per_step, size))
         return not request.wait_reason
 
-    def _finish(self, request: Request, *, keep: bool) -> None:
+    def _finish(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             assert request.kv is not None
-            self._cache.finish(request.kv, request.tokens[: request.num_settled] if keep else None)
+            self._cache.finish(request.kv, request.tokens[: request.num_settled])
             self._running.remove(request)
         else:
             self._waiting.remove(request)

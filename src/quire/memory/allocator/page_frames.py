@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.memory.allocator.free_list import in_order
 from quire.memory.allocator.group_frames import GroupFrames
 from quire.spec.ids import Ids
 
@@ -33,7 +34,7 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
         if np.count_nonzero(frames) != len(frames):
             pages, frames = pages[frames != 0], frames[frames != 0]
         self.frames.unbind_all(self.tier, self.group, pages)
-        self.allocator.free_pages(np.sort(frames))
+        self.allocator.free_pages(in_order(frames))
         return pages
 
     def hand_over(self, old_pages: Ids, new_pages: Ids) -> None:
