@@ -77,7 +77,9 @@ def _draw_occupancy(axis: Any, run: Run) -> None:
     times = [sample.time for sample in samples]
     # A sample holds until the next: `step` draws it so.
     held, cached = [sample.held for sample in samples], [sample.cached for sample in samples]
-    axis.stackplot(times, held, cached, labels=("held by requests", "cached"), colors=("#3b6ea5", "#a9c4e0"), step="post")
+    axis.stackplot(
+        times, held, cached, labels=("held by requests", "cached"), colors=("#3b6ea5", "#a9c4e0"), step="post"
+    )
     axis.set_ylim(0, 1)
     axis.set_xlabel("seconds of the virtual clock")
     axis.set_title(f"share of a pool of {run.result.pool_tokens:,} tokens, {run.result.policy}")

@@ -60,8 +60,7 @@ def find_device(name: str, *, otherwise: str = "give its bytes with --device-mem
     close = found or difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.4)
     raise InvalidInput(
         f"'{name}' is not a device that is known here.",
-        fix=(f"use {' or '.join(close)}, " if close else f"use one of {', '.join(DEVICES)}, ")
-        + f"or {otherwise}.",
+        fix=(f"use {' or '.join(close)}, " if close else f"use one of {', '.join(DEVICES)}, ") + f"or {otherwise}.",
     )
 
 

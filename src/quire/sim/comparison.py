@@ -59,8 +59,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens of all requests that
-    could run, those that the pool refuses among them. `gap_closed` is the part of the way from LRU's hits to the optimum's, None where LRU was not replayed or leaves nothing to win."""
+    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens of all requests
+    that could run, those that the pool refuses among them. `gap_closed` is the part of the way from LRU's hits to the
+    optimum's, None where LRU was not replayed or leaves nothing to win."""
 
     model: str
     trace: str
