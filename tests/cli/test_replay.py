@@ -63,7 +63,7 @@ def test_models_with_windows_and_states(run: Run, model: str) -> None:
     (found,) = runs(run, *SHORT, "--model", model, "--pool-tokens", "1/2", "--policy", "density", "--check", "all")
     assert found["model"] == model
     assert found["requests"] == 8
-    assert found["prompt_tokens"] == 44444
+    assert found["prompt_tokens"] == 15_093
 
 
 def test_tables_name_refusals_and_draw(run: Run, tmp_path: Path) -> None:
