@@ -64,6 +64,16 @@ def test_less_than_a_page_is_never_reused(cache: KVCache) -> None:
     assert causes(serve(cache, ids(range(2)))) == [("page", 2)]
 
 
+def test_a_prompt_that_was_just_sent_was_seen_to_its_last_token(cache: KVCache) -> None:
+    serve(cache, ids(range(7)))
+    again = serve(cache, ids(range(7)))
+    assert causes(again) == [("hit", 4), ("page", 3)], "its last page was never full"
+    assert "only whole pages" in again.reasons[1].detail
+    assert causes(serve(cache, ids([*range(6), 60, 61]))) == [("hit", 4), ("page", 2), ("new", 2)]
+    serve(cache, ids(range(100, 132)))
+    assert causes(cache.explain(ids([*range(4), 4, 5]))) == [("evicted", 4), ("page", 2)], "an evicted page's, too"
+
+
 def test_what_was_evicted_says_for_whom_and_when(cache: KVCache, clock: list[float]) -> None:
     serve(cache, ids(range(16)), label="first")
     clock[0] = 5.0

@@ -142,7 +142,7 @@ def test_rows_run_out_by_name() -> None:
 def test_commit_outside_what_is_allocated_is_a_mistake(length: int) -> None:
     cache = KVCache(small_plan(4, 2))
     kv = compute(cache, ids(1, 2, 3))
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvalidInput, match="cannot settle"):
         cache.commit(kv, ids(*range(length)))
 
 
@@ -203,3 +203,12 @@ def test_page_table_and_slots_agree() -> None:
     expected = [table[0, 0] * 4 + 3, table[0, 1] * 4, table[0, 1] * 4 + 1, table[1, 0] * 4 + 1, table[1, 0] * 4 + 2]
     assert slots.tolist() == expected
     assert slots.dtype == np.int32
+
+
+def test_a_batch_names_each_request_once() -> None:
+    cache = KVCache(small_plan(8, 4))
+    kv = cache.begin(np.arange(4, dtype=np.int32))
+    for verb in (lambda: cache.batch([kv, kv]), lambda: cache.extend([kv, kv], [1, 1])):
+        with pytest.raises(InvalidInput, match="twice"):
+            verb()
+    cache.audit()

@@ -30,7 +30,7 @@ def changes(name: str, window: int) -> dict[str, Any]:
 
 
 ROUNDING = 1e-3
-"""A processor's matrix products decide how far rounding goes: 2.4e-4 for Gemma 4 on some. A key more is worth 4 to 12."""
+"""Matrix products differ between processors: rounding is worth 2.4e-4 for Gemma 4 on some, a key more 4 to 12."""
 
 
 def loaded_pair(name: str, window: int, folder) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ def explain_prompt(
         by = eviction.cause or "a request to evict"
         until(at + pages * page_size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
     until(
-        at + parting.common, Cause.PAGE, f"as in a cached page, but only whole pages of {page_size} tokens are reused"
+        at + parting.common, Cause.PAGE, f"seen, but not as a page: only whole pages of {page_size} tokens are reused"
     )
     if parting.elsewhere is not None:
         namespace, pages = parting.elsewhere

@@ -160,7 +160,7 @@ class KVCache:
         for group in self._partial:
             group.begin(row, pages)
         if self._partial:
-            self._mark_ends(kv, hit, len(tokens))
+            kv.mark_ends(hit.num_pages, hit.num_matched, max(0, len(tokens) - 1) // self.page_size)
         self._allocated[row] = self._committed[row] = hit.num_tokens
         self._live[row] = kv
         if not resumed:
@@ -180,8 +180,8 @@ class KVCache:
         return explain_prompt(len(tokens), self.page_size, hit.num_pages, hit.limited_by, parting, self._seconds())
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
-        """These requests as one, for the verbs of a step. Make it again when one ends or another joins."""
-        return RunningBatch(kvs, self._rows_of(kvs))
+        """These requests as one, each once, for the verbs of a step. Make it again when one ends or another joins."""
+        return RunningBatch(kvs, self._distinct(self._rows_of(kvs)))
 
     def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int] | Lengths) -> None:
         """Make room for `counts[i]` more tokens in each request (one number: in every one), evicting cached pages if
@@ -194,7 +194,7 @@ class KVCache:
         if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
             self._extend_by_one(kvs)
             return
-        rows = self._rows_of(kvs)
+        rows = self._rows_of(kvs) if isinstance(kvs, RunningBatch) else self._distinct(self._rows_of(kvs))
         before = self._allocated[rows]
         after = before + np.asarray(counts, dtype=np.int64)
         if len(rows) and (np.minimum.reduce(after - before) < 0 or np.maximum.reduce(after) > self.plan.context):
@@ -264,7 +264,9 @@ class KVCache:
                              ours are retired         enter the tree            stays private
         """
         row = self._row_of(kv)
-        assert self._committed[row] <= len(tokens) <= self._allocated[row], "commit outside the allocated tokens"
+        if not self._committed[row] <= len(tokens) <= self._allocated[row]:
+            have, room = self._committed[row], self._allocated[row]
+            raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
         self._committed[row] = len(tokens)
         if end == start:
@@ -297,7 +299,7 @@ class KVCache:
         row = self._row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
-            kv.lease.node.answer = len(tokens) - kv.num_prompt
+            self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
         private = self._rows[row, first:last].copy()
         given: list[Given] = []
@@ -505,14 +507,6 @@ class KVCache:
         passing = passing_frames(self.frames, index, num_frames, self.pages, spec.name)
         return PassingGroup(index, reach, passing, self.tree, plan.max_requests)
 
-    def _mark_ends(self, kv: RequestKV, hit: PrefixHit, num_tokens: int) -> None:
-        """Where a request leaves resume points: at its prompt's end, and where its prompt parts from what is cached."""
-        end = max(0, num_tokens - 1) // self.page_size
-        if end > hit.num_pages:
-            kv.marks[end] = Rank.MARKED
-        if min(hit.num_matched, end) > hit.num_pages:
-            kv.marks[min(hit.num_matched, end)] = Rank.USED
-
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
@@ -593,6 +587,11 @@ class KVCache:
         rows = np.array([kv.row for kv in kvs], dtype=np.intp)
         if len(rows) and np.minimum.reduce(rows) < 0:
             raise LeaseError("a request's cache record was used after it had finished.")
+        return rows
+
+    def _distinct(self, rows: Rows) -> Rows:
+        if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
+            raise InvalidInput("a request is named twice in one batch.", fix="name each request once.")
         return rows
 
     def _beyond_context(self) -> InvalidInput:

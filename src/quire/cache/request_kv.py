@@ -43,3 +43,10 @@ class RequestKV:
     def alive(self) -> bool:
         """Whether it still holds its row."""
         return self.row >= 0
+
+    def mark_ends(self, num_cached: int, num_matched: int, end: int) -> None:
+        """Leave resume points, in pages, at the prompt's `end` and where it parts from what is cached of it."""
+        if end > num_cached:
+            self.marks[end] = Rank.MARKED
+        if min(num_matched, end) > num_cached:
+            self.marks[min(num_matched, end)] = Rank.USED

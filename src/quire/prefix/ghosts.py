@@ -28,19 +28,23 @@ class Holder(Protocol):
     """What ghosts hang below: a node or a ghost."""
 
     ghosts: dict[bytes, Ghost]
+    tail: bytes
 
 
 class Ghost:
     """An evicted edge: its tokens, what it was evicted for, and what its node and the eviction policy knew of it."""
 
-    __slots__ = ("eviction", "ghosts", "holder", "key", "memo", "turn")
+    __slots__ = ("eviction", "ghosts", "holder", "key", "memo", "tail", "turn")
 
-    def __init__(self, holder: Holder, key: bytes, eviction: Eviction, turn: int, memo: object | None) -> None:
+    def __init__(
+        self, holder: Holder, key: bytes, eviction: Eviction, turn: int, memo: object | None, tail: bytes = b""
+    ) -> None:
         self.holder: Holder | None = holder  # None once it is gone
         self.key = key
         self.eviction = eviction
         self.turn = turn
         self.memo = memo
+        self.tail = tail  # as of a node
         self.ghosts: dict[bytes, Ghost] = {}
 
 

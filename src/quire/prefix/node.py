@@ -45,6 +45,7 @@ class Node:
         "parent",
         "priority",
         "run",
+        "tail",
         "ticket",
         "turn",
     )
@@ -66,6 +67,7 @@ class Node:
         self.priority = 0  # the highest priority of a request that used it
         self.hashes: tuple[PageHashes, ...] = ()  # of its pages, in runs as they came, while events are on
         self.turn: int = 0 if parent is None else parent.turn + 1  # requests that lengthened the path, one by one
+        self.tail = b""  # tokens, less than a page, with which the last request to end here went on
         self.answer = 0  # tokens that the last request to end here had generated
         self.memo: object | None = None  # the eviction policy's own
         self.ticket = 0  # which entry of the policy's queue is the valid one; 0 once the node is gone

@@ -40,6 +40,7 @@ def find_parting(root: Node | None, tokens: Ids, page_size: int, others: Iterabl
     `others` are roots of other namespaces that may hold the same tokens.
     """
     data, unit = tokens.tobytes(), page_size * TOKEN_BYTES
+    end: Holder | None
     at, end, next_keys = _follow_nodes(root, data, unit)
     matched = at // unit
     evicted: list[tuple[int, Eviction]] = []
@@ -53,10 +54,10 @@ def find_parting(root: Node | None, tokens: Ids, page_size: int, others: Iterabl
         evicted.append((common // unit, ghost.eviction))
         at += common
         next_keys = [] if common == len(ghost.key) else [ghost.key[common : common + unit]]
-        holder = ghost if common == len(ghost.key) else None
-    return Parting(
-        matched, tuple(evicted), _most_common(data[at : at + unit], next_keys), _elsewhere(others, data, unit)
-    )
+        holder = end = ghost if common == len(ghost.key) else None
+    page = data[at : at + unit]
+    common = max(_most_common(page, next_keys), _most_common(page, [end.tail] if end is not None else []))
+    return Parting(matched, tuple(evicted), common, _elsewhere(others, data, unit))
 
 
 def common_pages(data: bytes, at: int, key: bytes, unit: int) -> int:
@@ -90,13 +91,13 @@ def _follow_nodes(root: Node | None, data: bytes, unit: int) -> tuple[int, Node 
 
 
 def _most_common(page: bytes, keys: list[bytes]) -> int:
-    """The most tokens that `page`, which may be short, begins with in common with one of these pages."""
-    count = len(page) // TOKEN_BYTES
-    if not keys or not count:
+    """The most tokens that `page`, which may be short, begins with in common with one of these, all of one length."""
+    width = len(keys[0]) // TOKEN_BYTES if keys else 0
+    count = min(len(page) // TOKEN_BYTES, width)
+    if not count:
         return 0
-    width = len(keys[0]) // TOKEN_BYTES
     table = np.frombuffer(b"".join(keys), dtype=np.int32).reshape(len(keys), width)[:, :count]
-    same = table == np.frombuffer(page, dtype=np.int32)
+    same = table == np.frombuffer(page, dtype=np.int32, count=count)
     return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
 
 

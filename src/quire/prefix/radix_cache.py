@@ -231,6 +231,14 @@ class RadixCache:
             return Insertion(pages, _NO_PAGES)
         return Insertion(np.frombuffer(b"".join(runs), dtype=np.int32), pages[:depth])
 
+    def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
+        """The lease's request is over: behind its path it had `tail`, less than a page, and it had generated so many
+        tokens in all. For those who ask later why no more is cached, and for the policy."""
+        node = lease.node
+        node.answer = num_generated
+        if self.ghosts.capacity:
+            node.tail = tail.tobytes()
+
     # -- shrinking
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
@@ -362,6 +370,7 @@ class RadixCache:
                 node.hashes += (self._stored(node, data),)
             node.key += data
             node.run += run
+            node.tail = b""
             self.num_protected += len(run) // ID_BYTES
             return node
         while data:
@@ -418,7 +427,9 @@ class RadixCache:
                 self._emit(PagesRemoved(node.namespace, hashes))
         cut = keep * self._page_bytes
         below, node.ghosts = node.ghosts, {}
-        self.ghosts.leave(Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo), below)
+        ghost = Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo, node.tail)
+        self.ghosts.leave(ghost, below)
+        node.tail = b""
         run = node.run[keep * ID_BYTES :]
         if keep:
             node.key = node.key[:cut]
