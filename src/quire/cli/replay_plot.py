@@ -60,8 +60,8 @@ def _draw_rates(axis: Any, runs: Sequence[Run]) -> None:
         pools = [run.result.pool_tokens for run in own]
         axis.plot(pools, [run.result.hit_rate for run in own], marker="o", markersize=4, label=policy)
     pools = [run.result.pool_tokens for run in runs]
-    axis.plot(pools, [run.optimal_hit_rate for run in runs], "--", color="#333333", label="optimum")
-    axis.plot(pools, [run.ideal_hit_rate for run in runs], "--", color="#aaaaaa", label="ideal")
+    axis.plot(pools, [run.optimal_hit_rate for run in runs], "--", marker="_", color="#333333", label="optimum")
+    axis.plot(pools, [run.ideal_hit_rate for run in runs], "--", marker="_", color="#aaaaaa", label="ideal")
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(set(pools)), [f"{pool:,}" for pool in sorted(set(pools))], rotation=20, fontsize=8)
     axis.minorticks_off()
