@@ -67,16 +67,18 @@ def print_table(result: dict[str, Any], out: Console) -> None:
     table.add_column("page", justify="right")
     for name in systems:
         table.add_column(NAMES[name], justify="right", no_wrap=True)
-    for name in ("goal", "found", ""):
-        table.add_column(name, no_wrap=name != "")
+    goals = [goal for row in result["rows"] for goal in row["goals"]]
+    for name in ("goal", "found", "verdict") if goals else ():
+        table.add_column(name, no_wrap=name != "verdict")
     for row in result["rows"]:
         cells = [_cell(row["systems"].get(name)) for name in systems]
-        goals = [verdict(goal) for goal in row["goals"]] or [("", "", "")]
-        table.add_row(row["label"], str(row["page"]), *cells, *("\n".join(part) for part in zip(*goals, strict=True)))
+        verdicts = ([verdict(goal) for goal in row["goals"]] or [("", "", "")]) if goals else []
+        said = ("\n".join(part) for part in zip(*verdicts, strict=True))
+        table.add_row(row["label"], str(row["page"]), *cells, *said)
     out.print(table)
     _print_replays(result, systems, out)
-    goals = [goal for row in result["rows"] for goal in row["goals"]]
-    out.print(f"{sum(goal['met'] for goal in goals)} of {len(goals)} goals met.")
+    if goals:
+        out.print(f"{sum(goal['met'] for goal in goals)} of {len(goals)} goals met.")
     for name, why in result["absent"].items():
         out.print(f"{NAMES[name]} is absent: {why}", markup=False)
 

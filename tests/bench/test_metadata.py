@@ -16,6 +16,7 @@ def test_the_comparison_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH), "--toy", "--json", str(written), "--plot", str(bars)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "goal" not in done.stdout
     rows = json.loads(written.read_text())["rows"]
     assert len(rows) > 30
     assert all(row["systems"]["quire"]["cpu_us"] > 0 for row in rows)

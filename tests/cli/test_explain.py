@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli.explain_table import merged_evictions
 from tests.cli.conftest import Run
 from tests.serve.live_server import LiveServer
 
@@ -32,12 +33,12 @@ def test_a_trace_in_sum_and_its_most_evicted_request(run: Run) -> None:
     summary = answer(run, *TRACE)
     assert sum(summary["tokens_by_cause"].values()) == summary["prompt_tokens"]
     assert summary["tokens_by_cause"]["hit"] == summary["hit_tokens"]
-    worst = summary["most_evicted"][0]
-    assert worst["evicted_tokens"] == max(entry["evicted_tokens"] for entry in summary["most_evicted"]) > 0
+    worst = summary["most_lost"][0]
+    assert worst["lost_tokens"] == max(entry["lost_tokens"] for entry in summary["most_lost"]) > 0
     found = answer(run, "sessions", worst["request_id"], *TRACE[1:])
     assert add_up(found)
     evicted = [reason for reason in found["reasons"] if reason["cause"] == "evicted"]
-    assert sum(reason["tokens"] for reason in evicted) == worst["evicted_tokens"]
+    assert sum(reason["tokens"] for reason in evicted) == worst["lost_by_cause"]["evicted"]
     for reason in evicted:
         culprit = answer(run, "sessions", reason["by"].partition(" and ")[0], *TRACE[1:])
         assert culprit["arrived"] <= found["admitted"] - reason["seconds_ago"]
@@ -46,7 +47,7 @@ def test_a_trace_in_sum_and_its_most_evicted_request(run: Run) -> None:
 def test_tables_fit_a_terminal(run: Run) -> None:
     summary = run("explain", *TRACE, env={"COLUMNS": "80"})
     assert summary.exit_code == 0, summary.stderr
-    for word in ("workload sessions", "all prompt tokens", "had been evicted", "namespace"):
+    for word in ("workload sessions", "all prompt tokens", "what had been cached", "namespace"):
         assert word in summary.stdout
     name = summary.stdout.splitlines()[-1].split()[0]
     one = run("explain", "sessions", name, *TRACE[1:], env={"COLUMNS": "80"})
@@ -60,8 +61,65 @@ def test_tables_fit_a_terminal(run: Run) -> None:
 
 @pytest.mark.parametrize("model", ["gemma-3-1b", "qwen3-next-80b-a3b"])
 def test_models_with_several_groups(run: Run, model: str) -> None:
-    summary = answer(run, *TRACE, "--model", model, "--pool-tokens", "1/4")
-    assert sum(summary["tokens_by_cause"].values()) == summary["prompt_tokens"] > 0
+    asked = (*TRACE, "--model", model, "--pool-tokens", "1/4")
+    summary = answer(run, *asked)
+    causes = summary["tokens_by_cause"]
+    assert sum(causes.values()) == summary["prompt_tokens"] > 0
+    assert sum(summary["tokens_by_group_detail"].values()) == causes["group"]
+    assert all("group '" in detail for detail in summary["tokens_by_group_detail"])
+    for entry in summary["most_lost"]:
+        assert (
+            entry["lost_tokens"] == sum(entry["lost_by_cause"].values()) <= entry["prompt_tokens"] - entry["hit_tokens"]
+        )
+
+
+def test_what_was_lost_to_namespaces_and_groups_is_listed(run: Run) -> None:
+    same = run("explain", "same-text-other-namespace", "--limit", 40, env={"COLUMNS": "80"})
+    assert "namespace" in next(line for line in same.stdout.splitlines() if line.startswith("request "))
+    asked = ("sessions", "--limit", 60, "--model", "qwen3-next-80b-a3b", "--pool-tokens", "1/4")
+    assert answer(run, *asked)["tokens_by_cause"]["group"] > 0
+    shown = run("explain", *asked, env={"COLUMNS": "80"}).stdout
+    assert "group 'state' has dropped what it needs" in shown.replace("\n", " ")
+    assert " group" in next(line for line in shown.splitlines() if line.startswith("request "))
+
+
+def test_refused_requests_stand_beside_the_causes(run: Run) -> None:
+    found = answer(run, "near-capacity", "--pool-tokens", "4k")
+    assert sum(found["tokens_by_cause"].values()) + found["refused_tokens"] == found["prompt_tokens"] == 40_640
+    assert found["refused_tokens"] > 0
+    assert "can never hold" in run("explain", "near-capacity", "--pool-tokens", "4k").stdout
+
+
+def evictions(*rows: tuple[int, str, float]) -> list[dict[str, Any]]:
+    at, found = 0, []
+    for tokens, by, ago in rows:
+        detail = f"evicted {ago:.1f} s ago for {by}"
+        found.append(
+            {"cause": "evicted", "start": at, "tokens": tokens, "by": by, "seconds_ago": ago, "detail": detail}
+        )
+        at += tokens
+    return found
+
+
+def test_neighbouring_evictions_share_a_row() -> None:
+    few = evictions((16, "a", 0.2), (32, "a", 1.0), (16, "b", 1.0), (16, "a", 1.1))
+    rows = merged_evictions(few)
+    assert [(row["tokens"], row["detail"]) for row in rows] == [
+        (48, "evicted 0.2 to 1.0 s ago for a"),
+        (16, "evicted 1.0 s ago for b"),
+        (16, "evicted 1.1 s ago for a"),
+    ]
+    many = evictions(*((16 if at < 6 else 160, f"s{at}", at / 10) for at in range(13)))
+    hit, new = {"cause": "hit", "start": 0, "tokens": 16}, {"cause": "new", "start": 9000, "tokens": 1}
+    rows = merged_evictions([hit, *many, new])
+    assert (rows[0], rows[-1], len(rows)) == (hit, new, 10)
+    assert sum(row["tokens"] for row in rows) == sum(row["tokens"] for row in many) + 17
+    assert any(row["detail"] == "evicted 0.0 to 0.5 s ago for s0, s1 and 4 more" for row in rows[1:-1])
+
+
+def test_a_page_between_keeps_evictions_apart() -> None:
+    rows = [{"cause": "hit", "start": at} if at % 2 else evictions((16, f"s{at}", 1.0))[0] for at in range(20)]
+    assert merged_evictions(rows) == rows
 
 
 BAD = [
@@ -71,6 +129,7 @@ BAD = [
     (("chat", "--limit", "3", "--policy", "lru,lfu"), "these are 2 replays"),
     (("near-capacity", "fits-never", "--pool-tokens", "4k"), "no request 'fits-never'"),
     (("x", "y", "--url", "http://127.0.0.1:9"), "has no traces"),
+    (("x", "--url", "http://127.0.0.1:9", "--policy", "lru", "--seed", "0"), "--policy, --seed: for replays"),
     (("x", "--url", "127.0.0.1:9"), "not a server's address"),
     (("x", "--url", "http://127.0.0.1:9"), "does not answer"),
 ]

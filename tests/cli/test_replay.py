@@ -12,6 +12,7 @@ import pytest
 
 from quire.cache import KVCache
 from quire.prefix.evict import POLICIES
+from quire.sim.replay import Replay
 from quire.sim.workloads import WORKLOADS
 from tests.cli.conftest import Run
 
@@ -62,7 +63,7 @@ def test_models_with_windows_and_states(run: Run, model: str) -> None:
     (found,) = runs(run, *SHORT, "--model", model, "--pool-tokens", "1/2", "--policy", "density", "--check", "all")
     assert found["model"] == model
     assert found["requests"] == 8
-    assert found["prompt_tokens"] or found["refused"] == 8
+    assert found["prompt_tokens"] == 15_093
 
 
 def test_tables_name_refusals_and_draw(run: Run, tmp_path: Path) -> None:
@@ -71,10 +72,55 @@ def test_tables_name_refusals_and_draw(run: Run, tmp_path: Path) -> None:
         "replay", *SHORT, "--pool-tokens", "1/8,2k", "--policy", "lru,lfu", "--plot", picture, env={"COLUMNS": "80"}
     )
     assert done.exit_code == 0, done.stderr
-    for word in ("workload chat, seed 3: 8 requests", "optimum", "ideal", "of gap", "lfu", "requests were refused"):
+    for word in (
+        "workload chat, seed 3: 8 requests",
+        "optimum",
+        "ideal",
+        "of gap",
+        "lfu",
+        "requests were refused",
+        "; 7 refused",
+        "; 5 refused",
+    ):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stdout.count("requests were refused") == 2 and "KV memory" not in done.stdout
     assert picture.read_text().count("<path") > 10
+
+
+def test_every_rate_is_of_all_requests_that_could_run(run: Run) -> None:
+    found = runs(run, *SHORT, "--policy", "lru,density", "--pool-tokens", "2k,1000k")
+    assert [one["refused"] > 0 for one in found] == [True, True, False, False]
+    assert len({(one["prompt_tokens"], one["ideal_hit_rate"]) for one in found}) == 1
+    assert all(one["hit_rate"] <= one["optimal_hit_rate"] <= one["ideal_hit_rate"] for one in found)
+    (left,) = runs(run, "abort-storm", "--limit", 40, "--policy", "lru", "--pool-tokens", "1")
+    assert left["refused"] and left["prompt_tokens"] == left["refused_tokens"]
+
+
+def test_a_small_trace_gets_a_pool_that_holds_it(run: Run) -> None:
+    asked = ("chat", "--limit", 2)
+    (found,) = runs(run, *asked, "--policy", "lru")
+    assert not found["refused"] and str(f"{found['pool_tokens']:,} tokens") in found["pool_note"]
+    assert runs(run, *asked, "--policy", "lru", "--pool-tokens", found["pool_tokens"] - 16)[0]["refused"] == 1
+    assert runs(run, *asked, "--policy", "lru", "--pool-tokens", "1/8")[0]["refused"] == 2
+    assert "smallest that holds" in run("replay", *asked).stdout.replace("\n", " ")
+    assert "smallest that holds" in run("explain", *asked).stdout.replace("\n", " ")
+
+
+def test_a_policy_named_twice_is_replayed_once(run: Run) -> None:
+    found = runs(run, *SHORT, "--policy", "lru,LRU,Lfu", "--pool-tokens", "1/4,1/4", "--page-size", "16,16")
+    assert [one["policy"] for one in found] == ["lru", "lfu"]
+
+
+def test_a_device_that_is_unknown_gets_advice_for_a_replay(run: Run) -> None:
+    fix = json.loads(run("replay", *SHORT, "--gpu", "foo", "--json").stderr)["error"]["fix"]
+    assert "--prefill-rate" in fix and "--device-memory" not in fix
+
+
+def test_a_picture_is_refused_before_the_replay(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Replay, "run", lambda self, trace: pytest.fail("it was replayed"))
+    for name in ("none/x.png", "x.mp3"):
+        assert run("replay", *SHORT, "--plot", tmp_path / name).exit_code == 2
 
 
 def test_the_lists_are_what_there_is(run: Run) -> None:
@@ -92,6 +138,7 @@ BAD = [
     (("chat", "--policy", "lru,best"), "unknown eviction policy 'best'"),
     (("chat", "--pool-tokens", "1/0"), "not a pool size"),
     (("chat", "--pool-tokens", "many"), "number of tokens"),
+    (("chat", "--pool-tokens", "0.25"), "no whole number of tokens"),
     (("chat", "--page-size", "16,big"), "not page sizes"),
     (("chat", "--page-size", "0"), "not page sizes"),
     (("chat", "--max-running", "0"), "--max-running is 0"),

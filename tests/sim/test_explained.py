@@ -50,7 +50,7 @@ def check(result: ReplayResult) -> Counter[str]:
                 assert evictor.arrived - 1e-9 <= moment <= (evictor.finished or evictor.arrived) + 1e-9
         assert at == record.prompt_tokens
     causes = result.tokens_by_cause()
-    assert sum(causes.values()) == result.prompt_tokens
+    assert sum(causes.values()) + result.refused_tokens == result.prompt_tokens
     assert causes["hit"] == result.hit_tokens
     return Counter(causes)
 

@@ -247,3 +247,19 @@ def test_tokens_are_built_for_one_request_at_a_time(tmp_path: Path) -> None:
     trace: Trace = open_trace(write(tmp_path / "large.jsonl", *rows))
     assert trace.prompt_tokens == 102_400_000
     assert len(next(iter(trace)).prompt) == 51200
+
+
+@pytest.mark.parametrize(
+    ("wrong", "likely"), [("slat", "salt"), ("abort_afer", "abort_after"), ("Timestamp", "timestamp")]
+)
+def test_a_misspelt_field_of_a_token_trace_is_refused_by_name(tmp_path: Path, wrong: str, likely: str) -> None:
+    row = {"prompt_token_ids": [1, 2], "output_token_ids": [3], wrong: 1}
+    with pytest.raises(InvalidInput, match=f"line 1: '{wrong}' .* nearly '{likely}'"):
+        open_trace(write(tmp_path / "t.jsonl", row))
+
+
+def test_fields_of_other_tools_are_left_alone(tmp_path: Path) -> None:
+    own = {"prompt_token_ids": [1, 2], "output_token_ids": [3], "session": "a"}
+    others = {"session_id": "b", "prompt_tokens": 2, "model": "m", "temperature": 0.7, "finish_reason": "stop"}
+    (found,) = open_trace(write(tmp_path / "t.jsonl", own | others))
+    assert found.session == "a"

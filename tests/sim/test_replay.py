@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from quire.errors import InvalidInput
 from quire.sim.ideal import ideal_hits
 from quire.sim.page_runs import PageRuns
 from quire.sim.trace import TraceRequest, open_trace
 from quire.sim.workloads import WORKLOADS
 from tests.sim.replays import COST, HYBRIDS, SLOW, replay_of, requests, run
+from tests.sim.tiny_traces import trace_of
 
 
 def hits_without_limits(trace: Iterable[TraceRequest], page_size: int) -> int:
@@ -94,7 +97,35 @@ def test_what_can_never_fit_is_refused_and_its_next_turn_still_comes() -> None:
     assert ends == {"r0": "refused", "r1": "length", "r2": "length"}
     refused = next(record for record in result.records if record.refused)
     assert "500 prompt tokens" in refused.refused
-    assert result.prompt_tokens == 20
+    assert (result.prompt_tokens, result.refused_tokens) == (520, 500)
+
+
+def test_a_client_that_leaves_before_it_runs_counts_in_no_rate() -> None:
+    trace = requests([(500, 4), (12, 4), (8, 4)])
+    trace = [replace(trace[0], abort_after=0), replace(trace[1], abort_after=0), trace[2]]
+    result = run(trace, num_pages=16, context=600)
+    assert [record.end for record in result.records] == ["refused", "abort", "length"]
+    assert (result.prompt_tokens, result.refused_tokens) == (8, 0)
+    assert ideal_hits(PageRuns(trace_of(trace), 4), 4).prompt_tokens == 8
+
+
+def test_a_replay_runs_once() -> None:
+    replay = replay_of()
+    replay.run(requests([(8, 4)]))
+    with pytest.raises(InvalidInput, match="this replay has run"):
+        replay.run(requests([(8, 4)]))
+
+
+def test_a_pool_between_two_requests_is_seen_to_be_idle() -> None:
+    first, busy = run(requests([(16, 3), (16, 3)], gap=1000.0)), requests([(24, 40)] * 400, gap=50.0)
+    for result in (first, run(busy, check="off")):
+        samples = result.occupancy
+        assert len(samples) <= 512
+        assert samples[-1].running == samples[-1].held == 0
+        for sample, following in pairwise(samples):
+            if following.time - sample.time > 20:  # nothing runs as long as that
+                assert sample.running == sample.held == 0
+    assert any(sample.held for sample in first.occupancy)
 
 
 def test_idle_time_is_skipped_and_times_add_up() -> None:

@@ -23,7 +23,11 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
+_OF_REPLAYS = ("policy", "pool_tokens", "page_size", "model", "limit", "seed")
+
+
 def explain(
+    context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(
@@ -36,8 +40,9 @@ def explain(
     ] = None,
     policy: Annotated[str, _option(_REPLAY, "Eviction policy.")] = "density",
     pool_tokens: Annotated[
-        str, _option(_REPLAY, "Pool size: tokens (64k), or a part of what the trace would fill (1/16).")
-    ] = "1/8",
+        str | None,
+        _option(_REPLAY, "Pool size: tokens (64k), or a part of what the trace would fill (1/16). (default: 1/8)"),
+    ] = None,
     page_size: Annotated[str, _option(_REPLAY, "Page size, in tokens.")] = "16",
     model: Annotated[
         str | None,
@@ -71,6 +76,7 @@ def explain(
                 raise InvalidInput(
                     "--url asks a server, which has no traces.", fix="give it one argument, a request's id, or none."
                 )
+            _refuse_replay_options(context)
             _ask(url, source, api_key, as_json)
             return
         if source is None:
@@ -80,6 +86,19 @@ def explain(
         models = (model,) if model is not None else ()
         words = ReplayWords(policy=policy, pool_tokens=pool_tokens, page_size=page_size, models=models, explain=True)
         _replay(source, request, limit, seed, words, as_json)
+
+
+def _refuse_replay_options(context: typer.Context) -> None:
+    given = [
+        "--" + name.replace("_", "-")
+        for name in _OF_REPLAYS
+        if (found := context.get_parameter_source(name)) is not None and found.name == "COMMANDLINE"
+    ]
+    if given:
+        raise InvalidInput(
+            f"{', '.join(given)}: for replays of traces; --url asks a server, which has its own settings.",
+            fix="leave them out, or leave out --url and name a trace.",
+        )
 
 
 def _ask(url: str, request_id: str | None, api_key: str | None, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,8 @@ from quire.sim.result import ReplayResult, RequestRecord
 from quire.sim.trace_request import Trace
 
 _MOST_LISTED = 10
+_LOSSES = (Cause.EVICTED.value, Cause.GROUP.value, Cause.NAMESPACE.value)
+"""Causes of tokens that a cache with more room, or without namespaces, would have hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,21 @@ class Explained:
             "requests": len(result.records),
             "prompt_tokens": result.prompt_tokens,
             "hit_tokens": result.hit_tokens,
+            "refused_tokens": result.refused_tokens,
             "tokens_by_cause": result.tokens_by_cause(),
+            "tokens_by_group_detail": dict(self._tokens_by_group_detail()),
         }
         most = [
-            {"request_id": record.request_id, "prompt_tokens": record.prompt_tokens, "evicted_tokens": evicted}
-            for record, evicted in self._most_evicted()
+            {
+                "request_id": record.request_id,
+                "prompt_tokens": record.prompt_tokens,
+                "hit_tokens": record.hit_tokens,
+                "lost_tokens": sum(lost.values()),
+                "lost_by_cause": dict(lost),
+            }
+            for record, lost in self._most_lost()
         ]
-        return self._setting() | totals | {"most_evicted": most}
+        return self._setting() | totals | {"most_lost": most}
 
     def request_tables(self, request_id: str) -> Iterator[Text | Table]:
         """One request for people. Raises as `request`."""
@@ -61,17 +72,27 @@ class Explained:
     def summary_tables(self) -> Iterator[Text | Table]:
         """All requests for people."""
         yield self._heading()
-        yield causes_table(self.result.tokens_by_cause())
-        most = self._most_evicted()
+        causes = self.result.tokens_by_cause()
+        if self.result.refused_tokens:
+            causes["refused"] = self.result.refused_tokens
+        yield causes_table(causes)
+        details = self._tokens_by_group_detail()
+        if details:
+            yield Text("")
+        for detail, tokens in details.items():
+            yield Text(f"{detail}: {tokens:,} tokens.")
+        most = self._most_lost()
         if not most:
             return
-        yield Text("\nRequests of whose prompts most had been evicted:\n")
+        yield Text("\nRequests that lost most of what had been cached:\n")
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("request", overflow="fold")
-        for name in ("prompt", "hit", "evicted"):
+        lost_to = [cause for cause in _LOSSES if causes[cause]]
+        for name in ("prompt", "hit", *lost_to):
             table.add_column(name, justify="right", no_wrap=True)
-        for record, evicted in most:
-            table.add_row(record.request_id, f"{record.prompt_tokens:,}", f"{record.hit_tokens:,}", f"{evicted:,}")
+        for record, lost in most:
+            counts = (record.prompt_tokens, record.hit_tokens, *(lost[cause] for cause in lost_to))
+            table.add_row(record.request_id, *(f"{count:,}" for count in counts))
         yield table
 
     def _setting(self) -> dict[str, Any]:
@@ -82,13 +103,15 @@ class Explained:
             "policy": result.policy,
             "page_size": result.page_size,
             "pool_tokens": result.pool_tokens,
+            "pool_note": result.pool_note,
         }
 
     def _heading(self) -> Text:
         result = self.result
+        note = f"{result.pool_note}\n" if result.pool_note else ""
         return Text(
             f"{self.trace.source}: {len(result.records):,} requests. {self.model}, {result.policy}, "
-            f"pages of {result.page_size}, {result.pool_tokens:,} tokens.\n"
+            f"pages of {result.page_size}, {result.pool_tokens:,} tokens.\n{note}"
         )
 
     def _record(self, request_id: str) -> tuple[RequestRecord, Explanation]:
@@ -107,11 +130,23 @@ class Explained:
             )
         return record, record.explanation
 
-    def _most_evicted(self) -> list[tuple[RequestRecord, int]]:
-        found = [
-            (record, sum(reason.tokens for reason in record.explanation.reasons if reason.cause is Cause.EVICTED))
-            for record in self.result.records
-            if record.explanation is not None
-        ]
-        found.sort(key=lambda entry: -entry[1])
-        return [entry for entry in found[:_MOST_LISTED] if entry[1]]
+    def _most_lost(self) -> list[tuple[RequestRecord, Counter[str]]]:
+        """The requests that lost most of what had been cached, and to what."""
+        found: list[tuple[RequestRecord, Counter[str]]] = []
+        for record in self.result.records:
+            lost: Counter[str] = Counter()
+            for reason in record.explanation.reasons if record.explanation is not None else ():
+                if reason.cause in _LOSSES:
+                    lost[reason.cause.value] += reason.tokens
+            if lost:
+                found.append((record, lost))
+        return sorted(found, key=lambda entry: -entry[1].total())[:_MOST_LISTED]
+
+    def _tokens_by_group_detail(self) -> Counter[str]:
+        """Tokens that each group of layers cost, by what is said of it."""
+        found: Counter[str] = Counter()
+        for record in self.result.records:
+            for reason in record.explanation.reasons if record.explanation is not None else ():
+                if reason.cause is Cause.GROUP:
+                    found[reason.detail] += reason.tokens
+        return found

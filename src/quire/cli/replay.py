@@ -34,8 +34,9 @@ def replay(
     ] = None,
     policy: Annotated[str, _option(_CACHE, "Eviction policies to compare: lru,lfu.")] = "lru,density",
     pool_tokens: Annotated[
-        str, _option(_CACHE, "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/8).")
-    ] = "1/8",
+        str | None,
+        _option(_CACHE, "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/4). (default: 1/8)"),
+    ] = None,
     page_size: Annotated[str, _option(_CACHE, "Page sizes, in tokens: 1,16,64.")] = "16",
     model: Annotated[
         list[str] | None,
@@ -88,12 +89,14 @@ def replay(
 
 def _replay(source: str, limit: int | None, seed: int, words: ReplayWords, plot: Path | None, as_json: bool) -> None:
     from quire.cli.replay_inputs import grid_of
-    from quire.cli.replay_plot import draw_runs
+    from quire.cli.replay_plot import check_picture, draw_runs
     from quire.cli.replay_table import heading, progress_bar, remarks, run_tables
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
 
     grid = grid_of(words)
+    if plot is not None:
+        check_picture(plot)
     trace = open_trace(source, limit=limit, seed=seed)
     with progress_bar(len(trace)) as progress:
         runs = compare(trace, grid, progress)

@@ -16,16 +16,20 @@ from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
 from quire.spec.config_reader import ConfigReader
 
+DEFAULT_POOL = "1/8"
+"""Of the working set."""
+
 _COSTS_LIKE = "llama-3.1-8b"
 """What the steps of the plain model cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayWords:
-    """The options of `quire replay` as they were written, or as they are where a command does not have them."""
+    """The options of `quire replay` as they were written, or as they are where a command does not have them. Without
+    `pool_tokens` it is `DEFAULT_POOL`, or more where that holds no request."""
 
     policy: str
-    pool_tokens: str
+    pool_tokens: str | None
     page_size: str
     models: Sequence[str]
     gpu: str = "h100-80gb"
@@ -43,7 +47,7 @@ class ReplayWords:
 
 def grid_of(words: ReplayWords) -> Grid:
     """What to compare. Raises InvalidInput for what cannot be understood, and what reading a model raises."""
-    policies = [part.strip() for part in words.policy.split(",")]
+    policies = list(dict.fromkeys(part.strip().lower() for part in words.policy.split(",")))
     for name in policies:
         eviction_policy(name)
     if words.max_running < 1:
@@ -51,7 +55,8 @@ def grid_of(words: ReplayWords) -> Grid:
     return Grid(
         models=[_model(name, words) for name in words.models or (PLAIN,)],
         policies=policies,
-        pools=read_pool_sizes(words.pool_tokens),
+        pools=read_pool_sizes(words.pool_tokens or DEFAULT_POOL),
+        grows=words.pool_tokens is None,
         page_sizes=_page_sizes(words.page_size),
         max_running=words.max_running,
         settings=ReplaySettings(
@@ -66,7 +71,7 @@ def grid_of(words: ReplayWords) -> Grid:
 
 def _page_sizes(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = []
     if not found or min(found) < 1:

@@ -10,20 +10,33 @@ from quire.errors import InvalidInput
 from quire.sim.comparison import Run
 
 
+def check_picture(path: Path) -> None:
+    """Raises InvalidInput where the drawing library or the folder is missing, or the format is unknown."""
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise InvalidInput("--plot draws with matplotlib.", fix="pip install 'quire[plot]'.") from error
+    if not path.absolute().parent.is_dir():
+        raise InvalidInput(f"{path} cannot be written: there is no such folder.", fix="make it, or name another.")
+    if path.suffix[1:].lower() not in FigureCanvasBase.filetypes:
+        raise InvalidInput(
+            f"{path} cannot be written: its suffix is no format.", fix="give a file such as replay.png or replay.svg."
+        )
+
+
 def draw_runs(path: Path, title: str, runs: Sequence[Run]) -> None:
     """Draw the runs of the first model and page size into `path`; its suffix says the format.
 
     Left a line for each policy over the pool sizes, with the ideal and the optimum dashed; right the share of the pool
     that requests held, and that was cached, in the run with the first policy and the largest pool. Raises InvalidInput
-    where the drawing library is missing, the format is unknown or the file cannot be written.
+    where the file cannot be written, and what `check_picture` raises.
     """
-    try:
-        import matplotlib as mpl
+    check_picture(path)
+    from matplotlib import pyplot
 
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise InvalidInput("--plot draws with matplotlib.", fix="pip install 'quire[plot]'.") from error
     first = runs[0]
     shown = [run for run in runs if (run.model, run.result.page_size) == (first.model, first.result.page_size)]
     figure, (rates, pool) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -47,8 +60,8 @@ def _draw_rates(axis: Any, runs: Sequence[Run]) -> None:
         pools = [run.result.pool_tokens for run in own]
         axis.plot(pools, [run.result.hit_rate for run in own], marker="o", markersize=4, label=policy)
     pools = [run.result.pool_tokens for run in runs]
-    axis.plot(pools, [run.optimal_hit_rate for run in runs], "--", color="#333333", label="optimum")
-    axis.plot(pools, [run.ideal_hit_rate for run in runs], "--", color="#aaaaaa", label="ideal")
+    axis.plot(pools, [run.optimal_hit_rate for run in runs], "--", marker="_", color="#333333", label="optimum")
+    axis.plot(pools, [run.ideal_hit_rate for run in runs], "--", marker="_", color="#aaaaaa", label="ideal")
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(set(pools)), [f"{pool:,}" for pool in sorted(set(pools))], rotation=20, fontsize=8)
     axis.minorticks_off()
@@ -62,8 +75,11 @@ def _draw_rates(axis: Any, runs: Sequence[Run]) -> None:
 def _draw_occupancy(axis: Any, run: Run) -> None:
     samples = run.result.occupancy
     times = [sample.time for sample in samples]
+    # A sample holds until the next: `step` draws it so.
     held, cached = [sample.held for sample in samples], [sample.cached for sample in samples]
-    axis.stackplot(times, held, cached, labels=("held by requests", "cached"), colors=("#3b6ea5", "#a9c4e0"))
+    axis.stackplot(
+        times, held, cached, labels=("held by requests", "cached"), colors=("#3b6ea5", "#a9c4e0"), step="post"
+    )
     axis.set_ylim(0, 1)
     axis.set_xlabel("seconds of the virtual clock")
     axis.set_title(f"share of a pool of {run.result.pool_tokens:,} tokens, {run.result.policy}")

@@ -27,7 +27,7 @@ def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
         same = list(group)
         share = pool / same[0].working_set_tokens if same[0].working_set_tokens else 0.0
         table = Table(
-            title=f"{model}: pages of {page_size}, {pool:,} tokens, {share:.3g} of the working set",
+            title=f"{model}: pages of {page_size}, {pool:,} tokens, {share:.3g} of the working set{_refused(same[0])}",
             title_justify="left",
             title_style="bold",
             box=None,
@@ -43,25 +43,35 @@ def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
 
 
 def heading(trace: Trace, runs: Sequence[Run]) -> Text:
-    """The trace, and what of it was replayed."""
-    result, filled = runs[0].result, runs[0].working_set_tokens
+    """The trace, and what it would fill."""
     return Text(
-        f"{trace.source}: {len(result.records):,} requests, {result.prompt_tokens:,} prompt and "
-        f"{result.output_tokens:,} output tokens; a working set of {filled:,}.\n"
+        f"{trace.source}: {len(trace):,} requests, {trace.prompt_tokens:,} prompt and {trace.output_tokens:,} output "
+        f"tokens; a working set of {runs[0].working_set_tokens:,}.\n"
     )
 
 
 def remarks(runs: Sequence[Run]) -> Iterator[Text]:
-    """What a table does not say: requests that were refused, and why the first of them was; and what was checked."""
-    for run in runs:
-        refused = [record for record in run.result.records if record.refused]
+    """What a table does not say: pools that are larger than was asked for; requests that were refused, which depends on
+    the pool alone, and why the first of them was; and what was checked."""
+    for note in dict.fromkeys(run.result.pool_note for run in runs if run.result.pool_note):
+        yield Text(note, style="yellow")
+    for (model, page_size, pool), group in groupby(runs, key=_place):
+        result = next(group).result
+        refused = [record for record in result.records if record.refused]
         if refused:
-            where = f"{run.model}, {run.result.policy}, {run.result.pool_tokens:,} tokens"
             yield Text(
-                f"{where}: {len(refused):,} requests were refused. The first: {refused[0].refused}", style="yellow"
+                f"{model}, pages of {page_size}, {pool:,} tokens: {len(refused):,} of {len(result.records):,} requests "
+                f"were refused; their {result.refused_tokens:,} prompt tokens count as not hit. The first: "
+                f"{refused[0].refused}",
+                style="yellow",
             )
     if runs and runs[0].result.checked != "off":
         yield Text("Every page that a step read held what it must.", style="green")
+
+
+def _refused(run: Run) -> str:
+    count = run.result.count("refused")
+    return f"; {count:,} refused" if count else ""
 
 
 def _place(run: Run) -> tuple[str, int, int]:

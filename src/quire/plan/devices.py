@@ -46,8 +46,9 @@ class Device:
     memory: int
 
 
-def find_device(name: str) -> Device:
-    """The device of that name; the size may be left out where it is not needed to tell. Raises InvalidInput."""
+def find_device(name: str, *, otherwise: str = "give its bytes with --device-memory 80GiB") -> Device:
+    """The device of that name; the size may be left out where it is not needed to tell. Raises InvalidInput, which says
+    what to do `otherwise`."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in _MEMORY_MIB:
         return Device(name=wanted, memory=_MEMORY_MIB[wanted] * _MIB)
@@ -59,8 +60,7 @@ def find_device(name: str) -> Device:
     close = found or difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.4)
     raise InvalidInput(
         f"'{name}' is not a device that is known here.",
-        fix=(f"use {' or '.join(close)}, " if close else f"use one of {', '.join(DEVICES)}, ")
-        + "or give its bytes with --device-memory 80GiB.",
+        fix=(f"use {' or '.join(close)}, " if close else f"use one of {', '.join(DEVICES)}, ") + f"or {otherwise}.",
     )
 
 

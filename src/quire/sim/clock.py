@@ -101,7 +101,7 @@ class CostModel:
         devices share the work evenly. Raises InvalidInput for a device that is not known."""
         if ranks < 1:
             raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
-        device = find_device(name).name
+        device = find_device(name, otherwise="give --prefill-rate and --decode-ms").name
         tflops, memory, bus = _FIGURES[device]
         compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * _MEMORY_SHARE
         full, windowed = _pair_flops(spec)

@@ -40,7 +40,8 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What to compare. A pool is a number of tokens or a part of the trace's working set."""
+    """What to compare. A pool is a number of tokens or a part of the trace's working set; with `grows`, a part that
+    holds no request of the trace becomes the smallest pool that holds all of them."""
 
     models: Sequence[SimulatedModel]
     policies: Sequence[str]
@@ -48,6 +49,7 @@ class Grid:
     page_sizes: Sequence[int]
     max_running: int
     settings: ReplaySettings
+    grows: bool = False
 
     @property
     def num_runs(self) -> int:
@@ -57,8 +59,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens. `gap_closed` is
-    the part of the way from LRU's hits to the optimum's, None where LRU was not replayed or leaves nothing to win."""
+    """One replay beside the bounds of its page size and pool. Rates are shares of the prompt tokens of all requests
+    that could run, those that the pool refuses among them. `gap_closed` is the part of the way from LRU's hits to the
+    optimum's, None where LRU was not replayed or leaves nothing to win."""
 
     model: str
     trace: str
@@ -78,9 +81,11 @@ class Run:
             "policy": result.policy,
             "page_size": result.page_size,
             "pool_tokens": result.pool_tokens,
+            "pool_note": result.pool_note,
             "working_set_tokens": self.working_set_tokens,
             "requests": len(result.records),
             "refused": result.count("refused"),
+            "refused_tokens": result.refused_tokens,
             "aborted": result.count("abort"),
             "prompt_tokens": result.prompt_tokens,
             "output_tokens": result.output_tokens,
@@ -119,7 +124,7 @@ def compare(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], None]
         runs = PageRuns(trace, page_size)
         ideal = ideal_hits(runs, page_size)
         for pool in grid.pools:
-            tokens = _pool_tokens(pool, ideal.working_set_tokens, page_size)
+            tokens, note = _pool_tokens(pool, ideal.working_set_tokens, page_size, trace, grid)
             progress(f"pages of {page_size}, {tokens:,} tokens: the optimum", 0)
             optimal = optimal_hit_tokens(runs, page_size, tokens)
             for model in grid.models:
@@ -127,10 +132,10 @@ def compare(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], None]
                     run = Run(
                         model=model.name,
                         trace=trace.name,
-                        result=result,
+                        result=replace(result, pool_note=note),
                         working_set_tokens=ideal.working_set_tokens,
                         ideal_hit_rate=ideal.hit_rate,
-                        optimal_hit_rate=optimal / result.prompt_tokens if result.prompt_tokens else 0.0,
+                        optimal_hit_rate=optimal / ideal.prompt_tokens if ideal.prompt_tokens else 0.0,
                     )
                     progress(run, len(result.records))
                     found.append(run)
@@ -151,14 +156,24 @@ def replay_one(trace: Trace, grid: Grid, progress: Callable[[Run | str, int], No
     if isinstance(pool, Fraction):
         progress(f"pages of {page_size}: the working set", 0)
         working_set = ideal_hits(trace, page_size).working_set_tokens
-    tokens = _pool_tokens(pool, working_set, page_size)
-    return next(_replays(trace, grid, model, page_size, tokens, progress))
+    tokens, note = _pool_tokens(pool, working_set, page_size, trace, grid)
+    return replace(next(_replays(trace, grid, model, page_size, tokens, progress)), pool_note=note)
 
 
-def _pool_tokens(pool: int | Fraction, working_set_tokens: int, page_size: int) -> int:
-    """A pool in tokens: whole pages, at least one."""
+def _pool_tokens(
+    pool: int | Fraction, working_set_tokens: int, page_size: int, trace: Trace, grid: Grid
+) -> tuple[int, str]:
+    """A pool in tokens: whole pages, at least one. And why it is larger than it would be, where it is."""
     tokens = int(working_set_tokens * pool) if isinstance(pool, Fraction) else pool
-    return max(page_size, tokens - tokens % page_size)
+    tokens = max(page_size, tokens - tokens % page_size)
+    written = [prompt + max(1, output) - 1 for prompt, output in trace.lengths]  # the last token is never written
+    if not grid.grows or not isinstance(pool, Fraction) or min(written) <= tokens:
+        return tokens, ""
+    larger = -(-max(written) // page_size) * page_size
+    return larger, (
+        f"{pool} of the working set is {tokens:,} tokens, which hold no request of the trace; the pool is the smallest "
+        f"that holds the longest request, {larger:,} tokens."
+    )
 
 
 def _replays(

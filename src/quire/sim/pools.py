@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -71,11 +72,15 @@ def model_pools(spec: ModelSpec, pool_tokens: int, page_size: int, wanted: PoolR
 
 def read_pool_sizes(text: str) -> tuple[int | Fraction, ...]:
     """Pool sizes such as `64k,1000000,1/8`: tokens, or parts of what a trace would fill. Raises InvalidInput."""
-    return tuple(_pool_size(part.strip()) for part in text.split(","))
+    return tuple(dict.fromkeys(_pool_size(part.strip()) for part in text.split(",")))
 
 
 def _pool_size(text: str) -> int | Fraction:
     if "/" not in text:
+        if re.fullmatch(r"0?\.\d+", text) and (part := Fraction(text).limit_denominator(1024)):
+            raise InvalidInput(
+                f"'{text}' is no whole number of tokens.", fix=f"for a part of the working set write {part}."
+            )
         return parse_tokens(text)
     try:
         found = Fraction(text)

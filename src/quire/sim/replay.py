@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.cache import KVCache
-from quire.errors import InvalidInput, QuireError, WrongContent
+from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.batch import Batch
@@ -21,7 +21,8 @@ from quire.scheduler.scheduler import Scheduler
 from quire.sim.arrivals import Arrivals
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import Rows, SimulatedDevice, SimulatedStep
-from quire.sim.result import Ledger, Occupancy, ReplayResult
+from quire.sim.occupancy import OccupancyLog
+from quire.sim.result import Ledger, ReplayResult
 from quire.sim.scripted_request import ScriptedRequest
 from quire.sim.trace_request import TraceRequest
 
@@ -29,7 +30,6 @@ CHECKS = ("off", "reads", "all")
 """What a replay checks: nothing; what every step reads; and all laws of the cache every so often as well."""
 
 _AUDIT_EVERY = 512  # steps
-_MOST_SAMPLES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,16 @@ class Replay:
         self._in_flight: tuple[SimulatedStep, float] | None = None  # and when it will have settled
         self._steps = 0
         self._manager_seconds = 0.0
-        self._occupancy: list[Occupancy] = []
-        self._sample_every = 1
+        self._refused_tokens = 0
+        self._occupancy = OccupancyLog(self.cache)
+        self._used = False
 
     def run(self, trace: Iterable[TraceRequest]) -> ReplayResult:
-        """Replay until every request has ended. Raises WrongContent or AuditFailure where a check fails."""
+        """Replay until every request has ended. Raises WrongContent or AuditFailure where a check fails, and
+        InvalidInput the second time: the cache is no longer empty."""
+        if self._used:
+            raise InvalidInput("this replay has run.", fix="make another Replay; its cache begins empty.")
+        self._used = True
         began = time.perf_counter()
         arrivals = Arrivals(trace)
         while True:
@@ -141,8 +146,7 @@ class Replay:
             self._manager_seconds += time.thread_time() - watch
             pieces = {index: found for index, found in launched.items() if found is not None}
         step = self.device.launch(batch, fence, rows, pieces)
-        if self._steps % self._sample_every == 0:
-            self._sample()
+        self._occupancy.launched(self._steps, self.clock.now, *self._load())
         return step, self.clock.launch(rows.starts, rows.ends)
 
     def _settle(self, step: SimulatedStep, done_at: float, arrivals: Arrivals) -> None:
@@ -152,9 +156,12 @@ class Replay:
         advanced = self.scheduler.settle(step.batch, drawn)
         self.cache.close_fence(step.fence)
         self._manager_seconds += time.thread_time() - watch
+        ended = len(self._ledger.records)
         self._note(advanced, arrivals)
         if self._leaving:
             self._let_go(arrivals)
+        if len(self._ledger.records) > ended:
+            self._occupancy.ended(self.clock.now, *self._load())
         if self._settings.check == "all" and self._steps % _AUDIT_EVERY == 0:
             self.cache.audit()
 
@@ -181,7 +188,11 @@ class Replay:
             self.scheduler.add(request)
         except QuireError as error:
             evicted = self.cache.statistics().evicted_pages
-            self._ledger.refuse(request.request_id, request.num_prompt_tokens, evicted, moment, error.message)
+            self._ledger.refuse(
+                request.request_id, request.num_prompt_tokens, evicted, moment, self._refusal(request, error)
+            )
+            if request.abort_after != 0:  # otherwise it would not have run in any pool
+                self._refused_tokens += request.num_prompt_tokens
             arrivals.ended(request.request_id, self.clock.now)
             return
         finally:
@@ -214,17 +225,19 @@ class Replay:
 
     # -- looking
 
-    def _sample(self) -> None:
-        if len(self._occupancy) >= _MOST_SAMPLES:
-            del self._occupancy[::2]
-            self._sample_every *= 2
-        cache, scheduler = self.cache, self.scheduler
-        total = cache.plan.num_pages
-        evictable = cache.num_available_pages - cache.num_free_pages
-        held = total - cache.num_available_pages
-        now = self.clock.now
-        self._occupancy.append(
-            Occupancy(now, held / total, evictable / total, scheduler.num_running, len(scheduler.waiting))
+    def _load(self) -> tuple[int, int]:
+        """How many requests run and wait."""
+        return self.scheduler.num_running, len(self.scheduler.waiting)
+
+    def _refusal(self, request: ScriptedRequest, error: QuireError) -> str:
+        """Why a request can never run, without the bytes of a pool that is given in tokens."""
+        plan, prompt, output = self.cache.plan, request.num_prompt_tokens, request.max_tokens
+        if not isinstance(error, RequestTooLarge):
+            return error.message
+        return (
+            f"{prompt:,} prompt tokens and {output:,} output tokens need {plan.pages_of(prompt + output):,} pages of "
+            f"{plan.page_size} tokens; the pool has {plan.num_pages:,}, so it can never hold more than "
+            f"{plan.largest_request:,} tokens in one request."
         )
 
     def _result(self, wall_seconds: float) -> ReplayResult:
@@ -236,7 +249,8 @@ class Replay:
             page_size=self.cache.page_size,
             pool_tokens=self.cache.plan.num_tokens,
             records=tuple(self._ledger.records),
-            prompt_tokens=statistics.prompt_tokens,
+            prompt_tokens=statistics.prompt_tokens + self._refused_tokens,
+            refused_tokens=self._refused_tokens,
             hit_tokens=statistics.hit_tokens,
             evicted_tokens=evicted,
             preemptions=preemptions,
@@ -246,5 +260,5 @@ class Replay:
             wall_seconds=wall_seconds,
             digest=self._ledger.digest(statistics.prompt_tokens, statistics.hit_tokens, evicted, preemptions),
             checked=self._settings.check,
-            occupancy=tuple(self._occupancy),
+            occupancy=tuple(self._occupancy.samples),
         )

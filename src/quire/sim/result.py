@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.observe.explain import Cause, Explanation
+from quire.sim.occupancy import Occupancy
 from quire.sim.scripted_request import ScriptedRequest
 
 
@@ -31,18 +32,6 @@ class RequestRecord:
     finished: float | None = None
     refused: str = ""
     explanation: Explanation | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """The pool at one moment: shares of its pages that running requests hold, and that are only cached; the rest is
-    free. And how many requests run and wait."""
-
-    time: float
-    held: float
-    cached: float
-    running: int
-    waiting: int
 
 
 @dataclass(slots=True)
@@ -102,7 +91,10 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """A replay. Tokens of prompts and hits are those of requests that were admitted; `seconds` are virtual ones.
+    """A replay. `seconds` are virtual ones.
+
+    `prompt_tokens` are those of all requests that could run, `refused_tokens` those of them whose request the pool can
+    never hold: they count, and hit nothing. Requests whose client left before they ran count in neither.
 
     `manager_seconds` is the CPU time inside the scheduler and the cache, `wall_seconds` that of the whole replay on the
     clock. `digest` is equal for two replays that hit, evicted, preempted and drew the same, request by request.
@@ -113,6 +105,7 @@ class ReplayResult:
     pool_tokens: int
     records: tuple[RequestRecord, ...]
     prompt_tokens: int
+    refused_tokens: int
     hit_tokens: int
     evicted_tokens: int
     preemptions: int
@@ -123,6 +116,8 @@ class ReplayResult:
     digest: str
     checked: str
     occupancy: tuple[Occupancy, ...]
+    pool_note: str = ""
+    """Why the pool has another size than was asked for, where it has."""
 
     @property
     def hit_rate(self) -> float:
@@ -130,7 +125,7 @@ class ReplayResult:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def tokens_by_cause(self) -> dict[str, int]:
-        """What became of the prompt tokens, where the replay explained: they add up to `prompt_tokens`."""
+        """What became of the prompt tokens, where the replay explained: with `refused_tokens` these are all."""
         found = dict.fromkeys(map(str, Cause), 0)
         for record in self.records:
             if record.explanation is not None:

@@ -3,13 +3,15 @@
     {"prompt_token_ids": [5, 6, 7], "output_token_ids": [8, 9], "timestamp": 1500, "session": "s1"}
 
 `timestamp` is in milliseconds. Every other field of a `TraceRequest` may be there too, under its own name, with
-`adapter` and `salt` for the namespace and `think` in milliseconds.
+`adapter` and `salt` for the namespace and `think` in milliseconds. Fields of other names are left alone, unless the
+first line has one that looks like a misspelt name of these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from quire.sim.formats.lines import Line, lines, row_decoder
+from quire.sim.formats.lines import Line, fields_of, lines, row_decoder
 from quire.sim.formats.trace_format import Tokenize
 from quire.sim.trace_request import Planned, Trace, TraceRequest
 from quire.spec.events import Namespace
@@ -57,6 +59,8 @@ class TokenTrace:
         """The requests, whose tokens are read from the file again when they are built."""
         arrivals: dict[str, float] = {}
         for line in lines(path):
+            if not arrivals:
+                _refuse_misspelt(line)
             row = line.decode(_ROWS)
             line.check_length("prompt_token_ids", len(row.prompt_token_ids) + len(row.output_token_ids))
             if row.after and arrivals.get(row.after, math.inf) > row.timestamp:
@@ -69,6 +73,15 @@ class TokenTrace:
             arrivals[request_id] = row.timestamp
             lengths = len(row.prompt_token_ids), len(row.output_token_ids)
             yield Planned(_seconds(row.timestamp), partial(_request, line), lengths)
+
+
+def _refuse_misspelt(line: Line) -> None:
+    """Refuses a field that means nothing here, and is nearly the name of one that is missing."""
+    fields = fields_of(line.text)
+    missing = [name for name in _Row.__struct_fields__ if name not in fields]
+    for name in fields.keys() - set(_Row.__struct_fields__):
+        for likely in get_close_matches(name.lower(), missing, 1, cutoff=0.75):
+            line.refuse(f"'{name}' is no field of a token trace, and nearly '{likely}'; write that, or another name")
 
 
 def write_trace(trace: Trace, path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Occupancy: what the pool of a replay held over time, in a bounded number of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.cache import KVCache
+
+_MOST_SAMPLES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """The pool at one moment, and until the next sample: shares of its pages that running requests hold, and that are
+    only cached; the rest is free. And how many requests run and wait. `ended` says that it was taken because requests
+    had ended, not because a step was launched."""
+
+    time: float
+    held: float
+    cached: float
+    running: int
+    waiting: int
+    ended: bool = False
+
+
+class OccupancyLog:
+    """Samples of one cache: at every n-th step, where requests end next after that, and where the last one ends. When
+    there are too many, every other step is forgotten and n doubles."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.samples: list[Occupancy] = []
+        self._cache = cache
+        self._every = 1
+
+    def launched(self, steps: int, now: float, running: int, waiting: int) -> None:
+        """Step number `steps` was launched."""
+        if steps % self._every:
+            return
+        if len(self.samples) >= _MOST_SAMPLES:
+            self._thin()
+        self.samples.append(self._sample(now, running, waiting, ended=False))
+
+    def ended(self, now: float, running: int, waiting: int) -> None:
+        """Requests have ended and given back what they held."""
+        if self._adds(running):
+            self.samples.append(self._sample(now, running, waiting, ended=True))
+
+    def _adds(self, running: int) -> bool:
+        """Whether a sample after an end says what the last one does not: bounded by the samples of steps."""
+        last = self.samples[-1] if self.samples else None
+        return last is not None and (not last.ended or (last.running > 0 and running == 0))
+
+    def _thin(self) -> None:
+        before, self.samples = self.samples, []
+        self._every *= 2
+        steps = 0
+        for sample in before:
+            steps += not sample.ended
+            if self._adds(sample.running) if sample.ended else steps % 2:
+                self.samples.append(sample)
+
+    def _sample(self, now: float, running: int, waiting: int, *, ended: bool) -> Occupancy:
+        cache = self._cache
+        total, available = cache.plan.num_pages, cache.num_available_pages
+        cached = available - cache.num_free_pages
+        return Occupancy(now, (total - available) / total, cached / total, running, waiting, ended)
