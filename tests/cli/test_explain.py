@@ -131,6 +131,7 @@ BAD = [
     (("x", "y", "--url", "http://127.0.0.1:9"), "has no traces"),
     (("x", "--url", "http://127.0.0.1:9", "--policy", "lru", "--seed", "0"), "--policy, --seed: for replays"),
     (("x", "--url", "127.0.0.1:9"), "not a server's address"),
+    (("x", "--url", "http://[::1"), "not a server's address"),
     (("x", "--url", "http://127.0.0.1:9"), "does not answer"),
 ]
 

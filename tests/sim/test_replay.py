@@ -164,3 +164,12 @@ def test_every_workload_replays_with_all_checks(name: str) -> None:
     )
     assert len(result.records) == len(trace)
     assert result.count("refused") == 0
+
+
+@pytest.mark.parametrize("name", ["over-commit", "abort-storm"])
+def test_steps_overlap_where_little_fits(name: str) -> None:
+    """The last running request may end while others wait and nothing was launched: the next step takes them."""
+    trace = open_trace(name, limit=60, seed=1)
+    longest = max(sum(lengths) for lengths in trace.lengths)
+    result = run(trace, num_pages=longest // 16 + 2, page_size=16, context=longest, chunk=2048, cost=COST, overlap=True)
+    assert len(result.records) == len(trace) and not result.count("refused")

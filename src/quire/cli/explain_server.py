@@ -17,7 +17,10 @@ class Server:
     """One live server, by its address, with or without `/v1` at the end."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        parts = urllib.parse.urlsplit(url)
+        try:
+            parts = urllib.parse.urlsplit(url)
+        except ValueError:
+            parts = urllib.parse.SplitResult("", "", "", "", "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidInput(f"'{url}' is not a server's address.", fix="write it as http://127.0.0.1:8000.")
         self._url = url.rstrip("/").removesuffix("/v1")

@@ -122,12 +122,12 @@ class Replay:
         batch = self.scheduler.schedule()
         self._manager_seconds += time.thread_time() - watch
         launched = self._launch(batch) if batch.works else None
+        stuck = launched is None and self._in_flight is None and not self.scheduler.num_running
+        assert not stuck, self.scheduler.waiting[0].wait_reason
         if self._in_flight is not None:
             self._settle(*self._in_flight, arrivals)
         self._in_flight = launched
-        if launched is None:
-            assert self.scheduler.num_running or not self.scheduler.has_requests, self.scheduler.waiting[0].wait_reason
-        elif not self._settings.overlap:
+        if launched is not None and not self._settings.overlap:
             self._settle(*launched, arrivals)
             self._in_flight = None
 
