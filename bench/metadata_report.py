@@ -26,6 +26,7 @@ PACKAGES = {
     "vllm": "vllm",
     "nano": "nano-vllm-npu",
 }
+_RATIOS = "Ratios are medians over pairs of samples of the same repeat: how many times as long a peer takes."
 
 
 def console(options: argparse.Namespace, file: TextIO | None = None) -> Console:
@@ -59,15 +60,15 @@ def print_table(result: dict[str, Any], out: Console) -> None:
     )
     machine = f"{result['date']}, {result['cpu']}, {result['cores']} cores, load {result['load']}"
     out.print(f"{machine}, Python {result['python']}; {versions}", soft_wrap=True)
+    goals = [goal for row in result["rows"] for goal in row["goals"]]
     table = Table(
         title="CPU time of one operation in microseconds, medians; replays: per request",
-        caption="Ratios are medians over pairs of samples of the same repeat: how many times as long a peer takes.",
+        caption=_RATIOS if goals else None,
     )
     table.add_column("work")
     table.add_column("page", justify="right")
     for name in systems:
         table.add_column(NAMES[name], justify="right", no_wrap=True)
-    goals = [goal for row in result["rows"] for goal in row["goals"]]
     for name in ("goal", "found", "verdict") if goals else ():
         table.add_column(name, no_wrap=name != "verdict")
     for row in result["rows"]:
