@@ -57,6 +57,7 @@ CHECKPOINT_INTERVAL = 512
 class KVCache:
     """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller.
 
+    `plan` is the `memory` of what `quire.plan.planner.make_plan` returns, or made by hand (`quire.testing.small_plan`).
     With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
     and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
     the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
@@ -202,7 +203,7 @@ class KVCache:
         before = self._allocated[rows]
         after = before + np.asarray(counts, dtype=np.int64)
         if len(rows) and (np.minimum.reduce(after - before) < 0 or np.maximum.reduce(after) > self.plan.context):
-            raise self._beyond_context()
+            raise self._beyond_context(int(after.max()))
         have = -(-before // self.page_size)
         new = -(-after // self.page_size) - have
         num_new = int(new.sum())
@@ -221,7 +222,7 @@ class KVCache:
         """The next token of every request of a batch."""
         self._refresh(batch)
         if batch.room < 1 and len(batch):
-            raise self._beyond_context()
+            raise self._beyond_context(self.plan.context + 1)
         rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
         crossing = (filled == size).nonzero()[0]
         num_new = len(crossing)
@@ -579,5 +580,9 @@ class KVCache:
             raise InvalidInput("a request is named twice in one batch.", fix="name each request once.")
         return rows
 
-    def _beyond_context(self) -> InvalidInput:
-        return InvalidInput(f"a request grows, and to at most the context of {self.plan.context:,} tokens.")
+    def _beyond_context(self, length: int) -> InvalidInput:
+        return InvalidInput(
+            f"a request cannot go to {length:,} tokens: it only grows, and the plan's context is "
+            f"{self.plan.context:,} tokens.",
+            fix="plan for a longer context, or end the request before.",
+        )
