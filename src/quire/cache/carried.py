@@ -23,7 +23,7 @@ from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
 from quire.prefix.reach import Reach
 from quire.prefix.shelf import Rank, Shelf
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids
 
 
 @dataclass(slots=True)
@@ -129,13 +129,18 @@ class CarriedGroup(GroupCache):
 
     def launch(self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, table: Ids, *, leaves: bool) -> Launched:
         starts = self._position[rows]
-        assert (ends > starts).all() and self._frame[rows].all(), "a request was launched that had not grown"
+        sources = self._frame[rows]
+        grown = np.count_nonzero(ends > starts) == np.count_nonzero(sources) == len(rows)
+        assert grown, "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
-        if leaves:
-            plain &= (starts % self._page_size > 0) & (starts // self._page_size == (ends - 1) // self._page_size)
         self._position[rows] = ends
-        sources, targets = self._frame[rows], self._frame[rows]
-        exchange = self._exchanges(kvs, rows, starts, ends) if leaves else np.empty(0, dtype=np.intp)
+        targets = sources.copy()
+        exchange: Rows = np.empty(0, dtype=np.intp)
+        if leaves:
+            page, filled = np.divmod(starts, self._page_size)
+            within = page == (ends - 1) // self._page_size
+            exchange = self._exchanges(kvs, rows, starts, plain & within & (filled == 0))
+            plain &= within & (filled > 0)
         if len(exchange):
             at_end = rows[exchange]
             targets[exchange] = self._frame[at_end] = self._trail_frame[at_end]
@@ -143,6 +148,8 @@ class CarriedGroup(GroupCache):
             self._trail_pages[at_end] = starts[exchange] // self._page_size
             self._trail_rank[at_end] = Rank.USED
             plain[exchange] = True
+        if np.count_nonzero(plain) == len(rows):
+            return Pieces((ends - starts).astype(np.int32), sources, targets), []
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         given: list[Given] = []
@@ -216,16 +223,18 @@ class CarriedGroup(GroupCache):
     def _trail(self, row: int) -> _Trail:
         return _Trail(int(self._trail_pages[row]), int(self._trail_frame[row]), Rank(self._trail_rank[row]))
 
-    def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, ends: Lengths) -> Rows:
-        """Which of these requests are at a page's end and do nothing there but leave their frame in place of the one
-        they left an earlier page's end in, which they go on in: what a drawn token does."""
-        size = self._page_size
-        found = (starts % size == 0) & (starts % self._grid != 0) & (starts // size == (ends - 1) // size)
-        found &= (self._source[rows] == 0) & (self._trail_frame[rows] != 0)
-        places = found.nonzero()[0]
-        marked = [int(starts[at]) // size in kvs[at].marks for at in places.tolist()]
-        unmarked: Rows = places[~np.array(marked, dtype=np.bool_)]
-        return unmarked
+    def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, at_end: Bools) -> Rows:
+        """Which of the requests `at_end` of a page do nothing there but leave their frame in place of the one they left
+        an earlier page's end in, which they go on in: what a drawn token does."""
+        places = at_end.nonzero()[0]
+        if not len(places):
+            return places
+        there = starts[places]
+        usual = (there % self._grid != 0) & (self._trail_frame[rows[places]] != 0)
+        pages = (there // self._page_size).tolist()
+        marked = [page in kvs[at].marks for at, page in zip(places.tolist(), pages, strict=True)]
+        found: Rows = places[usual & ~np.array(marked, dtype=np.bool_)]
+        return found
 
     def _takeable(self, rows: Rows) -> Rows:
         """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
