@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.cache.carried import CarriedGroup
 from quire.cache.groups import PassingGroup
-from quire.cache.kv_cache import KVCache
+from quire.cache.request_kv import RequestKV
 from quire.prefix.shelf import Rank, Shelf
 from quire.scheduler.scheduler import Scheduler
 from tests.mutants.mutants import Patch, mutant
@@ -51,13 +49,13 @@ def no_state_is_taken_over(patch: Patch) -> None:
 
 @mutant("reuse", "prompts that share a prefix compute it again and again, since nobody leaves a state where they part")
 def no_state_where_prompts_part(patch: Patch) -> None:
-    real = KVCache._mark_ends
+    real = RequestKV.mark_ends
 
-    def mark(cache: KVCache, kv: Any, hit: Any, num_tokens: int) -> None:
-        real(cache, kv, hit, num_tokens)
+    def mark(kv: RequestKV, *ends: int) -> None:
+        real(kv, *ends)
         kv.marks = {n: rank for n, rank in kv.marks.items() if rank is not Rank.USED}
 
-    patch.setattr(KVCache, "_mark_ends", mark)
+    patch.setattr(RequestKV, "mark_ends", mark)
 
 
 @mutant("reuse", "requests that come together and share a prefix each compute it, since no state is left for them")

@@ -102,7 +102,7 @@ def test_the_route_knows_the_last_requests(server: LiveServer, client: OpenAI) -
     victim = fresh(200)
     complete(client, victim)
     for _ in range(4):  # the pool holds 400 tokens, and four times as many are remembered
-        last = complete(client, fresh(200))
+        complete(client, fresh(200))
     again = complete(client, victim)
     status, answer = server.request(f"/v1/cache/explain/{again.id}")
     assert status == 200 and answer["request_id"] == again.id
@@ -111,7 +111,7 @@ def test_the_route_knows_the_last_requests(server: LiveServer, client: OpenAI) -
     told = parts(found)
     assert told["evicted"] + told.get("hit", 0) == 192
     reason = next(reason for reason in found["reasons"] if reason["cause"] == "evicted")
-    assert reason["by"].startswith("cmpl-") and reason["by"] != f"{last.id}-0-0"
+    assert reason["by"].startswith("cmpl-") and reason["by"] != f"{again.id}-0-0"
     assert 0 <= reason["seconds_ago"] < 60
     assert server.request(f"/v1/cache/explain/{reason['by']}")[0] == 200
     for part in ("cmpl", again.id[:-1]):

@@ -69,6 +69,7 @@ def in_the_simulator(
         chunk=core.config.max_num_batched_tokens,
         check="all",
         checkpoint_interval=core.config.checkpoint_interval,
+        explain=core.config.explain,
     )
     replay = Replay(core.plan, COST, settings)
     result = replay.run(trace)
