@@ -90,7 +90,8 @@ class Scheduler:
         for request in self._running:
             ready = request.num_ready
             if ready == 1:
-                decodes.append(Work(request, request.kv, request.num_launched, 1, True))  # type: ignore[arg-type]
+                assert request.kv is not None
+                decodes.append(Work(request, request.kv, request.num_launched, 1, True))
             elif ready:
                 prefills.append(request)
         self._grant_decodes(batch, decodes[: self._max_tokens])

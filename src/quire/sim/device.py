@@ -37,7 +37,7 @@ from quire.errors import WrongContent
 from quire.scheduler.batch import Batch
 from quire.scheduler.request import RequestState
 from quire.sim.names import NameChain, Names
-from quire.sim.scripted_request import ScriptedRequest
+from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.spec.ids import Ids
 
 Lengths = npt.NDArray[np.int64]
@@ -105,14 +105,14 @@ class SimulatedDevice:
     def launch(self, batch: Batch, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
         """Start a step. `fence` was opened for it, and `pieces` are `KVCache.launch` of every group that has any.
         O(works) without checks."""
+        requests = scripted(work.request for work in batch.works)
         drawn: list[int | None] = [
-            work.request.draws[end] if work.samples else None  # type: ignore[attr-defined]
-            for work, end in zip(batch.works, rows.ends.tolist(), strict=True)
+            request.draws[end] if work.samples else None
+            for request, work, end in zip(requests, batch.works, rows.ends.tolist(), strict=True)
         ]
         self._launched += 1
         step = SimulatedStep(self._launched, batch, fence, rows, drawn, pieces)
         if self._lanes is not None:
-            requests: list[ScriptedRequest] = [work.request for work in batch.works]  # type: ignore[misc]
             kvs = [work.kv for work in batch.works]
             step.lanes = self._lanes.of(requests, self._launched, self._settled)
             self._lanes.check_inputs(requests, rows)

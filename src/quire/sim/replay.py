@@ -23,7 +23,7 @@ from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import Rows, SimulatedDevice, SimulatedStep
 from quire.sim.occupancy import OccupancyLog
 from quire.sim.result import Ledger, ReplayResult
-from quire.sim.scripted_request import ScriptedRequest
+from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.sim.trace_request import TraceRequest
 
 CHECKS = ("off", "reads", "all")
@@ -121,6 +121,8 @@ class Replay:
         watch = time.thread_time()
         batch = self.scheduler.schedule()
         self._manager_seconds += time.thread_time() - watch
+        for request in scripted(batch.admitted):
+            request.admitted = self.clock.now
         launched = self._launch(batch) if batch.works else None
         stuck = launched is None and self._in_flight is None and not self.scheduler.num_running
         assert not stuck, self.scheduler.waiting[0].wait_reason
@@ -134,10 +136,6 @@ class Replay:
     def _launch(self, batch: Batch) -> tuple[SimulatedStep, float]:
         self._steps += 1
         rows = Rows.of(batch)
-        for work in reversed(batch.works):  # who was admitted in this step comes last
-            if work.request.admitted is not None:  # type: ignore[attr-defined]
-                break
-            work.request.admitted = self.clock.now  # type: ignore[attr-defined]
         fence, pieces = self.cache.open_fence(), {}
         if self._carried:
             kvs = [work.kv for work in batch.works]
@@ -167,13 +165,7 @@ class Replay:
 
     def _note(self, advanced: list[Request], arrivals: Arrivals) -> None:
         """Write down first tokens and ends."""
-        noteworthy = [
-            request
-            for request in advanced
-            if request.finish_reason is not None or request.first_token is None  # type: ignore[attr-defined]
-        ]
-        for request in noteworthy:
-            assert isinstance(request, ScriptedRequest)
+        for request in scripted(advanced):
             if request.first_token is None:
                 request.first_token = self.clock.now
             if request.finish_reason is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -46,3 +47,8 @@ class ScriptedRequest(Request):
     def is_as_written(self) -> bool:
         """Whether all tokens it has are those of its script."""
         return bool(np.array_equal(self.tokens, self.script[: self.num_tokens]))
+
+
+def scripted(requests: Iterable[Request]) -> list[ScriptedRequest]:
+    """The requests of a replay as what they are: its scheduler is given no others."""
+    return cast("list[ScriptedRequest]", list(requests))
