@@ -174,3 +174,17 @@ class WrongContent(QuireError):
 
     code = "QUIRE-AUDIT-02"
     exit_code = 4
+
+
+class StoreError(QuireError):
+    """A store that cannot be opened, or whose medium cannot be listed. Nothing was changed."""
+
+    code = "QUIRE-STORE-01"
+    status = 503
+
+
+class HostMemoryError(QuireError, MemoryError):
+    """Host memory that was asked for and is not to be had; raised before the engine is ready, or not at all."""
+
+    code = "QUIRE-HOST-01"
+    status = 503

@@ -1,0 +1,1 @@
+"""Where records outlive the process: one backend per file, all behind `quire.tiers.store.Store`."""
