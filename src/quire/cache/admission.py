@@ -31,7 +31,7 @@ def group_claim(
     return Claim(
         group.name,
         group.num_free + group.num_evictable,
-        group.needs(num_pages, hit.num_pages),
+        group.needs(num_pages, hit.num_pages) + (hit.choice.loads[group.index] if hit.choice.loads else 0),
         group.owed(rows, have, reached),
         group.reserve(len(rows) * reserve),
         group.would_pin(hit.pages, hit.num_evictable),

@@ -171,6 +171,11 @@ class CarriedGroup(GroupCache):
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
         return Pieces(*found), given
 
+    def restore(self, pages: Ids) -> Ids:
+        frames = self.frames.take(len(pages))
+        self.frames.leave(pages, frames)
+        return frames
+
     def owes(self, row: int, num_pages: int) -> bool:
         """A frame that is to be left where it is now goes with the next step, and is the page's when that settles."""
         if self._position[row] <= num_pages * self._page_size:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
@@ -15,12 +16,9 @@ from quire.spec.events import Namespace
 
 
 def explain_prompt(
-    num_tokens: int, page_size: int, reused: int, limited_by: str, parting: Parting, now: float
+    num_tokens: int, page_size: int, hit: PrefixHit, parting: Parting, now: float
 ) -> Explanation:
-    """The cause of every token of a prompt of `num_tokens` tokens, of which `reused` whole pages are reused.
-
-    `limited_by` names the group that could not resume further on, if one could not.
-    """
+    """The cause of every token of a prompt of `num_tokens` tokens, which hits `hit`."""
     reasons: list[Reason] = []
     at = 0
 
@@ -31,7 +29,12 @@ def explain_prompt(
             reasons.append(Reason(cause, at, stop - at, detail, by, ago))
             at = stop
 
-    until(reused * page_size, Cause.HIT)
+    choice, limited_by = hit.choice, hit.limited_by
+    near = choice.num_pages - choice.host_pages
+    until(near * page_size, Cause.HIT)
+    until(choice.num_pages * page_size, Cause.HIT, "from host memory")
+    if choice.declined_pages:
+        until(at + choice.declined_pages * page_size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
     if limited_by:
         usable = min(parting.matched, max(0, num_tokens - 1) // page_size)
         until(usable * page_size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")

@@ -166,6 +166,11 @@ class GroupCache(ABC):
         """Give these frames, which `take` returned, to the pages or rows they are for."""
 
     @abstractmethod
+    def restore(self, pages: Ids) -> Ids:
+        """Give these cached pages, which have no frame, one each; there is room. Returns the frames, whose content is
+        on its way."""
+
+    @abstractmethod
     def owes(self, row: int, num_pages: int) -> bool:
         """Whether what others need to begin behind that many pages, which are settled, has still to come."""
 
@@ -239,10 +244,16 @@ class WholeGroup(GroupCache):
     def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
         self.frames.give(new_pages, frames)
 
+    def restore(self, pages: Ids) -> Ids:
+        frames = self.frames.allocator.alloc_pages(len(pages))
+        self.frames.give(pages, frames)
+        return frames
+
     def owes(self, row: int, num_pages: int) -> bool:
         return False
 
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
+        self._revive(ours, row.pages[start : start + len(ours)])
         return []
 
     def passed(self, row: RowPages) -> list[Given]:
@@ -259,6 +270,13 @@ class WholeGroup(GroupCache):
 
     def evict(self, num_frames: int) -> int:
         return 0
+
+    def _revive(self, ours: Ids, theirs: Ids) -> None:
+        """Cached pages without a frame take over those of the request's pages that hold the same."""
+        if len(ours):
+            missing = ~self.frames.resident(theirs)
+            self.frames.hand_over(ours[missing], theirs[missing])
+            self.revived_frames += int(np.count_nonzero(missing))
 
 
 class PassingGroup(WholeGroup):
@@ -340,13 +358,6 @@ class PassingGroup(WholeGroup):
 
     def books(self) -> tuple[object, ...]:
         return self.first.tobytes(), self.shelf.books()
-
-    def _revive(self, ours: Ids, theirs: Ids) -> None:
-        """Cached pages without a frame take over those of the request's pages that hold the same."""
-        if len(ours):
-            missing = ~self.frames.resident(theirs)
-            self.frames.hand_over(ours[missing], theirs[missing])
-            self.revived_frames += int(np.count_nonzero(missing))
 
     def _advance(self, row: RowPages) -> tuple[int, int]:
         """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""

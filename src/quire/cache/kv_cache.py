@@ -25,36 +25,34 @@ from quire.cache.build import build_groups
 from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
-from quire.cache.prefix_hit import PrefixHit
+from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.row_table import RowTable
 from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheStatistics, count_frames
+from quire.cache.tier_settings import TierSettings
+from quire.cache.tiering import Tiering
 from quire.errors import InvalidInput, LeaseError, OutOfPages
-from quire.memory.allocator import (
-    in_order,
-    page_allocator,
-    slots_in_pages,
-)
+from quire.memory.allocator import in_order, page_allocator
 from quire.memory.frames import FrameTable
-from quire.memory.page_table_changes import PageTableChanges
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
-from quire.prefix.radix_cache import RadixCache
 from quire.prefix.shelf import Rank
+from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
+from quire.tiers.moves import Move
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512
 """Tokens between the places where a request leaves what it carries, if frames for that are to spare."""
 
 
-class KVCache:
+class KVCache(RunningTables):
     """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller.
 
     `plan` is the `memory` of what `quire.plan.planner.make_plan` returns, or made by hand (`quire.testing.small_plan`).
@@ -77,35 +75,36 @@ class KVCache:
         remembered: int | None = None,
         page_tables: bool = False,
         seconds: Callable[[], float] = time.monotonic,
+        tiers: TierSettings | None = None,
     ) -> None:
-        self.plan = plan
+        num_pages = plan.num_pages + (tiers.num_pages(plan) if tiers is not None else 0)
+        below = (Tier.HOST,) if tiers is not None else ()
+        following = [index for index, group in enumerate(plan.groups) if not group.reach.carried]
+        table = FrameTable(num_pages, len(plan.groups), (Tier.DEVICE, *below))
+        super().__init__(plan, table, following, follows=page_tables)
         self.explains = explains
         self._seconds = seconds
-        self.page_size = plan.page_size
         self.share_prefixes = share_prefixes
-        self.tree = RadixCache(
+        identity = layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups])
+        self.tree = TieredRadixCache(
             plan.page_size,
             eviction_policy(eviction),
             emit=emit,
-            identity=layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups]),
+            identity=identity,
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
         )
-        self.frames = FrameTable(plan.num_pages, len(plan.groups))
-        self.pages = page_allocator(plan.num_pages, plan.page_size, "pages")
-        self.groups = build_groups(plan, self.frames, self.pages, self.tree, checkpoint_interval)
+        self.pages = page_allocator(num_pages, plan.page_size, "pages")
+        self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
+        self.tiers = None
+        if tiers is not None:
+            self.tiers = Tiering(tiers, plan, table, self.groups, self.tree, identity, self._give_back)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
-        following = [group for group in self.groups if not group.reach.carried]
+        self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
-        self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < plan.num_pages)
-        self._columns = tuple(self.frames.column(Tier.DEVICE, group.index) for group in following)
-        self._place = {group.index: place for place, group in enumerate(following)}
+        self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < num_pages)
         self._fences = Fences()
-        self._table = RowTable(plan.max_requests, plan.pages_per_row, follows=page_tables)
-        self._rows, self._flat_rows = self._table.pages, self._table.flat
-        self._allocated, self._committed = self._table.allocated, self._table.committed
         self.num_changes = 0  # how often something came back or became cached: whom it was too full for may ask again
-        self._epoch = self._ended = 0  # changes of what a `RunningBatch` remembers, and requests that have ended
         self._live: dict[int, RequestKV] = {}
         self._prompt_tokens = self._hit_tokens = 0
         self._causes = dict.fromkeys(map(str, Cause), 0)  # prompt tokens, while `explains`
@@ -122,6 +121,10 @@ class KVCache:
         found, size = self.tree.match(namespace, tokens), self.page_size
         limit = num_pages = min(found.num_pages, max(0, len(tokens) - 1) // size)
         limited = ""
+        if self.tiers is not None and limit:
+            chosen = self.tiers.choose(found, limit)
+            held_back = (found.num_pages - chosen.num_pages) * size
+            return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, chosen)
         if self._partial and limit:
             resumable = [group.resumable(found.pages) for group in self._partial]
             usable = np.logical_and.reduce(resumable)[:limit]
@@ -129,7 +132,7 @@ class KVCache:
             if num_pages < limit:
                 limited = next(g.name for g, r in zip(self._partial, resumable, strict=True) if not r[limit - 1])
         held_back = (found.num_pages - num_pages) * size
-        return PrefixHit(found, num_pages * size, num_pages, held_back, limited, self._num_dropped, self.num_changes)
+        return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, Choice(num_pages, limited))
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether a hit still holds: no edge was cut since, and no page lost a frame. It may have become longer."""
@@ -149,7 +152,9 @@ class KVCache:
 
         Its first `num_cached` tokens are allocated and committed; the rest has to be computed. A request that is
         `resumed` after a preemption is not counted again in the statistics. `label` names it to those whose prefixes
-        are evicted for it. Raises OutOfPages when all `max_requests` rows are taken.
+        are evicted for it. What of the prefix is below the device is loaded: room is made for that, and no step may be
+        launched for the request before `is_ready`. Raises OutOfPages when all `max_requests` rows are taken, or where
+        there is no room to load.
         """
         if not self._table.free:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
@@ -158,12 +163,16 @@ class KVCache:
             hit = self.match(tokens, namespace)
         explanation = self.explain(tokens, namespace, hit=hit) if self.explains and not resumed else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
+        pages = hit.pages
+        loads = self._bring(lease, namespace, pages, label) if self.tiers is not None else []
         row = self._table.free.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
-        pages = hit.pages
+        kv.loads = loads
         self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)
+        if self.tiers is not None:
+            self.tiers.begun(hit.choice, namespace, lease.node, pages, resumed=resumed)
         if self._partial:
             kv.mark_ends(hit.num_pages, hit.num_matched, max(0, len(tokens) - 1) // self.page_size)
         self._allocated[row] = self._committed[row] = hit.num_tokens
@@ -182,7 +191,7 @@ class KVCache:
         if hit is None or not self.is_current(hit):
             hit = self.match(tokens, namespace)
         parting = self.tree.parting(namespace, tokens)
-        return explain_prompt(len(tokens), self.page_size, hit.num_pages, hit.limited_by, parting, self._seconds())
+        return explain_prompt(len(tokens), self.page_size, hit, parting, self._seconds())
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """These requests as one, each once, for the verbs of a step. Make it again when one ends or another joins."""
@@ -242,23 +251,6 @@ class KVCache:
             if num_new:
                 slots[crossing] = column[pages] * np.int32(size)
 
-    def _refresh(self, batch: RunningBatch) -> None:
-        """Read a batch's state again where something else has changed the cache. Raises LeaseError if one has ended."""
-        if batch.epoch == self._epoch:
-            return
-        if batch.ended != self._ended:
-            self._rows_of(batch.kvs)
-            batch.ended = self._ended
-        rows, size = batch.rows, self.page_size
-        batch.lengths = lengths = self._allocated[rows]
-        batch.room = self.plan.context - int(lengths.max(initial=0))
-        last = np.maximum(lengths - 1, 0)
-        pages = self._flat_rows[rows * self._table.width + last // size]
-        offset = (last % size).astype(np.int32)
-        batch.filled = np.where(lengths > 0, last % size + 1, size)
-        batch.slots = [column[pages] * np.int32(size) + offset for column in self._columns]
-        batch.epoch = self._epoch
-
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
         """Say that `tokens`, all of the request's from its first on, have settled: the steps that wrote them are done.
 
@@ -273,6 +265,8 @@ class KVCache:
             have, room = self._committed[row], self._allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
+        if self.tiers is not None and self.tiers.condemned and self.share_prefixes:
+            return  # until what cannot be had is forgotten: nothing may be cached behind it
         self._committed[row] = len(tokens)
         if end == start:
             return
@@ -290,15 +284,18 @@ class KVCache:
         self._committed_pages += end - start
         self._duplicate_pages += len(duplicates)
         given: list[Given] = []
-        if self._partial:
+        if self._settling:
             whole = RowPages(row, pages, end)
-            given = [part for group in self._partial for part in group.commit(whole, start, duplicates, kv.marks)]
+            given = [part for group in self._settling for part in group.commit(whole, start, duplicates, kv.marks)]
+        if self.tiers is not None:
+            self.tiers.committed(kv, tokens[: end * self.page_size], pages[:end], start, start + len(duplicates))
         self._retire(duplicates, given=given)
 
-    def finish(self, kv: RequestKV, tokens: Ids | None = None) -> None:
+    def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
 
-        Without `tokens` nothing more becomes reusable: for aborts and preemption. What was committed stays cached.
+        Without `tokens` nothing more becomes reusable: for aborts and preemption. What was committed stays cached, and
+        where it `returns` is worth a copy below the device at once.
         Raises LeaseError if it has ended already.
         """
         row = self._row_of(kv)
@@ -311,6 +308,8 @@ class KVCache:
         if self._partial:
             whole = RowPages(row, self._rows[row, :last].copy(), first)
             given = [part for group in self._partial for part in group.finish(whole)]
+        if self.tiers is not None and first and tokens is not None:
+            self.tiers.finished(kv, self._rows[row, :first].copy(), returns=returns)
         self._rows[row, :last] = 0
         self._allocated[row] = self._committed[row] = 0
         del self._live[row]
@@ -321,12 +320,22 @@ class KVCache:
         self._retire(private, kv.lease, given)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
-        """Forget up to `num_pages` cached pages that no request holds, for `cause`; returns how many were."""
+        """Forget up to `num_pages` cached pages that no request holds, for `cause`; returns how many were.
+
+        With them goes what is cached behind them below the device.
+        """
         victims = self.tree.evict(num_pages, cause)
         self._evicted_pages += len(victims)
         self._evictions += bool(len(victims))
         self._give_back(victims)
         return len(victims)
+
+    def settle_moves(self) -> bool:
+        """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
+        if self.tiers is None or not self.tiers.settle():
+            return False
+        self.num_changes += 1
+        return True
 
     def clear(self) -> int:
         """Forget everything cached that no request holds; returns the number of pages."""
@@ -372,51 +381,6 @@ class KVCache:
         return self._fences.num_open
 
     # -- reading
-
-    def allocated(self, kv: RequestKV) -> int:
-        """Tokens it has room for."""
-        return int(self._allocated[self._row_of(kv)])
-
-    def committed(self, kv: RequestKV) -> int:
-        """Tokens that have settled."""
-        return int(self._committed[self._row_of(kv)])
-
-    def protected(self, kv: RequestKV) -> int:
-        """Tokens that the tree holds for it."""
-        return kv.lease.num_pages * self.page_size
-
-    def page_ids(self, kv: RequestKV) -> Ids:
-        """Its pages in order, a copy."""
-        row = self._row_of(kv)
-        return self._rows[row, : pages_for(int(self._allocated[row]), self.page_size)].copy()
-
-    def page_table(self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Lengths, group: int = 0) -> Ids:
-        """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded with frame 0 or with
-        frames beyond `num_tokens`."""
-        width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
-        pages = self._rows[self._rows_of(kvs), :width]
-        table: Ids = self.frames.column(Tier.DEVICE, group)[pages]
-        return table
-
-    def page_table_changes(self) -> PageTableChanges:
-        """What has changed in page tables since the last call, for `DevicePageTables.apply`. O(what changed)."""
-        return self._table.changes(self._columns)
-
-    def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
-        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed."""
-        rows, size = self._rows_of(kvs), self.page_size
-        first = starts // size
-        counts = np.where(ends > starts, -(-ends // size) - first, 0)
-        before = rows * self._table.width + first - (np.cumsum(counts) - counts)
-        places = np.repeat(before, counts) + np.arange(int(counts.sum()))
-        frames = self.frames.column(Tier.DEVICE, group)[self._flat_rows[places]]
-        return slots_in_pages(frames.astype(np.int64), counts, starts, ends, size)
-
-    def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:
-        """Slots of the last token that each request of a batch has room for: where a step after `extend(batch, 1)`
-        writes."""
-        self._refresh(batch)
-        return batch.slots[self._place[group]].copy()
 
     @property
     def gives_back_early(self) -> bool:
@@ -491,7 +455,8 @@ class KVCache:
 
     @property
     def _num_dropped(self) -> int:
-        return sum(group.dropped_frames for group in self.groups)
+        dropped = sum(group.dropped_frames for group in self.groups)
+        return dropped if self.tiers is None else dropped + self.tiers.num_dropped
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
@@ -504,20 +469,57 @@ class KVCache:
         ):
             return
         wanted = [group.wanted(rows, num_new) for group in self.groups]
-        free, evictable = self.pages.num_free_pages, self.tree.num_evictable
+        if self._short(wanted, num_new) and self.tiers is not None:
+            while self._short(wanted, num_new) and self.tiers.wait():
+                self.settle_moves()
+                wanted = [group.wanted(rows, num_new) for group in self.groups]
+        self._free_up(wanted, num_new, names_of(kvs, self._allocated[rows] % self.page_size == 0))
+
+    def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
+        """What is short even if everything evictable goes, of so many frames by group and so many pages."""
         short = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(self.groups, wanted, strict=True)]
-        short.append(("pages", num_new, free, evictable))
+        short.append(("pages", num_new, self.pages.num_free_pages, self.tree.num_evictable + self.tree.num_below))
         for name, n, have, more in short:
             if n > have + more:
                 holders = f"{len(self._live)} running requests hold the rest"
-                raise OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)
+                return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)
+        return None
+
+    def _free_up(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
+        """Evict until so many frames by group and so many pages are free. Raises OutOfPages before that."""
+        error = self._short(wanted, num_new)
+        if error is not None:
+            raise error
         whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
-        missing = max(num_new - free, *whole, 0)
-        if missing > 0:
-            self.evict(missing, names_of(kvs, self._allocated[rows] % self.page_size == 0))
+        missing = max(num_new - self.pages.num_free_pages, *whole, 0)
+        if missing > 0 and whole and self.tiers is not None:
+            evicted = self.tree.evict_device(missing, cause, self.tiers.keep)
+            self._evicted_pages += len(evicted.removed)
+            self._evictions += 1
+            self.tiers.left_device(evicted.moved)
+            self._give_back(evicted.removed)
+        elif missing > 0:
+            self.evict(missing, cause)
         for group, n in zip(self.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)
+
+    def _bring(self, lease: Lease, namespace: Namespace, pages: Ids, cause: str) -> list[Move]:
+        """Start to load what the device lacks of a leased path; what has to arrive before a step may read it. Raises
+        OutOfPages, with the lease released, where there is no room."""
+        assert self.tiers is not None
+        missing = self.tiers.missing(pages)
+        if any(map(len, missing)):
+            held = self.tiers.hold(pages)
+            try:
+                self._free_up(list(map(len, missing)), 0, cause)
+                self.tiers.load(namespace, lease.node, pages, missing)
+            except OutOfPages:
+                self.tree.release(lease)
+                raise
+            finally:
+                self.tiers.let_go(held)
+        return self.tiers.loads_of(pages)
 
     def _grow(self, rows: Rows, num_new: int) -> Ids:
         """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
@@ -557,28 +559,9 @@ class KVCache:
         pages = in_order(pages)
         for group in self.groups:
             group.forget(pages)
+        if self.tiers is not None:
+            self.tiers.forgotten(pages)
         self.pages.free_pages(pages)
-
-    def _row_of(self, kv: RequestKV) -> int:
-        if not kv.alive:
-            raise LeaseError("a request's cache record was used after it had finished.")
-        return kv.row
-
-    def _rows_of(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
-        if isinstance(kvs, RunningBatch):
-            if kvs.ended != self._ended:
-                self._rows_of(kvs.kvs)
-                kvs.ended = self._ended
-            return kvs.rows
-        rows = np.array([kv.row for kv in kvs], dtype=np.intp)
-        if len(rows) and np.minimum.reduce(rows) < 0:
-            raise LeaseError("a request's cache record was used after it had finished.")
-        return rows
-
-    def _distinct(self, rows: Rows) -> Rows:
-        if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
-            raise InvalidInput("a request is named twice in one batch.", fix="name each request once.")
-        return rows
 
     def _beyond_context(self, length: int) -> InvalidInput:
         return InvalidInput(

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from quire.prefix.radix_cache import Match
 from quire.spec.ids import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many pages of a cached prefix are reused. `limited_by` names a group that could not resume further on.
+
+    `loads` counts by group the frames that come from the host, and `host_pages` the pages that are reused thanks to
+    them; `declined_pages` could be had from there, and are computed again because that is quicker.
+    """
+
+    num_pages: int
+    limited_by: str = ""
+    loads: Sequence[int] = ()
+    host_pages: int = 0
+    declined_pages: int = 0
 
 
 class PrefixHit:
@@ -14,25 +32,29 @@ class PrefixHit:
     `num_dropped` counts the frames that cached pages had lost until then, `num_changes` those of `KVCache.num_changes`.
     """
 
-    __slots__ = ("held_back", "limited_by", "match", "num_changes", "num_dropped", "num_pages", "num_tokens")
+    __slots__ = ("choice", "held_back", "match", "num_changes", "num_dropped", "num_pages", "num_tokens")
 
     def __init__(
         self,
         match: Match,
-        num_tokens: int,
-        num_pages: int,
+        page_size: int,
         held_back: int,
-        limited_by: str,
         num_dropped: int,
         num_changes: int,
+        choice: Choice,
     ) -> None:
         self.match = match
-        self.num_tokens = num_tokens
-        self.num_pages = num_pages
+        self.num_pages = choice.num_pages
+        self.num_tokens = choice.num_pages * page_size
         self.held_back = held_back
-        self.limited_by = limited_by
         self.num_dropped = num_dropped
         self.num_changes = num_changes
+        self.choice = choice
+
+    @property
+    def limited_by(self) -> str:
+        """The group that could not resume further on, "" where none stood in the way."""
+        return self.choice.limited_by
 
     @property
     def pages(self) -> Ids:

@@ -6,6 +6,7 @@ from quire.observe.explain import Explanation
 from quire.prefix.node import Lease
 from quire.prefix.shelf import Rank
 from quire.spec.events import Namespace
+from quire.tiers.moves import Move
 
 
 class RequestKV:
@@ -18,7 +19,7 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = ("explanation", "label", "lease", "marks", "namespace", "num_cached", "num_prompt", "row")
+    __slots__ = ("explanation", "label", "lease", "loads", "marks", "namespace", "num_cached", "num_prompt", "row")
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class RequestKV:
         self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
         self.label = label  # what others call it
         self.explanation = explanation  # why it was no more, where the cache explains
+        self.loads: list[Move] = []  # that bring pages of its prefix to the device
         self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones
 
     @property

@@ -16,6 +16,8 @@ class Cause(StrEnum):
     """Reused."""
     LAST_TOKEN = "last_token"
     """Cached, and computed again: a prompt's last token always is, with the page it is in."""
+    SLOWER = "slower"
+    """Cached below the device, and computed again because that is quicker than to load it."""
     GROUP = "group"
     """Cached, but a group of layers has lost what it needs to go on from there."""
     EVICTED = "evicted"

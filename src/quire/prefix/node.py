@@ -23,6 +23,10 @@ class Node:
     the level is made of: the leases here and the levels of the children, so that a lease changes only the nodes whose
     level it changes.
 
+    `here` says that its pages are on the device, as all before them are. The first `kept` of its pages have a copy
+    below, all of them where it is not here. `num_here` and `num_kept` count its children that are here, or have copies:
+    what eviction takes from a tier is what has no child there.
+
     `last_used`, `hits` and `priority` are of what ended here, and of children that are gone: right for a leaf, which is
     all that eviction asks. The clock counts the tree's operations, not seconds.
     """
@@ -35,13 +39,18 @@ class Node:
         "ghosts",
         "hashes",
         "held",
+        "here",
         "hits",
+        "kept",
         "key",
         "last_used",
         "leases",
         "level",
+        "lower_ticket",
         "memo",
         "namespace",
+        "num_here",
+        "num_kept",
         "parent",
         "priority",
         "run",
@@ -61,6 +70,10 @@ class Node:
         self.leases = 0
         self.held = 0
         self.level = 0
+        self.here = True
+        self.kept = 0
+        self.num_here = 0
+        self.num_kept = 0
         self.hits = 0  # leases that began on a hit and ended here or in a child that is gone
         self.last_used = now
         self.created = now
@@ -71,6 +84,7 @@ class Node:
         self.answer = 0  # tokens that the last request to end here had generated
         self.memo: object | None = None  # the eviction policy's own
         self.ticket = 0  # which entry of the policy's queue is the valid one; 0 once the node is gone
+        self.lower_ticket = 0  # likewise, of the tier below
 
     @property
     def pages(self) -> Ids:
@@ -94,7 +108,7 @@ class Node:
 
     def is_candidate(self, ticket: int) -> bool:
         """Whether an entry of the policy's queue is valid: the node's last one, and nobody needs the node since."""
-        return ticket == self.ticket and not self.level and not self.children
+        return ticket == self.ticket and not self.level and not self.num_here and self.here
 
 
 class Lease:

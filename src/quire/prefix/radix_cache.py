@@ -23,10 +23,11 @@ from quire.errors import LeaseError
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
 from quire.prefix.hashing import PageHashes, namespace_seed
 from quire.prefix.leaves import EvictionPolicy
+from quire.prefix.lower_order import LowerOrder
 from quire.prefix.node import ID_BYTES, Lease, Node
 from quire.prefix.parting import TOKEN_BYTES, Parting, common_pages, find_parting
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
-from quire.spec.ids import Ids
+from quire.spec.ids import Ids, Tier
 
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
@@ -38,10 +39,10 @@ class Match:
     """How far a prefix is cached. A snapshot: valid until the tree changes; `RadixCache.lease` makes it last.
 
     `pages` are the page ids of the matched pages, in order, not to be written. `path` holds the nodes they come from,
-    the last one possibly matched in part.
+    the last one possibly matched in part. The first `num_here` pages are on the device.
     """
 
-    __slots__ = ("namespace", "num_pages", "pages", "path", "version")
+    __slots__ = ("namespace", "num_here", "num_pages", "pages", "path", "version")
 
     def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int) -> None:
         self.namespace = namespace
@@ -49,15 +50,19 @@ class Match:
         self.num_pages = len(pages)
         self.path = path
         self.version = version
+        self.num_here = len(pages)
+        if path and not path[-1].here:
+            self.num_here = next(node.depth for node in path if not node.here)
 
     def num_evictable(self, num_pages: int) -> int:
-        """How many of the first `num_pages` pages no lease holds now; leases hold from the root on."""
-        end = first = num_pages
+        """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root
+        on."""
+        end = first = min(num_pages, self.num_here)
         for node in reversed(self.path):
             if node.level:
                 break
-            first = node.depth
-        return max(0, end - first)
+            first = min(first, node.depth)
+        return end - first
 
 
 class Insertion:
@@ -100,13 +105,15 @@ class RadixCache:
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
-        self.num_pages = 0
-        self.num_protected = 0  # pages that at least one lease holds
-        self.num_shared = 0  # pages that at least two hold
+        self._lower = LowerOrder()
+        self.num_pages = 0  # on the device
+        self.num_protected = 0  # of these, pages that at least one lease holds
+        self.num_shared = 0  # of these, pages that at least two hold
+        self.num_below = 0  # pages that have a copy below only
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `evict` could return: all that no lease holds."""
+        """Pages that `evict` could take off the device: all there that no lease holds."""
         return self.num_pages - self.num_protected
 
     # -- finding
@@ -194,7 +201,8 @@ class RadixCache:
     def insert(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) after the leased path, and move the lease to their end.
 
-        The tree takes over the caller's `pages` for what was not cached yet:
+        Pages on its way that had a copy below only are on the device from now on: the caller sees to their bytes. The
+        tree takes over the caller's `pages` for what was not cached yet:
 
             leased path | tokens cached meanwhile by another | new tokens
                         | tree's pages stand; caller's are   | caller's pages
@@ -203,20 +211,11 @@ class RadixCache:
         data = tokens.tobytes()
         page_bytes, end = self._page_bytes, len(data)
         assert end == len(pages) * page_bytes
-        start = node = lease.node
+        start = lease.node
         self._clock += 1
-        runs: list[bytes] = []
-        at = 0
-        while at < end:
-            child = node.children.get(data[at : at + page_bytes])
-            if child is None:
-                break
-            if data.startswith(child.key, at):
-                node = child
-            else:
-                node = self._split(child, common_pages(data, at, child.key, page_bytes) // page_bytes)
-            runs.append(node.run)
-            at += len(node.key)
+        node, runs, at = self._follow(start, data)
+        if at and not node.here:
+            self._arrive_above(node)
         depth = at // page_bytes
         if depth:
             self._policy.used(node)
@@ -233,6 +232,23 @@ class RadixCache:
         if not depth:
             return Insertion(pages, _NO_PAGES)
         return Insertion(np.frombuffer(b"".join(runs), dtype=np.int32), pages[:depth])
+
+    def _follow(self, node: Node, data: bytes) -> tuple[Node, list[bytes], int]:
+        """How far `data` is cached below `node`: the node at the end, the page ids in runs, and the bytes. An edge in
+        which they part is split there."""
+        page_bytes, end, at = self._page_bytes, len(data), 0
+        runs: list[bytes] = []
+        while at < end:
+            child = node.children.get(data[at : at + page_bytes])
+            if child is None:
+                break
+            if data.startswith(child.key, at):
+                node = child
+            else:
+                node = self._split(child, common_pages(data, at, child.key, page_bytes) // page_bytes)
+            runs.append(node.run)
+            at += len(node.key)
+        return node, runs, at
 
     def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
         """The lease's request is over: behind its path it had `tail`, less than a page, and it had generated so many
@@ -258,7 +274,7 @@ class RadixCache:
             runs.append(self._cut(node, node.num_pages - taken, eviction))
             left -= taken
         self.num_pages -= num_pages - left
-        return np.frombuffer(b"".join(runs), dtype=np.int32)
+        return join_ids(runs)
 
     def clear(self) -> Ids:
         """Forget everything that no lease holds and return its pages; forget what was evicted."""
@@ -316,7 +332,9 @@ class RadixCache:
             if holder.level == 2:
                 return
             holder.level += 1
-            if holder.level == 1:
+            if not holder.here:
+                pass
+            elif holder.level == 1:
                 self.num_protected += holder.num_pages
             else:
                 self.num_shared += holder.num_pages
@@ -332,7 +350,9 @@ class RadixCache:
             if holder.held >= 2:
                 return
             holder.level -= 1
-            if holder.level == 0:
+            if not holder.here:
+                pass
+            elif holder.level == 0:
                 self.num_protected -= holder.num_pages
             else:
                 self.num_shared -= holder.num_pages
@@ -347,6 +367,9 @@ class RadixCache:
         upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
         upper.answer, upper.memo = node.answer, node.memo
         upper.held = upper.level = node.level
+        upper.here, upper.num_here = node.here, int(node.here)
+        upper.kept, node.kept = min(node.kept, at), max(0, node.kept - at)
+        upper.num_kept = int(node.kept > 0)
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.hashes, node.hashes = _cut_hashes(node.hashes, at)
         parent.children[self._first_page(upper)] = upper
@@ -355,6 +378,8 @@ class RadixCache:
         node.run = node.run[at * ID_BYTES :]
         node.depth += at
         upper.children[self._first_page(node)] = node
+        if upper.kept and not upper.num_kept:
+            self._offer_lower(upper)
         return upper
 
     def _append(self, node: Node, lease: Lease, data: bytes, run: bytes) -> Node:
@@ -376,17 +401,26 @@ class RadixCache:
             node.tail = b""
             self.num_protected += len(run) // ID_BYTES
             return node
+        return self._hang(node, lease, data, run)
+
+    def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool = True) -> Node:
+        """Hang new pages below `node` as new nodes; those that are not `here` have copies below the device."""
         while data:
             size, below, ghost = self._returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
             leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
+            leaf.here = here
+            node.num_here += here
             if below:
                 self.ghosts.hang(leaf, below)
             if ghost is not None:
                 lease.turn = max(lease.turn, ghost.turn + 1)
             leaf.turn = lease.turn
             if self._emit is not None:
-                leaf.hashes = [self._stored(node, leaf.key)]
+                leaf.hashes = [self._stored(node, leaf.key, Tier.DEVICE if here else Tier.HOST)]
+            if not here:
+                self.num_below += leaf.num_pages
+                self._copied(leaf, leaf.num_pages, told=True)
             first = self._first_page(leaf)
             node.children[first] = leaf
             if node.parent is None:
@@ -424,10 +458,12 @@ class RadixCache:
         assert parent is not None
         self.version += 1
         if self._emit is not None:
-            kept, gone = _cut_hashes(node.hashes, keep)
-            node.hashes = kept
-            for hashes in gone:
-                self._emit(PagesRemoved(node.namespace, hashes))
+            if node.here:
+                self._tell_removed(node, keep, node.num_pages, Tier.DEVICE)
+            self._tell_removed(node, keep, node.kept, Tier.HOST)
+            node.hashes = _cut_hashes(node.hashes, keep)[0]
+        if node.kept > keep:
+            self._copied(node, keep, told=True)
         cut = keep * self._page_bytes
         below, node.ghosts = node.ghosts, {}
         ghost = Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo, node.tail)
@@ -441,11 +477,12 @@ class RadixCache:
             return run
         first = self._first_page(node)
         del parent.children[first]
+        parent.num_here -= node.here
         if parent.parent is None:
             del self._beginnings[first][parent]
             if not self._beginnings[first]:
                 del self._beginnings[first]
-        node.ticket = 0
+        node.ticket = node.lower_ticket = 0
         self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
@@ -456,29 +493,90 @@ class RadixCache:
 
     def _offer(self, node: Node) -> None:
         """Queue a node for eviction if it is now an unleased leaf; drop a root that nothing needs."""
-        if node.level or node.children:
+        if node.level:
             return
         if node.parent is None:
-            if not node.ghosts:
+            if not node.children and not node.ghosts:
                 self._roots.pop(node.namespace, None)
             return
-        self._policy.offered(node)
+        if node.here and not node.num_here:
+            self._policy.offered(node)
+        self._offer_lower(node)
+
+    def _offer_lower(self, node: Node) -> None:
+        """Queue a node with copies below for their eviction if nobody needs them."""
+        if node.kept and not node.level and not node.num_kept:
+            self._lower.offered(node)
+
+    def _arrive_above(self, node: Node) -> None:
+        """A node and all above it are on the device from now on."""
+        coming = []
+        above: Node | None = node
+        while above is not None and not above.here:
+            coming.append(above)
+            above = above.parent
+        for found in reversed(coming):
+            self._arrive(found)
+
+    def _arrive(self, node: Node) -> None:
+        """A node whose parent is on the device is there too."""
+        parent = node.parent
+        assert parent is not None and parent.here and not node.here
+        node.here = True
+        parent.num_here += 1
+        count = node.num_pages
+        self.num_pages += count
+        self.num_below -= count
+        self.num_protected += count if node.level else 0
+        self.num_shared += count if node.level > 1 else 0
+        if self._emit is not None:
+            for hashes in node.hashes:
+                self._emit(PagesStored(node.namespace, hashes, Tier.DEVICE))
+        self._offer(node)
+
+    def _copied(self, node: Node, kept: int, *, told: bool = False) -> None:
+        """The first `kept` pages of a node have copies below."""
+        had, node.kept = node.kept, kept
+        parent = node.parent
+        assert parent is not None
+        if self._emit is not None and not told:
+            if kept > had:
+                for hashes in _cut_hashes(_cut_hashes(node.hashes, kept)[0], had)[1]:
+                    self._emit(PagesStored(node.namespace, hashes, Tier.HOST))
+            else:
+                self._tell_removed(node, kept, had, Tier.HOST)
+        parent.num_kept += (kept > 0) - (had > 0)
+        if kept:
+            self._offer_lower(node)
+        elif had:
+            self._offer_lower(parent)
+
+    def _tell_removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
+        assert self._emit is not None
+        if start < stop:
+            for hashes in _cut_hashes(_cut_hashes(node.hashes, stop)[0], start)[1]:
+                self._emit(PagesRemoved(node.namespace, hashes, tier))
 
     def _forgotten(self, holder: Holder) -> None:
         """A ghost that hung there is gone."""
         if isinstance(holder, Node) and holder.parent is None:
             self._offer(holder)
 
-    def _stored(self, parent: Node, data: bytes) -> PageHashes:
+    def _stored(self, parent: Node, data: bytes, tier: Tier = Tier.DEVICE) -> PageHashes:
         """Say that pages with these tokens are cached behind `parent`; their hashes, to be computed when needed."""
         assert self._emit is not None
         above = parent.hashes[-1] if parent.hashes else namespace_seed(parent.namespace, self._identity)
         hashes = PageHashes(above, data, self._page_bytes)
-        self._emit(PagesStored(parent.namespace, hashes))
+        self._emit(PagesStored(parent.namespace, hashes, tier))
         return hashes
 
     def _first_page(self, node: Node) -> bytes:
         return node.key[: self._page_bytes]
+
+
+def join_ids(runs: list[bytes]) -> Ids:
+    """Page ids from runs of raw bytes."""
+    return np.frombuffer(b"".join(runs), dtype=np.int32)
 
 
 def _begins_with(tokens: Ids, key: bytes) -> bool:

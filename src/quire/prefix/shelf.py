@@ -15,6 +15,7 @@ from collections import deque
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.spec.ids import Bools, Ids
 
@@ -53,6 +54,10 @@ class Shelf:
     def pins(self, pages: Ids | slice) -> Ids:
         """Per page: how many requests pin it."""
         return self._pins[pages]
+
+    def ranks(self, pages: Ids) -> NDArray[np.int8]:
+        """Per page: what its frame is good for, as far as is known."""
+        return self._rank[pages]
 
     def on_shelf(self, pages: Ids | slice) -> Bools:
         """Per page: whether it could be evicted now."""

@@ -1,0 +1,544 @@
+"""Tiering: which cached pages are where, and when they are moved. One thread, the engine's; bytes are moved by others.
+
+    save      device -> host      when a page is cached, used again, or has to go (`WritePolicy`)
+    load      host -> device      when a request begins on it; steps wait for it layer by layer
+    archive   host -> storage     after a save, in the order of the prefix
+    fetch     storage -> host     while a request waits (`quire.cache.prefetch`)
+
+All frames that a page has move together and count together or not at all. What is on its way is pinned: its path in the
+tree, and single frames where groups are read in part. A record that is not what it should be is counted, set aside, and
+what depended on it is forgotten; whoever waited for it begins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.cache.groups import GroupCache
+from quire.cache.host_groups import HostGroup
+from quire.cache.moving import Moving, Part
+from quire.cache.prefix_hit import Choice
+from quire.cache.request_kv import RequestKV
+from quire.cache.tier_counters import TierCounters
+from quire.cache.tier_settings import TierSettings, WritePolicy
+from quire.memory.allocator import PageFrames, page_allocator
+from quire.memory.frames import FrameTable
+from quire.plan.budget import MemoryPlan
+from quire.prefix.hashing import chain_pages, namespace_seed, scope_of
+from quire.prefix.node import Lease, Node
+from quire.prefix.radix_cache import Match
+from quire.prefix.shelf import Rank, Shelf
+from quire.prefix.tiered import TieredRadixCache
+from quire.spec.events import Namespace
+from quire.spec.ids import Bools, Ids, Tier
+from quire.tiers.moves import Link, Move, Units
+
+KEY_BYTES = 32
+_WAIT_S = 0.05  # between looks at a copy that eviction waits for
+
+
+class Tiering:
+    """The tiers of one cache. `forget` gives back pages that have left the tree. See the module."""
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        plan: MemoryPlan,
+        table: FrameTable,
+        groups: Sequence[GroupCache],
+        tree: TieredRadixCache,
+        identity: bytes,
+        forget: Callable[[Ids], None],
+    ) -> None:
+        self.settings = settings
+        self.mover = settings.mover
+        self.break_even = settings.break_even
+        self.counters = TierCounters()
+        self.hosts = tuple(
+            HostGroup(
+                group.index,
+                PageFrames(table, Tier.HOST, group.index, page_allocator(frames, plan.page_size, group.name)),
+                whole=group.reach.whole,
+            )
+            for group, frames in zip(groups, settings.host_frames, strict=True)
+        )
+        self.keys = np.zeros((table.num_pages + 1, KEY_BYTES), dtype=np.uint8)
+        self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
+        self.num_bad = 0
+        self.moving: dict[Move, Moving] = {}
+        self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
+        self._groups = groups
+        self._tree = tree
+        self._identity = identity
+        self._forget = forget
+        self._partial = tuple(group for group in groups if not group.reach.whole)
+        self._page_size = plan.page_size
+        self._page_bytes = plan.page_size * 4
+        self._num_condemned = 0
+        self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
+        self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
+        self._arriving = np.zeros(table.num_pages + 1, dtype=np.int32)  # serial of the load that brings a page; 0: none
+        self._loads: dict[int, Move] = {}
+        self._serial = 0
+        self._ended: list[Move] = []
+        self._scopes: dict[Namespace, bytes] = {}
+        self.fetched: Callable[[Move], None] = _nobody
+
+    # -- names
+
+    def name(self, namespace: Namespace, above: int, tokens: Ids, pages: Ids) -> None:
+        """These cached pages hold `tokens`, behind page `above` (0: at the beginning)."""
+        parent = self.keys[above].tobytes() if above else namespace_seed(namespace, self._identity)
+        self.set_keys(pages, chain_pages(parent, tokens.tobytes(), self._page_bytes))
+
+    def set_keys(self, pages: Ids, keys: Sequence[bytes]) -> None:
+        """The keys of these pages."""
+        self.keys[pages] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
+
+    def keys_of(self, pages: Ids) -> tuple[bytes, ...]:
+        """The keys of pages that are cached."""
+        packed = self.keys[pages].tobytes()
+        return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
+
+    def scope(self, namespace: Namespace) -> bytes:
+        """What records of a namespace are filed under."""
+        found = self._scopes.get(namespace)
+        if found is None:
+            found = self._scopes[namespace] = scope_of(namespace, self._identity)
+        return found
+
+    # -- what becomes of prefixes
+
+    def choose(self, found: Match, limit: int) -> Choice:
+        """How many of the first `limit` pages of a match to reuse: all that can be resumed behind, from the host too
+        where that is worth it, or else what the device has."""
+        pages = found.pages[:limit]
+        if self.num_bad:
+            limit = int(np.argmax(np.append(self.bad[pages], True)))
+            pages = pages[:limit]
+        here = min(found.num_here, limit)
+        near, limited = self._resumable(pages[:here], below=False)
+        if near == limit:
+            return Choice(near, limited)
+        far, limited_far = self._resumable(pages, below=True)
+        if far <= near:
+            return Choice(near, limited_far)
+        loads = list(map(len, self.missing(pages[:far])))
+        num_bytes = sum(count * size for count, size in zip(loads, self.settings.record_bytes, strict=True))
+        tokens = (far - near) * self._page_size
+        if not num_bytes or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD)):
+            return Choice(far, limited_far, loads, far - near)
+        return Choice(near, "", declined_pages=far - near)
+
+    def _resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
+        """The most pages behind which a request could resume, and which group stood in the way of more."""
+        limit = len(pages)
+        if not self._partial or not limit:
+            return limit, ""
+        masks = []
+        for group in self._partial:
+            resident = group.frames.resident(pages)
+            if below:
+                resident = resident | self.hosts[group.index].resident(pages)
+            masks.append(group.reach.resumable(resident))
+        usable = np.logical_and.reduce(masks)
+        num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
+        if num_pages == limit:
+            return limit, ""
+        return num_pages, next(g.name for g, mask in zip(self._partial, masks, strict=True) if not mask[-1])
+
+    def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
+        """A request has begun behind these pages."""
+        if not resumed:
+            self.counters.host_hit_tokens += choice.host_pages * self._page_size
+            self.counters.declined_tokens += choice.declined_pages * self._page_size
+        if self.settings.write is WritePolicy.SELECTIVE:
+            self.save(namespace, node, pages, ends=True)
+
+    def committed(self, kv: RequestKV, tokens: Ids, pages: Ids, start: int, new: int) -> None:
+        """A request's `tokens` are cached in `pages`: from page `start` on since now, from `new` on in pages of its
+        own."""
+        if new > start:
+            kv.loads += self.loads_of(pages[start:new])
+        if new < len(pages):
+            above = int(pages[new - 1]) if new else 0
+            self.name(kv.namespace, above, tokens[new * self._page_size :], pages[new:])
+        if self.settings.write is WritePolicy.THROUGH:
+            self.save(kv.namespace, kv.lease.node, pages, ends=False)
+
+    def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
+        """A request that ends has left these pages cached. `returns` where it will go on, and will want them."""
+        if self.settings.write is WritePolicy.THROUGH or (returns and self.settings.write is WritePolicy.SELECTIVE):
+            self.save(kv.namespace, kv.lease.node, pages, ends=True)
+
+    def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
+        """Keep what the device has of single frames that a request needs to begin behind `pages`."""
+        held = []
+        for group in self._partial:
+            needed = group.reach.needed(len(pages))
+            part = pages[needed.start : needed.stop]
+            part = part[group.frames.resident(part)]
+            if group.shelf is not None and len(part):
+                group.shelf.pin(part)
+                held.append((group.shelf, part))
+        return held
+
+    def let_go(self, held: list[tuple[Shelf, Ids]]) -> None:
+        """Undo `hold`."""
+        for shelf, pages in held:
+            shelf.unpin(pages, Rank.PASSED)
+
+    def wait(self) -> bool:
+        """Wait a little for bytes on their way, which keep pages from going; False where nothing is."""
+        return bool(self.moving) and self.mover.wait(_WAIT_S)
+
+    @property
+    def num_dropped(self) -> int:
+        """Changes that make an older hit wrong."""
+        return self._num_condemned + sum(host.dropped_frames for host in self.hosts)
+
+    # -- saving
+
+    def save(self, namespace: Namespace, node: Node, pages: Ids, *, ends: bool, first: int = 0) -> Move | None:
+        """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
+        end. `ends` where requests begin behind it: what they read in part goes with it."""
+        if not len(pages):
+            return None
+        wanted = [self._unsaved(group, pages, ends) for group in self._groups]
+        wanted = [at[at >= first] for at in wanted]
+        if not any(map(len, wanted)):
+            return None
+        lease = self._tree.pin(node)
+        scope = self.scope(namespace)
+        parts = []
+        rooms = [self._host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
+        whole = min((room for room, host in zip(rooms, self.hosts, strict=True) if host.shelf is None), default=0)
+        for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
+            room = whole if host.shelf is None else room
+            self.counters.unsaved_frames += len(at) - room
+            if room:
+                saved = pages[at[:room]]
+                ranks = group.shelf.ranks(saved) if group.shelf is not None else None
+                parts.append(
+                    Part(group.index, saved, at[:room], group.frames.column[saved], host.take(room), ranks)
+                )
+        moving = Moving(lease, parts, scope, on_device=True, on_host=False)
+        if not parts:
+            self._tree.unpin(lease)
+            return None
+        return self._submit(Link.SAVE, moving)
+
+    def _unsaved(self, group: GroupCache, pages: Ids, ends: bool) -> np.ndarray:
+        """Places of pages with a device frame that the host should have and has not."""
+        lacks = ~self.hosts[group.index].resident(pages) & ~self._saving[group.index, pages] & ~self.bad[pages]
+        lacks &= self._arriving[pages] == 0
+        lacks &= group.frames.resident(pages)
+        if group.shelf is not None:
+            useful: Bools = group.shelf.ranks(pages) >= Rank.MARKED
+            if ends:
+                needed = group.reach.needed(len(pages))
+                useful[needed.start : needed.stop] = True
+            lacks &= useful
+        return lacks.nonzero()[0]
+
+    def _host_room(self, host: HostGroup, wanted: int) -> int:
+        """Make room for host frames; how many of those wanted there are."""
+        short = wanted - host.num_free
+        if short > 0 and host.shelf is None:
+            self.evict_host(short)
+        elif short > 0:
+            host.evict(short)
+        return max(0, min(wanted, host.num_free))
+
+    def evict_host(self, num_pages: int) -> None:
+        """Give up copies on the host, of pages that are used by nobody."""
+        evicted = self._tree.evict_lower(num_pages)
+        self.counters.host_evicted_pages += len(evicted.removed) + len(evicted.moved)
+        for host in self.hosts:
+            host.drop(self._unpinned(host, evicted.moved))
+        self._forget(evicted.removed)
+
+    def keep(self, node: Node) -> int:
+        """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
+        if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
+            pages = self._path(node)
+            move = self.save(node.namespace, node, pages, ends=True, first=node.depth)
+            while move is not None and not move.done:
+                self.mover.wait(_WAIT_S)
+                self._ended += self.mover.finished()
+            if move is not None and move in self._ended:
+                self._ended.remove(move)
+                self._saved(move)
+        return node.kept
+
+    def left_device(self, pages: Ids) -> None:
+        """These pages are on the host only."""
+        self.counters.demoted_pages += len(pages)
+        for group in self._groups:
+            group.forget(pages)
+
+    def forgotten(self, pages: Ids) -> None:
+        """These pages have left the cache, or never were in it."""
+        for host in self.hosts:
+            host.drop(pages)
+        if self.num_bad:
+            self.bad[pages] = False
+            self.num_bad = int(np.count_nonzero(self.bad))
+        self._stored[:, pages] = False
+
+    # -- loading
+
+    def missing(self, pages: Ids) -> list[Ids]:
+        """By group, which pages of a path a request that begins behind it reads and the device has not."""
+        found = []
+        for group in self._groups:
+            needed = group.reach.needed(len(pages))
+            part = pages[needed.start : needed.stop]
+            found.append(part[~group.frames.resident(part)])
+        return found
+
+    def load(self, namespace: Namespace, node: Node, pages: Ids, missing: Sequence[Ids]) -> Move | None:
+        """Bring what the device lacks of a leased path to it; there is room for all of it. None where too much is on
+        its way already."""
+        lease = self._tree.pin(node)
+        parts = []
+        for group, part in zip(self._groups, missing, strict=True):
+            if len(part):
+                at = np.flatnonzero(np.isin(pages, part))
+                host = self.hosts[group.index].column[part].copy()
+                assert host.all(), "a page is loaded that is nowhere"
+                parts.append(Part(group.index, part, at, group.restore(part), host))
+        moving = Moving(lease, parts, self.scope(namespace), on_device=True, on_host=True)
+        move = self._submit(Link.LOAD, moving)
+        if move is None:
+            for part in parts:
+                self._groups[part.group].frames.drop(part.pages)
+            return None
+        self._serial += 1
+        moving.serial = self._serial
+        self._loads[self._serial] = move
+        for part in parts:
+            self._arriving[part.pages] = self._serial
+        self._tree.arrive(lease, len(pages))
+        return move
+
+    def loads_of(self, pages: Ids) -> list[Move]:
+        """Loads that some of these pages come with."""
+        if not self._loads:
+            return []
+        return [self._loads[serial] for serial in np.unique(self._arriving[pages]).tolist() if serial]
+
+    def is_ready(self, kv: RequestKV) -> bool:
+        """Whether a step may be launched for a request: what it waits for is good and on its way, layer by layer."""
+        if kv.loads:
+            kv.loads = [move for move in kv.loads if not move.done or move.failed]
+        return all(move.checked for move in kv.loads)
+
+    def has_failed(self, kv: RequestKV) -> bool:
+        """Whether what a request waited for cannot be had."""
+        return any(move.done and move.failed for move in kv.loads)
+
+    # -- what has ended
+
+    def settle(self) -> int:
+        """Take note of every move that has ended; returns how many did."""
+        ended = self._ended + self.mover.finished()
+        self._ended = []
+        for move in ended:
+            if move.link is Link.SAVE:
+                self._saved(move)
+            elif move.link is Link.LOAD:
+                self._loaded(move)
+            elif move.link is Link.ARCHIVE:
+                self._archived(move)
+            else:
+                self.fetched(move)
+        if self.condemned:
+            self._discard()
+        return len(ended)
+
+    def _saved(self, move: Move) -> None:
+        moving = self._release(move)
+        for part in moving.parts:
+            self._saving[part.group, part.pages] = False
+        if move.failed:
+            self.counters.failed_moves += 1
+            for part in moving.parts:
+                self.hosts[part.group].untake(part.host)
+            self._tree.unpin(moving.lease)
+            return
+        self.break_even.moved(Link.SAVE, move.num_bytes, move.seconds)
+        self.counters.saved_bytes += move.num_bytes
+        for part in moving.parts:
+            self._bind(part, moving.lease)
+        if self.settings.stores:
+            self._archive(moving)
+        self._tree.unpin(moving.lease)
+
+    def _bind(self, part: Part, lease: Lease) -> None:
+        """Saved frames count from now on, but for those that the tree has no use for."""
+        host = self.hosts[part.group]
+        good = ~host.resident(part.pages)
+        if host.shelf is None:
+            for start, stop in _runs(part.at):
+                end = self._tree.keep(lease, start, stop)
+                good &= (part.at < end) | (part.at >= stop) | (part.at < start)
+        if not good.all():
+            host.untake(part.host[~good])
+        ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)[good]
+        host.bind(part.pages[good], part.host[good], ranks)
+        self.counters.saved_frames += int(np.count_nonzero(good))
+
+    def _archive(self, saved: Moving) -> None:
+        """Store what was saved, and what could not be stored before."""
+        parts = []
+        for part in saved.parts:
+            host = self.hosts[part.group]
+            keeps = host.resident(part.pages) & ~self._stored[part.group, part.pages]
+            if keeps.any():
+                pages = part.pages[keeps]
+                nothing = np.empty(0, dtype=np.int32)
+                parts.append(Part(part.group, pages, part.at[keeps], nothing, host.column[pages]))
+        if parts:
+            lease = self._tree.pin(saved.lease.node)
+            moving = Moving(lease, parts, saved.scope, on_device=False, on_host=True)
+            if self._submit(Link.ARCHIVE, moving) is None:
+                self.counters.unstored_frames += sum(len(part.pages) for part in parts)
+
+    def _archived(self, move: Move) -> None:
+        moving = self._release(move)
+        self.break_even.moved(Link.ARCHIVE, move.num_bytes, move.seconds)
+        if move.error:
+            self.counters.failed_moves += 1
+        for part, defects in zip(moving.parts, move.defects, strict=True):
+            good = np.array([not defect for defect in defects], dtype=np.bool_)
+            self._stored[part.group, part.pages[good]] = True
+            self.counters.archived_frames += int(np.count_nonzero(good))
+            self.counters.archived_bytes += int(np.count_nonzero(good)) * self.settings.record_bytes[part.group]
+            wrong = np.array([defect not in ("", "store", "missing") for defect in defects], dtype=np.bool_)
+            self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
+            if wrong.any():
+                self._lose(part, wrong, moving.lease, defects)
+        self._tree.unpin(moving.lease)
+
+    def _lose(self, part: Part, wrong: Bools, lease: Lease, defects: Sequence[str]) -> None:
+        """Host frames turned out to hold something else than they should."""
+        self.counters.corrupt(Tier.HOST, [defect for defect, bad in zip(defects, wrong, strict=True) if bad])
+        host, pages = self.hosts[part.group], part.pages[wrong]
+        host.quarantine(host.take_away(pages))
+        if host.shelf is not None:
+            self._num_condemned += 1
+            return
+        for page, at in zip(pages.tolist(), part.at[wrong].tolist(), strict=True):
+            if self._tree.lose(lease, at) is not None:
+                self._condemn(np.array([page], dtype=np.int32), lease.node, at)
+        for each in self.hosts:
+            if each.shelf is None:  # aside rather than free: another move may read them still
+                each.quarantine(each.take_away(self._uncounted(lease)))
+
+    def _uncounted(self, lease: Lease) -> Ids:
+        """Pages of a path whose copies do not count any more, and are there still."""
+        runs = []
+        node: Node | None = lease.node
+        while node is not None and node.parent is not None:
+            if node.here and node.kept < node.num_pages:
+                runs.append(node.pages[node.kept :])
+            node = node.parent
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+
+    def _loaded(self, move: Move) -> None:
+        moving = self._release(move)
+        del self._loads[moving.serial]
+        for part in moving.parts:
+            mine = self._arriving[part.pages] == moving.serial
+            self._arriving[part.pages[mine]] = 0
+        if not move.failed:
+            self.break_even.moved(Link.LOAD, move.num_bytes, move.seconds)
+            self.counters.loaded_bytes += move.num_bytes
+            self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
+            self._tree.unpin(moving.lease)
+            return
+        self.counters.failed_moves += 1
+        for part, defects in zip(moving.parts, move.defects, strict=False):
+            wrong = np.array([bool(defect) for defect in defects], dtype=np.bool_)
+            if wrong.any():
+                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect])
+                host = self.hosts[part.group]
+                host.quarantine(host.take_away(part.pages[wrong]))
+        every = np.unique(np.concatenate([part.pages for part in moving.parts]))
+        self._condemn(every, moving.lease.node, moving.first)
+        self._tree.unpin(moving.lease)
+
+    def _condemn(self, pages: Ids, node: Node, first: int) -> None:
+        """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
+        self.bad[pages] = True
+        self.num_bad = int(np.count_nonzero(self.bad))
+        self._num_condemned += 1
+        self.condemned.append((self._tree.pin(node), first))
+
+    def _discard(self) -> None:
+        waiting, self.condemned = self.condemned, []
+        for lease, first in waiting:
+            end = node = lease.node
+            self._tree.unpin(lease)
+            while node.depth > first and node.parent is not None:
+                node = node.parent
+            pages = self._tree.discard(node, first - node.depth) if node.num_pages else None
+            if pages is None:
+                self.condemned.append((self._tree.pin(end), first))
+            else:
+                self._forget(pages)
+
+    # -- inside
+
+    def _submit(self, link: Link, moving: Moving) -> Move | None:
+        """Start a move. None, and what was taken for it is given back, where too much is on its way."""
+        nothing = np.empty(0, dtype=np.int32)
+        units = tuple(
+            Units(part.group, part.device if moving.on_device else nothing, part.host, self.keys_of(part.pages))
+            for part in moving.parts
+        )
+        num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in moving.parts)
+        move = Move(link, units, moving.scope, num_bytes, moving)
+        if not self.mover.submit(move):
+            self.counters.refused_moves += 1
+            if link is Link.SAVE:
+                for part in moving.parts:
+                    self.hosts[part.group].untake(part.host)
+            self._tree.unpin(moving.lease)
+            return None
+        if link is Link.SAVE:
+            for part in moving.parts:
+                self._saving[part.group, part.pages] = True
+        moving.pin(self._groups, self.hosts)
+        self.moving[move] = moving
+        return move
+
+    def _release(self, move: Move) -> Moving:
+        """A move has ended; its frames may go, its path may not yet."""
+        moving = self.moving.pop(move)
+        moving.unpin(self._groups, self.hosts)
+        return moving
+
+    def _path(self, node: Node) -> Ids:
+        runs = []
+        above: Node | None = node
+        while above is not None:
+            runs.append(above.run)
+            above = above.parent
+        return np.frombuffer(b"".join(runs[::-1]), dtype=np.int32)
+
+    def _unpinned(self, host: HostGroup, pages: Ids) -> Ids:
+        return pages if host.shelf is None else pages[host.shelf.pins(pages) == 0]
+
+
+def _runs(places: np.ndarray) -> list[tuple[int, int]]:
+    """Consecutive places as (first, after the last)."""
+    cuts = np.flatnonzero(np.diff(places) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
+
+
+def _nobody(move: Move) -> None:
+    raise AssertionError("a fetch has ended that nobody asked for")
