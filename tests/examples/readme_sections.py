@@ -42,6 +42,8 @@ MEANINGS = {
     "eviction": "`lru`, `lfu`, `slru`, `fifo`, `mru`, `filo`, `priority`",
     "enable_prefix_caching": "share the pages of common prefixes",
     "enable_kv_events": "record pages stored and removed (`engine.events`)",
+    "weights_epoch": "how often weights were replaced under the same name; pages of another epoch are never found",
+    "retain_share": "what of the pool callers may ask to keep (`POST /v1/cache/retain`); 0 for nothing",
     "explain": "keep why prompts of the last requests were not cached, and count prompt tokens by cause",
     "overlap": "schedule a step while one is in flight; by default where the device is not the CPU",
     "threads": "CPU threads of torch in the engine's process; by default 1 for a tiny model, else what torch takes",

@@ -54,6 +54,23 @@ ExplainOption = Annotated[
         "--explain/--no-explain", help="Keep why prompts of the last requests were not cached.", rich_help_panel=MEMORY
     ),
 ]
+WeightsEpochOption = Annotated[
+    int | None,
+    typer.Option(
+        "--weights-epoch",
+        help="Count of the weights under this name; pages of another are never found. (default: 0)",
+        rich_help_panel=MEMORY,
+        min=0,
+    ),
+]
+RetainShareOption = Annotated[
+    float | None,
+    typer.Option(
+        "--retain-share",
+        help="What of the pool clients may ask to keep, 0 for nothing. (default: 0.25)",
+        rich_help_panel=MEMORY,
+    ),
+]
 SwaRatioOption = Annotated[
     float | None,
     typer.Option(

@@ -32,16 +32,18 @@ from quire.cli.options import (
     PageSizeOption,
     PolicyOption,
     PrefixCachingOption,
+    RetainShareOption,
     SwaRatioOption,
     ThreadsOption,
     TokenizerOption,
+    WeightsEpochOption,
     make_config,
 )
 from quire.cli.report import reported
 
 if TYPE_CHECKING:
     from quire.engine.config import EngineConfig
-    from quire.serve.server import Running
+    from quire.serve.server import Running, ServerConfig
 
 SERVER = "Server"
 API_KEY = "QUIRE_API_KEY"
@@ -80,6 +82,8 @@ def serve(
     eviction: EvictionOption = None,
     prefix_caching: PrefixCachingOption = True,
     explain: ExplainOption = True,
+    weights_epoch: WeightsEpochOption = None,
+    retain_share: RetainShareOption = None,
     swa_full_tokens_ratio: SwaRatioOption = None,
     mamba_full_memory_ratio: MambaRatioOption = None,
     max_mamba_cache_size: MambaSizeOption = None,
@@ -115,6 +119,8 @@ def serve(
             eviction=eviction,
             enable_prefix_caching=prefix_caching,
             explain=explain,
+            weights_epoch=weights_epoch,
+            retain_share=retain_share,
             swa_full_tokens_ratio=swa_full_tokens_ratio,
             mamba_full_memory_ratio=mamba_full_memory_ratio,
             max_mamba_cache_size=max_mamba_cache_size,
@@ -122,29 +128,38 @@ def serve(
             seed=seed,
         )
         from quire.serve.server import ServerConfig
-        from quire.serve.server import serve as run
 
         logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s")
         if api_key is None:
             api_key = os.environ.get(API_KEY)  # set and empty: an option's envvar would take that for "not given"
-        server = ServerConfig(host=host, port=port, api_key=api_key, drain_s=drain, stall_after_s=stall_after)
-        console = Console(stderr=True)
-        loading = console.status(f"Loading {config.model_name} ...")
-        if not as_json:
-            loading.start()
+        _run(
+            config,
+            ServerConfig(host=host, port=port, api_key=api_key, drain_s=drain, stall_after_s=stall_after),
+            as_json,
+        )
 
-        def on_ready(running: Running) -> None:
-            loading.stop()
-            summary = start_summary(config, running)
-            if as_json:
-                print(json.dumps(summary), flush=True)
-            else:
-                console.print(_panel(summary))
 
-        try:
-            run(config, server, on_ready=on_ready)
-        finally:
-            loading.stop()
+def _run(config: EngineConfig, server: ServerConfig, as_json: bool) -> None:
+    """Serve until told to stop, and say when requests are answered from now on."""
+    from quire.serve.server import serve as run
+
+    console = Console(stderr=True)
+    loading = console.status(f"Loading {config.model_name} ...")
+    if not as_json:
+        loading.start()
+
+    def on_ready(running: Running) -> None:
+        loading.stop()
+        summary = start_summary(config, running)
+        if as_json:
+            print(json.dumps(summary), flush=True)
+        else:
+            console.print(_panel(summary))
+
+    try:
+        run(config, server, on_ready=on_ready)
+    finally:
+        loading.stop()
 
 
 def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:

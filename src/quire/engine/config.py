@@ -25,7 +25,9 @@ class EngineConfig(BaseModel):
     computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
     own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
     would mostly wait, else as many as torch would take. `explain`: each request's prompt tokens are counted by what
-    became of them, and the last requests can be asked about.
+    became of them, and the last requests can be asked about. `weights_epoch` counts how often weights were replaced
+    under the same name: pages of another epoch are never found. `retain_share` is what of the pool callers may ask to
+    keep (`quire.cache.retention`), 0 for nothing.
 
     Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
     other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
@@ -57,6 +59,8 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     explain: bool = True
+    weights_epoch: int = Field(default=0, ge=0, lt=2**63)
+    retain_share: float = Field(default=0.25, ge=0, le=0.9)
     overlap: bool | None = None
     threads: int | None = Field(default=None, ge=1, le=1024)
     seed: int = 0

@@ -61,7 +61,7 @@ class EngineCore:
             eviction=config.eviction,
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
-            model_identity=self.model.identity,
+            model_identity=self.model.identity(config.weights_epoch),
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
             explains=config.explain,

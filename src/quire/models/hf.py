@@ -6,11 +6,11 @@ of mixed, paged, chunked sequences with the model's own forward pass: a model th
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from quire.models.blocks import install_block_indexers
 from quire.models.check import check_forward
 from quire.models.chunked import install_chunks
 from quire.models.compressed import install_compressors
+from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
@@ -68,9 +69,7 @@ class LoadedModel:
         self._model = model.eval()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self.identity = hashlib.sha256(
-            json.dumps([name, str(model.dtype), self.config], sort_keys=True, default=str).encode()
-        ).digest()
+        self._dtypes = {name: tensor.dtype for name, tensor in _weights(model).items()}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
         self._num_layers = int(text_config.num_hidden_layers)
@@ -82,8 +81,10 @@ class LoadedModel:
             )
         if grows_with_length(model):
             context_length = max(int(context_length), max_length or 0)
-        fix_rotary(model, max_length or int(context_length))
-        dtype = DType(str(model.dtype).removeprefix("torch."))
+        self._rotary_length = max_length or int(context_length)
+        if not fix_rotary(model, self._rotary_length):
+            self._rotary_length = 0
+        self._dtype = DType(str(model.dtype).removeprefix("torch."))
         widen_linears(model)
         for install in INSTALLS:
             install(model)
@@ -97,12 +98,29 @@ class LoadedModel:
             architecture=type(model).__name__,
             context_length=int(context_length),
             vocab_size=int(text_config.vocab_size),
-            dtype=dtype,
+            dtype=self._dtype,
         )
         self.eos_token_ids = tuple(token for token in _eos_token_ids(model) if 0 <= token < self.spec.vocab_size)
         self._compare_with_config()
         if check:
             self.check()
+
+    @cached_property
+    def weights_fingerprint(self) -> bytes:
+        """32 bytes that every byte of the weights changes, as they are when it is first read. O(bytes of weights)."""
+        return fingerprint_weights(_weights(self._model), self._dtypes)
+
+    def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
+        """32 bytes for what pages depend on besides tokens, namespace and layouts.
+
+        Without `exact` the weights are told by the model's name, which does while nothing stored outlives the process.
+        `exact` reads them all, once (`weights_fingerprint`), and not the name: a copy in another folder is the same.
+        """
+        named = ("_name_or_path", "transformers_version")
+        config = {key: value for key, value in self.config.items() if key not in named}
+        facts = ["" if exact else self.name, self._dtype.value, self._rotary_length, config]
+        described = json.dumps(facts, sort_keys=True, default=str).encode()
+        return identity_of(described, self.weights_fingerprint if exact else b"", weights_epoch)
 
     def groups(
         self, page_size: int, kv_format: KVFormat | None = None, *, window_pool: bool = True
@@ -276,6 +294,11 @@ def refuse_unknown(config: dict[str, Any], name: str) -> None:
             f"model type '{kind}' of '{name}' has no causal language model in transformers {transformers_version()}.",
             fix="use a text generation model.",
         )
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Every parameter and buffer that is stored with the model, by name."""
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
 def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:

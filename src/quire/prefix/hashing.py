@@ -9,26 +9,49 @@ from quire.spec.events import Namespace
 
 
 def namespace_seed(namespace: Namespace, identity: bytes = b"") -> bytes:
-    """Where a namespace's chain begins. `identity` stands for everything else that a page's bytes depend on: the model
-    and the layouts. An adapter named like another's salt gives another seed."""
-    digest = hashlib.sha256(b"quire-namespace-1")
-    for part in (identity, namespace.adapter.encode(), namespace.salt.encode()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
+    """Where a namespace's chain begins, 32 bytes. `identity` stands for everything else that a page's bytes depend on:
+    the model and the layouts. An adapter named like another's salt gives another seed."""
+    return _digest(b"quire-namespace-1", identity, namespace.adapter.encode(), namespace.salt.encode())
 
 
 def layout_identity(model: bytes, layouts: Sequence[str]) -> bytes:
-    """What a page's bytes depend on besides its tokens and namespace: the model, and every group's layout."""
-    return hashlib.sha256(len(model).to_bytes(8, "little") + model + "".join(layouts).encode()).digest()
+    """What a page's bytes depend on besides its tokens and namespace, 32 bytes: the model, and every group's layout."""
+    return _digest(b"quire-layouts-1", model, *[layout.encode() for layout in layouts])
+
+
+def scope_of(namespace: Namespace, identity: bytes) -> bytes:
+    """What a namespace's pages are kept under in stores, 16 bytes.
+
+        |-- edition_of(identity): 8 bytes --|-- the namespace in it: 8 bytes --|
+
+    So that what another model, weights epoch or layout has left is found without knowing any salt. It says nothing of
+    the salt to who does not know it, and keys do not rely on it: chains begin with the whole of `identity` and salt.
+    """
+    inner = _digest(b"quire-scope-1", identity, namespace.adapter.encode(), namespace.salt.encode())
+    return edition_of(identity) + inner[:8]
+
+
+def edition_of(identity: bytes) -> bytes:
+    """The first 8 bytes of every scope of a model with these weights, in this epoch, with these layouts."""
+    return _digest(b"quire-edition-1", identity)[:8]
 
 
 def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
     """Hashes of the whole pages in `tokens` (raw int32 bytes), each over its parent's hash and its own bytes."""
     hashes = []
+    head = b"quire-page-1" + page_bytes.to_bytes(4, "little")
     for at in range(0, len(tokens) - page_bytes + 1, page_bytes):
-        parent = hashlib.sha256(b"quire-page-1" + parent + tokens[at : at + page_bytes]).digest()
+        parent = hashlib.sha256(head + parent + tokens[at : at + page_bytes]).digest()
         hashes.append(parent)
     return tuple(hashes)
+
+
+def _digest(domain: bytes, *parts: bytes) -> bytes:
+    """SHA-256 over how many parts there are and each of them behind its length. Domains never begin one another."""
+    digest = hashlib.sha256(domain + len(parts).to_bytes(8, "little"))
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
 class _Run:

@@ -83,9 +83,9 @@ class PageLayout:
 
     def fingerprint(self) -> str:
         """Hex digest that two layouts share only if a frame of one can be read as a frame of the other."""
-        digest = hashlib.sha256(f"quire-layout-1|{self.page_size}".encode())
+        digest = hashlib.sha256(b"quire-layout-2" + self.page_size.to_bytes(8, "little"))
         for f in self.fields:
-            digest.update(f"|{f.name}|{f.shape}|{f.dtype.value}|{f.layers}|{f.per}".encode())
-            if f.kv_format is not None:
-                digest.update(f"|{f.kv_format.identity}".encode())
+            meaning = f.kv_format.identity if f.kv_format is not None else ""
+            for part in (f.name, str(f.shape), f.dtype.value, str(f.layers), str(f.per), meaning):
+                digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
         return digest.hexdigest()

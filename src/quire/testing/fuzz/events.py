@@ -15,8 +15,8 @@ class EventFold:
     """`stored` has the names of the pages that routers believe in, by hash. `on` once there was an event."""
 
     def __init__(self, cache: KVCache, names: Names) -> None:
-        layouts = "".join(group.layout.fingerprint() for group in cache.plan.groups)
-        self._identity = hashlib.sha256(bytes(8) + layouts.encode()).digest()
+        layouts = [group.layout.fingerprint().encode() for group in cache.plan.groups]
+        self._identity = _digest(b"quire-layouts-1", b"", *layouts)
         self._names = names
         self._page_bytes = 4 * cache.page_size
         self.stored: dict[bytes, int] = {}
@@ -49,12 +49,17 @@ class EventFold:
         assert len(event.tokens) == size * len(event.hashes)
         for at, stored in enumerate(event.hashes):
             page = event.tokens[at * size : at * size + size]
-            digest = hashlib.sha256(b"quire-page-1" + digest + page).digest()
+            digest = hashlib.sha256(b"quire-page-1" + struct.pack("<I", size) + digest + page).digest()
             assert digest == stored, "a page's hash is not that of its tokens and of the page before"
             name = self._names.follow(name, page)
             assert digest not in self.stored, "a page is stored twice"
             self.stored[digest] = name
 
     def _seed(self, namespace: Namespace) -> bytes:
-        parts = [self._identity, namespace.adapter.encode(), namespace.salt.encode()]
-        return hashlib.sha256(b"quire-namespace-1" + b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()
+        return _digest(b"quire-namespace-1", self._identity, namespace.adapter.encode(), namespace.salt.encode())
+
+
+def _digest(domain: bytes, *parts: bytes) -> bytes:
+    """As keys are defined: the domain, how many fields there are, and each behind its length."""
+    fields = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    return hashlib.sha256(domain + struct.pack("<Q", len(parts)) + fields).digest()

@@ -1,0 +1,68 @@
+"""A fingerprint of loaded weights, and of all that a page's bytes depend on besides its tokens, namespace and layout.
+
+Each tensor goes through xxh3_128, which runs as fast as memory is read; names, dtypes, shapes and these digests, each
+with its length before it, go through one SHA-256. The result is the same in every process, on every machine and device,
+and however the weights are cut into files; it tells weights apart and does not authenticate them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+import xxhash
+from torch import Tensor
+
+PIECE_BYTES = 64 * 2**20
+"""What is read, and copied from a device, at once. The fingerprint does not depend on it."""
+
+
+def fingerprint_weights(
+    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None, *, piece_bytes: int = PIECE_BYTES
+) -> bytes:
+    """32 bytes that change with any name, dtype, shape or byte of these tensors, and with nothing else.
+
+    `dtypes` are those that tensors are read as, for weights that a device keeps wider than they were loaded. Tensors of
+    other devices than the CPU are copied to it, `piece_bytes` at a time. O(bytes); tensors that share memory are read
+    once.
+    """
+    digest = hashlib.sha256(b"quire-weights-1" + len(tensors).to_bytes(8, "little"))
+    known: dict[tuple[object, ...], bytes] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        dtype = (dtypes or {}).get(name, tensor.dtype)
+        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), dtype
+        if place not in known:
+            known[place] = _digest(tensor, dtype, piece_bytes)
+        shape = b"".join(size.to_bytes(8, "little") for size in tensor.shape)
+        for part in (name.encode(), str(dtype).encode(), shape, known[place]):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def identity_of(described: bytes, weights: bytes, weights_epoch: int) -> bytes:
+    """32 bytes for a model: what it was `described` by, the fingerprint of its weights (b"" where nothing that is
+    stored outlives the process that has loaded them), and how often its weights were replaced since."""
+    digest = hashlib.sha256(b"quire-model-1")
+    for part in (described, weights, weights_epoch.to_bytes(8, "little")):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _digest(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> bytes:
+    """xxh3_128 of a tensor's elements in their order, read as `dtype`."""
+    found = xxhash.xxh3_128()
+    for piece in _pieces(tensor, max(1, piece_bytes // max(1, tensor.element_size()))):
+        found.update(piece.to(dtype).cpu().view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """The elements in order, in flat contiguous pieces of about `most`; only what is not contiguous is copied."""
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1)
+        yield from (flat[at : at + most] for at in range(0, len(flat), most))
+        return
+    rows = max(1, most // max(1, tensor[0].numel()))
+    yield from (tensor[at : at + rows].reshape(-1).contiguous() for at in range(0, len(tensor), rows))

@@ -1,0 +1,253 @@
+"""Keys of pages: the same everywhere, and another one for everything that a page's bytes depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.models.fingerprint import identity_of
+from quire.prefix.hashing import PageHashes, chain_pages, edition_of, layout_identity, namespace_seed, scope_of
+from quire.spec.events import Namespace
+from quire.spec.kv_format import KV_FORMATS
+from quire.spec.layout import DType, Field, PageLayout
+from tests.prefix.key_vectors import IDENTITY, tokens, vectors
+
+GOLDEN = {
+    "seeds": [
+        "541fc8f342938c01062acbf902a882265873cce2c07df9beea64e82fbbc8cddb",
+        "538f81838dcc45aae0f2661635e69b451baf936c97129f2b17ff3a6c25921ddd",
+        "1f6481178af1ad4008f7e74052e28b27b824a739a382f4cf11b5b17c54906e0a",
+        "af6d96be49e7c088a7dfb6034d2cc629fc1fd35f1c05c45325d5fc36a605596c",
+    ],
+    "scopes": [
+        "3eb803886136c829e387db49a829c8d5",
+        "3eb803886136c829490fada141736f58",
+        "3eb803886136c829eba010729271db6a",
+        "3eb803886136c829eeb666d01e1801a7",
+    ],
+    "edition": [
+        "3eb803886136c829",
+    ],
+    "layouts": [
+        "0b8fd08afe945f3ab7a9513adcce3810c3f9be94e748f854003fd744a0384600",
+        "f5f35c3219845720439a0ed0fe79be50a55ad4f5d07936c6c7d7c57bd6d7c9f6",
+    ],
+    "page of 1": [
+        "0df3e622fdbe2e684452e4c4b3683be7d4bbde9bae2b9fb5af18fc997bd1d29e",
+    ],
+    "pages of 1": [
+        "0df3e622fdbe2e684452e4c4b3683be7d4bbde9bae2b9fb5af18fc997bd1d29e",
+        "b2c8e216e69ca1990d8c20d6713852f0a2894963946b17378ceda5a7874e33f9",
+        "f055942d7b081cbff74454b2e5cb0a69c6e79593b3bee80fc3ea66641863872c",
+    ],
+    "pages of 16": [
+        "af34a4b43aea3c942930e94b40a41905110afafa4884845646d3f18bacfc0e74",
+        "c0933ed623ff3de027265fc01e47845c5cfaac2c61a6e6cefd4877a13c9a542b",
+        "73a01f492f33579c5a86a396d2a597301229534d2f5c897d75202714136b8bc8",
+    ],
+    "cut run": [
+        "c0933ed623ff3de027265fc01e47845c5cfaac2c61a6e6cefd4877a13c9a542b",
+        "73a01f492f33579c5a86a396d2a597301229534d2f5c897d75202714136b8bc8",
+    ],
+}
+"""Stored pages are found by these: a change of any of them empties every store there is."""
+
+
+def test_golden_vectors() -> None:
+    assert vectors() == GOLDEN
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "4711"])
+def test_the_same_in_another_process(hash_seed: str) -> None:
+    command = [sys.executable, "-m", "tests.prefix.key_vectors"]
+    found = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, check=True)
+    assert json.loads(found.stdout) == GOLDEN
+
+
+def field(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+def test_a_key_written_out_by_hand() -> None:
+    """Independent of the code: domain, number of fields, and each field behind its length."""
+    seed = hashlib.sha256(
+        b"quire-namespace-1" + (3).to_bytes(8, "little") + field(IDENTITY) + field(b"") + field(b"tenant-1")
+    ).digest()
+    assert namespace_seed(Namespace(salt="tenant-1"), IDENTITY) == seed
+    page = hashlib.sha256(b"quire-page-1" + (4).to_bytes(4, "little") + seed + b"\x07\x00\x00\x00").digest()
+    assert chain_pages(seed, tokens(7), 4) == (page,)
+    edition = hashlib.sha256(b"quire-edition-1" + (1).to_bytes(8, "little") + field(IDENTITY)).digest()[:8]
+    assert edition_of(IDENTITY) == edition
+    assert scope_of(Namespace(), IDENTITY)[:8] == edition and len(scope_of(Namespace(), IDENTITY)) == 16
+
+
+# -- nothing collides
+
+
+def all_distinct(keys: list[bytes]) -> bool:
+    return len(set(keys)) == len(keys)
+
+
+NAMES = [
+    "",
+    "a",
+    "b",
+    "ab",
+    "ba",
+    "aa",
+    "\0",
+    "a\0",
+    "\0a",
+    "é",
+    "e\u0301",
+    "É",
+    " a",
+    "a ",
+    "\u200ba",
+    "塩",
+    "quire-page-1",
+]
+NAMES += ["quire-namespace-1", (1).to_bytes(8, "little").decode() + "a", "None", "null", "default", "a" * 4096]
+
+
+def test_no_two_namespaces_share_a_seed_or_a_scope() -> None:
+    """An adapter named like a salt, fields that run into each other, empty ones, text that only looks the same."""
+    namespaces = [Namespace(adapter, salt) for adapter, salt in itertools.product(NAMES, NAMES)]
+    seeds = [namespace_seed(namespace, IDENTITY) for namespace in namespaces]
+    scopes = [scope_of(namespace, IDENTITY) for namespace in namespaces]
+    assert all_distinct(seeds) and all_distinct(scopes)
+    assert all_distinct([key[:16] for key in seeds] + scopes), "scopes are of a domain of their own"
+    assert {scope[:8] for scope in scopes} == {edition_of(IDENTITY)}
+
+
+def test_identities_and_names_do_not_run_into_each_other() -> None:
+    pairs = [(b"", "ab"), (b"a", "b"), (b"ab", ""), (field(b"ab"), ""), (b"", field(b"ab").decode())]
+    assert all_distinct([namespace_seed(Namespace(adapter), identity) for identity, adapter in pairs])
+    assert all_distinct([scope_of(Namespace(adapter), identity) for identity, adapter in pairs])
+
+
+def test_layouts_do_not_run_into_each_other() -> None:
+    joined = [["ab", "cd"], ["abcd"], ["a", "bcd"], ["ab", "cd", ""], ["", "ab", "cd"], ["cd", "ab"], [], [""]]
+    assert all_distinct([layout_identity(b"m", layouts) for layouts in joined])
+    assert all_distinct([layout_identity(model, ["x"]) for model in (b"", b"x", field(b"x"), b"m")])
+    assert layout_identity(b"mx", []) != layout_identity(b"m", ["x"])
+
+
+def test_tokens_that_look_like_headers_are_tokens() -> None:
+    """A page whose bytes are another page's head, parent or whole input has a key of its own."""
+    seed = namespace_seed(Namespace(), IDENTITY)
+    inputs = [
+        b"quire-page-1",
+        seed,
+        b"quire-page-1" + (4).to_bytes(4, "little") + seed,
+        bytes(64),
+        bytes(4),
+        b"\xff" * 4,
+    ]
+    inputs += [b"quire-page-1" + (64).to_bytes(4, "little") + seed[:16] + bytes(32)]
+    keys = [chain_pages(seed, text, len(text))[0] for text in inputs]
+    assert all_distinct([seed, *keys])
+
+
+def test_pages_of_another_size_have_other_keys() -> None:
+    seed = namespace_seed(Namespace(), IDENTITY)
+    prompt = tokens(*range(32))
+    keys = [key for size in (1, 2, 4, 8, 16, 32) for key in chain_pages(seed, prompt, 4 * size)]
+    assert len(keys) == 63 and all_distinct(keys)
+
+
+@given(
+    first=st.tuples(st.binary(max_size=4), st.text(max_size=4), st.text(max_size=4)),
+    second=st.tuples(st.binary(max_size=4), st.text(max_size=4), st.text(max_size=4)),
+)
+def test_seeds_are_equal_only_where_all_fields_are(
+    first: tuple[bytes, str, str], second: tuple[bytes, str, str]
+) -> None:
+    for key in (namespace_seed, scope_of):
+        of: Callable[..., bytes] = key
+        one, other = (of(Namespace(adapter, salt), identity) for identity, adapter, salt in (first, second))
+        assert (one == other) == (first == second)
+
+
+# -- every input counts
+
+FIELD = Field(name="k", shape=(2, 8), dtype=DType.FLOAT16, layers=(0, 1), per=1)
+LAYOUT = PageLayout(16, (FIELD, replace(FIELD, name="v")))
+INPUTS: dict[str, Any] = {
+    "described": b"a model",
+    "weights": bytes(32),
+    "weights_epoch": 3,
+    "layouts": (LAYOUT, replace(LAYOUT, fields=(replace(FIELD, name="state", per=0),))),
+    "namespace": Namespace("adapter", "salt"),
+    "parent": tokens(*range(16)),
+    "page": tokens(*range(16, 32)),
+}
+
+
+def key_of(inputs: dict[str, Any]) -> bytes:
+    """The key of the second page, from everything that it depends on."""
+    identity = identity_of(inputs["described"], inputs["weights"], inputs["weights_epoch"])
+    whole = layout_identity(identity, [layout.fingerprint() for layout in inputs["layouts"]])
+    seed = namespace_seed(inputs["namespace"], whole)
+    size = 4 * inputs["layouts"][0].page_size
+    return chain_pages(seed, inputs["parent"] + inputs["page"], size)[-1]
+
+
+def other_layouts() -> list[tuple[PageLayout, ...]]:
+    """The layouts of `INPUTS`, each with one thing changed."""
+    first, second = INPUTS["layouts"]
+    changes: list[dict[str, Any]] = [
+        {"name": "q"},
+        {"shape": (8, 2)},
+        {"shape": (16,)},
+        {"dtype": DType.BFLOAT16},
+        {"layers": (0, 2)},
+        {"layers": (1, 0)},
+        {"layers": (0,)},
+        {"per": 2},
+        {"per": 0},
+        {"kv_format": KV_FORMATS["fp8_e4m3"]},
+        {"kv_format": KV_FORMATS["fp8_e5m2"]},
+        {"kv_format": KV_FORMATS["nvfp4"]},
+        {"kv_format": KV_FORMATS["mxfp8"]},
+    ]
+    found = [(replace(first, fields=(replace(FIELD, **change), first.fields[1])), second) for change in changes]
+    wide = replace(first, page_size=32)
+    return [*found, (second, first), (first,), (first, second, second), (first, first), (wide, second)]
+
+
+def test_every_input_changes_the_key() -> None:
+    flipped = [bytes(at) + b"\x01" + bytes(31 - at) for at in range(32)]
+    changes = [{"described": value} for value in (b"", b"a model ", b"b model")]
+    changes += [{"weights": value} for value in (*flipped, b"", bytes(31), bytes(33))]
+    changes += [{"weights_epoch": value} for value in (0, 2, 4, 3 + 2**32)]
+    changes += [{"layouts": value} for value in other_layouts()]
+    names = (Namespace("adapter"), Namespace(salt="salt"), Namespace("salt", "adapter"), Namespace("adapters", "alt"))
+    changes += [{"namespace": value} for value in (*names, Namespace("adapter", "salt2"))]
+    for part in ("parent", "page"):
+        original = INPUTS[part]
+        changes += [
+            {part: original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :]} for at in range(len(original))
+        ]
+    keys = [key_of(INPUTS), *[key_of(INPUTS | change) for change in changes]]
+    assert len(keys) > 190 and all_distinct(keys)
+
+
+def test_hashes_do_not_depend_on_how_runs_are_cut() -> None:
+    seed, prompt = namespace_seed(Namespace(), IDENTITY), tokens(*range(60))
+    whole = chain_pages(seed, prompt, 16)
+    first = PageHashes(seed, prompt[:64], 16)
+    second = PageHashes(first, prompt[64:], 16)
+    assert first.digests + second.digests == whole
+    assert second.parent == whole[3] and second.last == whole[-1]
