@@ -1,0 +1,140 @@
+"""RecordFormat: a frame's bytes behind a header that says whose they are. One format everywhere.
+
+Little endian:
+
+     0  magic b"QUR1"          4
+     4  part                   2   index of the group
+     6  flags                  2   0
+     8  payload length         8
+    16  layout                16   first half of the layout's SHA-256 fingerprint
+    32  key                   16   first half of the page's SHA-256 key
+    48  digest                16   xxh3_128 of the payload, big endian, seeded by xxh3_64 of the 48 bytes above
+    64  payload                    the fields of the layout in order, each [layers, entries, *shape]
+
+The seed binds the digest to key, layout, length and group: a frame's bytes under another page's header do not pass, and
+neither does a header that was changed. A digest finds accidents. It does not stop someone who wants to deceive.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from quire.spec.ids import Ids
+from quire.spec.layout import PageLayout
+from quire.spec.record_size import HEADER_BYTES as HEADER_BYTES
+
+Rows = npt.NDArray[np.uint8]
+"""Records in memory: uint8 `[num_frames + 1, stride]`, C-contiguous. Row i holds the record of frame i."""
+
+_MAGIC = b"QUR1"
+_HEAD = struct.Struct("<4sHHQ16s")
+_LENGTH = struct.Struct("<Q")
+_SIGNED = 48
+_KEY_BYTES = 16
+_LAYOUT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """What the records of one group look like.
+
+    `part` is the index of the group, `layout_digest` the first 16 bytes of its layout's fingerprint and `payload_bytes`
+    the bytes of one frame.
+    """
+
+    part: int
+    layout_digest: bytes
+    payload_bytes: int
+    _head: bytes = dataclass_field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.layout_digest) == _LAYOUT_BYTES
+        head = _HEAD.pack(_MAGIC, self.part, 0, self.payload_bytes, self.layout_digest)
+        object.__setattr__(self, "_head", head)
+
+    @classmethod
+    def of(cls, part: int, layout: PageLayout) -> RecordFormat:
+        """The format of the group at index `part`, whose frames have this layout."""
+        return cls(part, bytes.fromhex(layout.fingerprint())[:_LAYOUT_BYTES], layout.bytes_per_frame)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a record: header and payload."""
+        return HEADER_BYTES + self.payload_bytes
+
+    def seal(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> None:
+        """Write the headers of rows whose payloads are there: `keys[i]`, 32 bytes, is the page of row `frames[i]`.
+
+        Reads every payload once. No payload may change from here on without being sealed again.
+        """
+        memory, starts = self._records(rows, frames)
+        head, size = self._head, self.num_bytes
+        for start, key in zip(starts, keys, strict=True):
+            signed = head + key[:_KEY_BYTES]
+            payload = memory[start + HEADER_BYTES : start + size]
+            digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
+            memory[start : start + HEADER_BYTES] = signed + digest
+
+    def defects(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> list[str]:
+        """What is wrong with each row as the record of that page, "" where nothing is. Reads every payload once.
+
+        Of several, the first of "magic" (flags that this version does not know, too), "group", "length", "layout",
+        "key" and "digest".
+        """
+        memory, starts = self._records(rows, frames)
+        head, size = self._head, self.num_bytes
+        found = []
+        for start, key in zip(starts, keys, strict=True):
+            signed = head + key[:_KEY_BYTES]
+            if memory[start : start + _SIGNED] != signed:
+                found.append(_first_difference(bytes(memory[start : start + _SIGNED]), signed))
+                continue
+            payload = memory[start + HEADER_BYTES : start + size]
+            digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
+            found.append("" if memory[start + _SIGNED : start + HEADER_BYTES] == digest else "digest")
+        return found
+
+    def _records(self, rows: Rows, frames: Ids) -> tuple[memoryview, Iterable[int]]:
+        """The rows as one run of bytes, and where in it the records of `frames` start."""
+        num_rows, stride = rows.shape
+        assert stride >= self.num_bytes, "rows too short for these records"
+        assert rows.flags.c_contiguous, "rows with gaps between them"
+        chosen = np.asarray(frames, dtype=np.int64)
+        assert not len(chosen) or (chosen.min() >= 0 and chosen.max() < num_rows), "a frame without a row"
+        return rows.reshape(-1).data, (chosen * stride).tolist()
+
+
+def check_record(record: Buffer) -> str:
+    """What is wrong with a record of which nothing is known: "magic", "length", "digest", or "" for nothing.
+
+    What follows the payload that the header announces is not looked at, so the row of a pool passes as it is.
+    """
+    memory = memoryview(record).cast("B")
+    if len(memory) < HEADER_BYTES:
+        return "length"
+    signed = bytes(memory[:_SIGNED])
+    if signed[:4] != _MAGIC or signed[6:8] != b"\0\0":
+        return "magic"
+    (payload_bytes,) = _LENGTH.unpack_from(signed, 8)
+    if len(memory) < HEADER_BYTES + payload_bytes:
+        return "length"
+    digest = xxh3_128_digest(memory[HEADER_BYTES : HEADER_BYTES + payload_bytes], xxh3_64_intdigest(signed))
+    return "" if memory[_SIGNED:HEADER_BYTES] == digest else "digest"
+
+
+def _first_difference(found: bytes, expected: bytes) -> str:
+    """Which part of a header is not as expected; the two differ."""
+    if found[:4] != expected[:4] or found[6:8] != expected[6:8]:
+        return "magic"
+    for name, start, stop in (("group", 4, 6), ("length", 8, 16), ("layout", 16, 32)):
+        if found[start:stop] != expected[start:stop]:
+            return name
+    return "key"
