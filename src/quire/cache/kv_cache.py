@@ -25,6 +25,7 @@ from quire.cache.build import build_groups
 from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
+from quire.cache.prefetch import Prefetch, Prefetcher
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows, RunningBatch
@@ -99,6 +100,9 @@ class KVCache(RunningTables):
         self.tiers = None
         if tiers is not None:
             self.tiers = Tiering(tiers, plan, table, self.groups, self.tree, identity, self._give_back)
+        self._prefetcher = None
+        if self.tiers is not None and tiers is not None and tiers.stores:
+            self._prefetcher = Prefetcher(self.tiers, self.tree, self.groups, self.pages, seconds)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
@@ -330,13 +334,6 @@ class KVCache(RunningTables):
         self._give_back(victims)
         return len(victims)
 
-    def settle_moves(self) -> bool:
-        """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
-        if self.tiers is None or not self.tiers.settle():
-            return False
-        self.num_changes += 1
-        return True
-
     def clear(self) -> int:
         """Forget everything cached that no request holds; returns the number of pages."""
         pages = self.tree.clear()
@@ -349,6 +346,45 @@ class KVCache(RunningTables):
         row = self._row_of(kv)
         kv.marks.setdefault(num_pages, Rank.USED)
         return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self.groups)
+
+    # -- below the device
+
+    @property
+    def loads(self) -> bool:
+        """Whether there is a tier below that requests are loaded from."""
+        return self.tiers is not None
+
+    def is_ready(self, kv: RequestKV) -> bool:
+        """Whether a step may be launched for a request: its prefix is there, or arrives layer by layer."""
+        return not kv.loads or (self.tiers is not None and self.tiers.is_ready(kv))
+
+    def has_failed(self, kv: RequestKV) -> bool:
+        """Whether a part of a request's prefix cannot be had: it has to `finish`, without tokens, and begin again."""
+        return bool(kv.loads) and self.tiers is not None and self.tiers.has_failed(kv)
+
+    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> Prefetch | None:
+        """Start to fetch what of a prompt is in storage and not cached; None where there is nothing to wait for."""
+        return self._prefetcher.begin(tokens, namespace) if self._prefetcher is not None else None
+
+    def is_awaited(self, prefetch: Prefetch) -> bool:
+        """Whether its request should go on waiting for it."""
+        return self._prefetcher is not None and self._prefetcher.is_awaited(prefetch)
+
+    def stop_prefetch(self, prefetch: Prefetch) -> None:
+        """Nobody waits for it any more."""
+        if self._prefetcher is not None:
+            self._prefetcher.stop(prefetch)
+
+    def settle_moves(self) -> bool:
+        """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
+        if self.tiers is None or not self.tiers.settle():
+            return False
+        self.num_changes += 1
+        return True
+
+    def wait_moves(self, seconds: float) -> bool:
+        """Wait until bytes have arrived somewhere, so long at most; False at once where none are on their way."""
+        return self.tiers is not None and not self.tiers.mover.idle and self.tiers.mover.wait(seconds)
 
     # -- steps in flight
 

@@ -11,7 +11,6 @@ from quire.cache.groups import GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.prefix.node import Lease
 from quire.prefix.shelf import Rank
-from quire.prefix.tiered import TieredRadixCache
 from quire.spec.ids import Ids
 
 
@@ -56,8 +55,8 @@ class Moving:
             if self.on_host:
                 hosts[part.group].pin(part.pages)
 
-    def unpin(self, tree: TieredRadixCache, groups: Sequence[GroupCache], hosts: Sequence[HostGroup]) -> None:
-        """Let all of it go."""
+    def unpin(self, groups: Sequence[GroupCache], hosts: Sequence[HostGroup]) -> None:
+        """Let these frames go; the path is the caller's to let go."""
         assert self.pinned
         self.pinned = False
         for part in self.parts:
@@ -66,4 +65,3 @@ class Moving:
                 shelf.unpin(part.pages, Rank.PASSED)
             if self.on_host:
                 hosts[part.group].unpin(part.pages)
-        tree.unpin(self.lease)

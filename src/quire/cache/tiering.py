@@ -33,7 +33,7 @@ from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import Link, Move, Units
+from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 KEY_BYTES = 32
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
@@ -90,12 +90,17 @@ class Tiering:
 
     def name(self, namespace: Namespace, above: int, tokens: Ids, pages: Ids) -> None:
         """These cached pages hold `tokens`, behind page `above` (0: at the beginning)."""
-        parent = self.keys[above].tobytes() if above else namespace_seed(namespace, self._identity)
+        parent = self.key_above(namespace, above)
         self.set_keys(pages, chain_pages(parent, tokens.tobytes(), self._page_bytes))
 
+    def key_above(self, namespace: Namespace, page: int) -> bytes:
+        """What the next page's key is chained to."""
+        return self.keys[page].tobytes() if page else namespace_seed(namespace, self._identity)
+
     def set_keys(self, pages: Ids, keys: Sequence[bytes]) -> None:
-        """The keys of these pages."""
-        self.keys[pages] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
+        """These are the keys of these pages."""
+        if len(pages):
+            self.keys[pages] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
 
     def keys_of(self, pages: Ids) -> tuple[bytes, ...]:
         """The keys of pages that are cached."""
@@ -213,7 +218,7 @@ class Tiering:
         lease = self._tree.pin(node)
         scope = self.scope(namespace)
         parts = []
-        rooms = [self._host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
+        rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
         whole = min((room for room, host in zip(rooms, self.hosts, strict=True) if host.shelf is None), default=0)
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
             room = whole if host.shelf is None else room
@@ -243,7 +248,7 @@ class Tiering:
             lacks &= useful
         return lacks.nonzero()[0]
 
-    def _host_room(self, host: HostGroup, wanted: int) -> int:
+    def host_room(self, host: HostGroup, wanted: int) -> int:
         """Make room for host frames; how many of those wanted there are."""
         short = wanted - host.num_free
         if short > 0 and host.shelf is None:
@@ -263,7 +268,7 @@ class Tiering:
     def keep(self, node: Node) -> int:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
         if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
-            pages = self._path(node)
+            pages = self.path(node)
             move = self.save(node.namespace, node, pages, ends=True, first=node.depth)
             while move is not None and not move.done:
                 self.mover.wait(_WAIT_S)
@@ -287,6 +292,10 @@ class Tiering:
             self.bad[pages] = False
             self.num_bad = int(np.count_nonzero(self.bad))
         self._stored[:, pages] = False
+
+    def stored(self, group: int, pages: Ids) -> None:
+        """The store has the frames of these pages in that group."""
+        self._stored[group, pages] = True
 
     # -- loading
 
@@ -333,12 +342,12 @@ class Tiering:
     def is_ready(self, kv: RequestKV) -> bool:
         """Whether a step may be launched for a request: what it waits for is good and on its way, layer by layer."""
         if kv.loads:
-            kv.loads = [move for move in kv.loads if not move.done or move.failed]
+            kv.loads = [move for move in kv.loads if not move.done or not move.is_whole]
         return all(move.checked for move in kv.loads)
 
     def has_failed(self, kv: RequestKV) -> bool:
         """Whether what a request waited for cannot be had."""
-        return any(move.done and move.failed for move in kv.loads)
+        return any(move.done and not move.is_whole for move in kv.loads)
 
     # -- what has ended
 
@@ -363,14 +372,14 @@ class Tiering:
         moving = self._release(move)
         for part in moving.parts:
             self._saving[part.group, part.pages] = False
-        if move.failed:
+        if not move.is_whole:
             self.counters.failed_moves += 1
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
             self._tree.unpin(moving.lease)
             return
-        self.break_even.moved(Link.SAVE, move.num_bytes, move.seconds)
-        self.counters.saved_bytes += move.num_bytes
+        self.break_even.moved(Link.SAVE, move.moved_bytes, move.seconds)
+        self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
             self._bind(part, moving.lease)
         if self.settings.stores:
@@ -409,7 +418,7 @@ class Tiering:
 
     def _archived(self, move: Move) -> None:
         moving = self._release(move)
-        self.break_even.moved(Link.ARCHIVE, move.num_bytes, move.seconds)
+        self.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
         if move.error:
             self.counters.failed_moves += 1
         for part, defects in zip(moving.parts, move.defects, strict=True):
@@ -417,7 +426,7 @@ class Tiering:
             self._stored[part.group, part.pages[good]] = True
             self.counters.archived_frames += int(np.count_nonzero(good))
             self.counters.archived_bytes += int(np.count_nonzero(good)) * self.settings.record_bytes[part.group]
-            wrong = np.array([defect not in ("", "store", "missing") for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in (GOOD, MISSING, REFUSED, FAILED) for defect in defects], dtype=np.bool_)
             self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
             if wrong.any():
                 self._lose(part, wrong, moving.lease, defects)
@@ -454,9 +463,9 @@ class Tiering:
         for part in moving.parts:
             mine = self._arriving[part.pages] == moving.serial
             self._arriving[part.pages[mine]] = 0
-        if not move.failed:
-            self.break_even.moved(Link.LOAD, move.num_bytes, move.seconds)
-            self.counters.loaded_bytes += move.num_bytes
+        if move.is_whole:
+            self.break_even.moved(Link.LOAD, move.moved_bytes, move.seconds)
+            self.counters.loaded_bytes += move.moved_bytes
             self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
             self._tree.unpin(moving.lease)
             return
@@ -522,7 +531,8 @@ class Tiering:
         moving.unpin(self._groups, self.hosts)
         return moving
 
-    def _path(self, node: Node) -> Ids:
+    def path(self, node: Node) -> Ids:
+        """All pages from the root down to a node."""
         runs = []
         above: Node | None = node
         while above is not None:

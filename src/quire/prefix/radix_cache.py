@@ -164,16 +164,8 @@ class RadixCache:
 
         Splits an edge where the pinned part ends inside it. Raises LeaseError if edges were cut since the match.
         """
-        if match.version != self.version:
-            raise LeaseError("a match was leased after the tree had changed; match again.")
         wanted = match.num_pages if num_pages is None else num_pages
-        assert wanted <= match.num_pages
-        if wanted:
-            node = next(node for node in reversed(match.path) if node.depth < wanted)
-            if wanted - node.depth < node.num_pages:
-                node = self._split(node, wanted - node.depth)
-        else:
-            node = self._root(match.namespace)
+        node = self._end_of(match, wanted)
         self._clock += 1
         node.last_used = self._clock
         node.hits += 1
@@ -322,6 +314,18 @@ class RadixCache:
         if root is None:
             root = self._roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
         return root
+
+    def _end_of(self, match: Match, num_pages: int) -> Node:
+        """The node at the end of a match's first `num_pages` pages. Raises LeaseError if edges were cut since."""
+        if match.version != self.version:
+            raise LeaseError("a match was leased after the tree had changed; match again.")
+        assert num_pages <= match.num_pages
+        if not num_pages:
+            return self._root(match.namespace)
+        node = next(node for node in reversed(match.path) if node.depth < num_pages)
+        if num_pages - node.depth < node.num_pages:
+            return self._split(node, num_pages - node.depth)
+        return node
 
     def _hold(self, node: Node) -> None:
         """Count one lease more at `node`, and on the way up what that changes."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.prefix.ghosts import Eviction
 from quire.prefix.node import ID_BYTES, Lease, Node
-from quire.prefix.radix_cache import Insertion, RadixCache, join_ids
+from quire.prefix.radix_cache import Insertion, Match, RadixCache, join_ids
 from quire.spec.ids import Ids, Tier
 
 
@@ -39,6 +39,10 @@ class TieredRadixCache(RadixCache):
         """Keep a path while its bytes are moved. No use of it: nothing is counted or stamped."""
         self._hold(node)
         return Lease(node, node.depth + node.num_pages, node.priority)
+
+    def pin_path(self, match: Match, num_pages: int) -> Lease:
+        """As `pin`, the first `num_pages` pages of a match that is current."""
+        return self.pin(self._end_of(match, num_pages))
 
     def unpin(self, lease: Lease) -> None:
         """Give back a lease that `pin` gave. Raises LeaseError the second time."""

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from quire.cache.prefetch import Prefetch
 from quire.cache.request_kv import RequestKV
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
@@ -56,6 +57,7 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
+        self.prefetch: Prefetch | None = None  # what of its prompt comes from storage while it waits
         self.num_launched = 0
         self.num_settled = 0
         self.pending = 0

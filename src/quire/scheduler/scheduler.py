@@ -5,7 +5,9 @@ and pages last. When pages run out, the running request that comes last in `Requ
 waits again; what it had committed stays cached. The first in that order is never preempted, so something always
 finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
 
-Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why.
+Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why. What of
+its prompt is in storage is fetched while it waits; what is on the host is loaded once it is admitted, and it computes
+as soon as that is on its way.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Scheduler:
         self._arrivals += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
+        request.prefetch = self._cache.prefetch(request.tokens, request.namespace)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
@@ -84,10 +87,11 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
         batch = Batch()
+        self._cache.settle_moves()
         preempted = self.num_preemptions
         decodes: list[Work] = []
         prefills: list[Request] = []
-        for request in self._running:
+        for request in self._launchable():
             ready = request.num_ready
             if ready == 1:
                 assert request.kv is not None
@@ -131,6 +135,16 @@ class Scheduler:
 
     # -- inside
 
+    def _launchable(self) -> list[Request]:
+        """Running requests whose prefix is there, or arriving layer by layer. Where one's cannot be had, it begins
+        again."""
+        if not self._cache.loads:
+            return self._running
+        for request in list(self._running):
+            if request.kv is not None and self._cache.has_failed(request.kv) and not request.pending:
+                self._put_back(request, "a cached prefix turned out to be damaged")
+        return [request for request in self._running if request.kv is not None and self._cache.is_ready(request.kv)]
+
     def _grant_decodes(self, batch: Batch, works: list[Work]) -> None:
         """As `_grant` for requests that go on by one token each, which are mostly those of the step before."""
         kvs = [work.kv for work in works]
@@ -168,14 +182,20 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         assert request.kv is not None and not request.pending
-        self._cache.finish(request.kv, request.tokens[: request.num_settled])
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._put_back(request, "was preempted: older requests needed its pages")
+
+    def _put_back(self, request: Request, reason: str) -> None:
+        """A running request waits again, without memory."""
+        assert request.kv is not None and not request.pending
+        failed = self._cache.has_failed(request.kv)
+        self._cache.finish(request.kv, None if failed else request.tokens[: request.num_settled], returns=True)
         self._running.remove(request)
         request.kv = None
         request.state = RequestState.WAITING
         request.num_launched = request.num_settled = 0
-        request.num_preemptions += 1
-        request.wait_reason = "was preempted: older requests needed its pages"
-        self.num_preemptions += 1
+        request.wait_reason = reason
         insort(self._waiting, request, key=_order)
 
     def _admission_state(self) -> tuple[int, ...]:
@@ -203,6 +223,12 @@ class Scheduler:
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return not deferred
+            if request.prefetch is not None:
+                if self._cache.is_awaited(request.prefetch):
+                    request.wait_reason = "waits for a part of its prompt that is in storage"
+                    deferred += 1
+                    continue
+                request.prefetch = None
             hit = match(request)
             # Also where nothing is left of the step: a leader hears of who waits for it.
             leader = self._leader(request, hit, leaders)
@@ -215,7 +241,11 @@ class Scheduler:
                 return False
             if not self._fits(request, hit):
                 return not deferred
-            self._begin(batch, request, hit, left)
+            try:
+                self._begin(batch, request, hit, left)
+            except OutOfPages as error:
+                request.wait_reason = error.message
+                return not deferred
             if self._cache.share_prefixes:
                 leaders.append(request)
         return False
@@ -226,7 +256,7 @@ class Scheduler:
             request.namespace,
             hit=hit,
             priority=request.priority,
-            resumed=request.num_preemptions > 0,
+            resumed=request.num_cached >= 0,
             label=request.request_id,
         )
         request.num_launched = request.num_settled = request.kv.num_cached
@@ -237,7 +267,8 @@ class Scheduler:
         request.state = RequestState.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
-        self._grant(batch, [self._work(request, limit)])
+        if self._cache.is_ready(request.kv):
+            self._grant(batch, [self._work(request, limit)])
 
     def _commit_settled(self) -> None:
         """What running requests have computed is there for the waiting ones. While nobody waits, nobody asks for it, so
@@ -285,6 +316,9 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
+        if request.prefetch is not None:
+            self._cache.stop_prefetch(request.prefetch)
+            request.prefetch = None
         request.kv = None
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
