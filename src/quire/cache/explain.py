@@ -15,9 +15,7 @@ from quire.prefix.parting import Parting
 from quire.spec.events import Namespace
 
 
-def explain_prompt(
-    num_tokens: int, page_size: int, hit: PrefixHit, parting: Parting, now: float
-) -> Explanation:
+def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, parting: Parting, now: float) -> Explanation:
     """The cause of every token of a prompt of `num_tokens` tokens, which hits `hit`."""
     reasons: list[Reason] = []
     at = 0

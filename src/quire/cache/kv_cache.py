@@ -33,7 +33,7 @@ from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheStatistics, count_frames
 from quire.cache.tier_settings import TierSettings
 from quire.cache.tiering import Tiering
-from quire.errors import InvalidInput, LeaseError, OutOfPages
+from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import in_order, page_allocator
 from quire.memory.frames import FrameTable
 from quire.observe.explain import Cause, Explanation

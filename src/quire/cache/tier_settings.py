@@ -50,5 +50,7 @@ class TierSettings:
 
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on the host only."""
-        whole = [count for count, group in zip(self.host_frames, plan.groups, strict=True) if group.reach.kind == "full"]
+        whole = [
+            count for count, group in zip(self.host_frames, plan.groups, strict=True) if group.reach.kind == "full"
+        ]
         return max(whole or self.host_frames)

@@ -226,9 +226,7 @@ class Tiering:
             if room:
                 saved = pages[at[:room]]
                 ranks = group.shelf.ranks(saved) if group.shelf is not None else None
-                parts.append(
-                    Part(group.index, saved, at[:room], group.frames.column[saved], host.take(room), ranks)
-                )
+                parts.append(Part(group.index, saved, at[:room], group.frames.column[saved], host.take(room), ranks))
         moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
             self._tree.unpin(lease)
@@ -246,7 +244,8 @@ class Tiering:
                 needed = group.reach.needed(len(pages))
                 useful[needed.start : needed.stop] = True
             lacks &= useful
-        return lacks.nonzero()[0]
+        places: np.ndarray = lacks.nonzero()[0]
+        return places
 
     def host_room(self, host: HostGroup, wanted: int) -> int:
         """Make room for host frames; how many of those wanted there are."""
@@ -313,12 +312,12 @@ class Tiering:
         its way already."""
         lease = self._tree.pin(node)
         parts = []
-        for group, part in zip(self._groups, missing, strict=True):
-            if len(part):
-                at = np.flatnonzero(np.isin(pages, part))
-                host = self.hosts[group.index].column[part].copy()
+        for group, lacking in zip(self._groups, missing, strict=True):
+            if len(lacking):
+                at = np.flatnonzero(np.isin(pages, lacking))
+                host = self.hosts[group.index].column[lacking].copy()
                 assert host.all(), "a page is loaded that is nowhere"
-                parts.append(Part(group.index, part, at, group.restore(part), host))
+                parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
         moving = Moving(lease, parts, self.scope(namespace), on_device=True, on_host=True)
         move = self._submit(Link.LOAD, moving)
         if move is None:

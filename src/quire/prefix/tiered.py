@@ -165,7 +165,7 @@ class TieredRadixCache(RadixCache):
         return start
 
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
-        """Cache `tokens` (whole pages) behind a pinned path in pages that are below only, and move the pin to their end.
+        """Cache `tokens` (whole pages) behind a pinned path, in pages that are below only, and move the pin there.
 
         As `insert`, but that nothing arrives on the device.
         """
