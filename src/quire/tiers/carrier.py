@@ -15,7 +15,6 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import TypeVar
 
-
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
 from quire.tiers.moves import GOOD, MISSING, REFUSED, Copies, Link, Move, Units

@@ -218,7 +218,8 @@ class ThreadMover(Mover):
         move.seconds = task.seconds
         move.end(error)
         with self._lock:
-            if not error:
+            # Where the store had most of it already, time went by with little to show for it.
+            if not error and move.moved_bytes * 2 >= move.num_bytes:
                 self._rates[move.link].add(move.moved_bytes, move.seconds)
             self._ended.append(move)
             self._news.notify_all()

@@ -76,8 +76,9 @@ class VirtualMover(Mover):
     def wait(self, seconds: float) -> bool:
         """Whether something has ended by now, or a LOAD has become `checked`. Time is not this one's to move: whoever
         has nothing else to do moves it to `next_end`."""
-        now = self._seconds()
-        found = self._has_checked or bool(self._ended) or (self.next_end or math.inf) <= now
+        next_end = self.next_end
+        is_due = next_end is not None and next_end <= self._seconds()
+        found = self._has_checked or bool(self._ended) or is_due
         self._has_checked = False
         return found
 
@@ -154,7 +155,7 @@ class VirtualMover(Mover):
         move = passage.move
         move.seconds = passage.end - passage.began
         move.end(passage.error)
-        if not passage.error:
+        if move.is_whole:
             self._rates[move.link].add(move.moved_bytes, move.seconds)
         self._ended.append(move)
         if lane:
