@@ -22,9 +22,9 @@ class BreakEven:
     """Compares the time to move a prefix with the time to compute it, both from what was measured.
 
     While nothing is known of either, moving is tried. A link that loses so many decisions in a row turns itself off and
-    calls `on_change(link, why)` once. That forbids nothing that pays: a decision that it wins turns it on again. As what
-    always loses is never measured any more, it is tried again after a time that doubles: what was known of it is then
-    forgotten, one decision wins, and the next measurement counts alone. When it is on again, `on_change(link, "")`.
+    calls `on_change(link, why)` once. That forbids nothing that pays: a decision that it wins turns it on again, and
+    calls `on_change(link, "")`. As what always loses is not measured any more, it is tried again after a time that
+    doubles: what was known of it is then forgotten, one decision is for it, and the next measurement counts alone.
 
     Of a FETCH, which ends on the host, the LOAD behind it is counted in.
     """
@@ -81,14 +81,13 @@ class BreakEven:
         load = self.load_seconds(link, num_bytes, queued_bytes)
         if load is None:
             return not state.why_off or self._tries(state)
-        if load <= compute:
-            self._win(link, state)
-            return True
         # A queue goes by; it says nothing about the link.
         alone = self.load_seconds(link, num_bytes)
-        if alone is not None and alone > compute:
-            self._lose(link, state, compute, num_bytes)
-        return self._tries(state) if state.why_off else False
+        if alone is not None and alone <= compute:
+            self._win(link, state)
+            return load <= compute
+        self._lose(link, state, compute, num_bytes)
+        return bool(state.why_off) and self._tries(state)
 
     def deadline(self, tokens: int, num_bytes: int) -> float:
         """Seconds that a request may wait for storage before computing would have been quicker."""
@@ -111,6 +110,7 @@ class BreakEven:
 
     def _win(self, link: Link, state: _LinkState) -> None:
         state.losses = 0
+        state.on_trial = False
         if state.why_off:
             state.why_off = ""
             state.rest = self._first_rest
