@@ -188,3 +188,9 @@ class HostMemoryError(QuireError, MemoryError):
 
     code = "QUIRE-HOST-01"
     status = 503
+
+
+class MoveFailed(QuireError, RuntimeError):
+    """Bytes that a step was waiting for will not come: their records are damaged, or the copy failed."""
+
+    code = "QUIRE-MOVE-01"

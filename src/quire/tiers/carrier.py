@@ -1,0 +1,266 @@
+"""Carrier: what is done for a move, piece by piece. It knows no threads and no time; movers do.
+
+The laws of moving are here:
+
+    records are checked before they leave the host, and when they have come to it
+    a LOAD copies nothing to the device unless all of its records are good
+    a page is in the store in all of its groups or not at all, and after the pages before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from typing import TypeVar
+
+from quire.errors import InvalidInput
+from quire.spec.ids import Ids
+from quire.tiers.moves import GOOD, MISSING, REFUSED, Copies, Link, Move, Units
+from quire.tiers.store import Answer, Store, StoreKey
+
+_T = TypeVar("_T")
+
+PIECE_BYTES = 16 << 20
+"""About how much is done at a time. A load waits for no more than one piece of a save."""
+
+
+class Carrier:
+    """Does moves with these copies, and with this store where there is one."""
+
+    def __init__(self, copies: Copies, store: Store | None, *, piece_bytes: int = PIECE_BYTES) -> None:
+        self._copies = copies
+        self._store = store
+        self._piece_bytes = piece_bytes
+
+    def carry(self, move: Move) -> Iterator[None]:
+        """Do a move; it pauses after each piece. Whatever copies or the store raise comes out of it, and the move has
+        then failed. `move.defects` are complete when it has ended; ending the move is left to the caller."""
+        work = {
+            Link.SAVE: self._save,
+            Link.LOAD: self._load,
+            Link.ARCHIVE: self._archive,
+            Link.FETCH: self._fetch,
+            Link.LOOK: self._look,
+            Link.FORGET: self._forget,
+        }
+        return work[move.link](move)
+
+    # -- between device and host
+
+    def _save(self, move: Move) -> Iterator[None]:
+        for units in move.units:
+            each = self._copies.bytes_of(units.group)
+            for piece in _runs(len(units), each, self._piece_bytes):
+                self._copies.to_host(units.group, units.device[piece], units.host[piece])
+                self._copies.seal(units.group, units.host[piece], units.pages[piece])
+                move.moved_bytes += each * (piece.stop - piece.start)
+                yield
+
+    def _load(self, move: Move) -> Iterator[None]:
+        copies = self._copies
+        defects = [copies.defects(units.group, units.host, units.pages) for units in move.units]
+        move.defects = tuple(map(tuple, defects))
+        if any(any(found) for found in defects):
+            return
+        move.announce_checked()
+        yield
+        for layer in copies.layers():
+            for units in move.units:
+                copies.to_device(units.group, units.device, units.host, layer)
+            move.announce_layer(layer)
+            yield
+        move.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in move.units)
+
+    # -- between host and storage
+
+    def _archive(self, move: Move) -> Iterator[None]:
+        yield from self._by_pages(move, self._archive_pages, REFUSED)
+
+    def _fetch(self, move: Move) -> Iterator[None]:
+        yield from self._by_pages(move, self._fetch_pages, MISSING)
+
+    def _look(self, move: Move) -> Iterator[None]:
+        store = self._need_store()
+        move.answers = tuple(tuple(store.exists(units.keys(move.scope))) for units in move.units)
+        yield
+
+    def _forget(self, move: Move) -> Iterator[None]:
+        store = self._need_store()
+        for units in move.units:
+            store.remove(units.keys(move.scope))
+            yield
+
+    def _by_pages(self, move: Move, work: _Work, rest: str) -> Iterator[None]:
+        """Work on pages in the order of the prefix, some at a time, up to the first that fails in any group. Everything
+        that was not done by then is `rest`."""
+        store = self._need_store()
+        found = [[rest] * len(units) for units in move.units]
+        pages = _pages_of(move.units)
+        sizes = [self._copies.bytes_of(units.group) for units in move.units]
+        most = sum(sizes[at] for page in pages for at, _ in page)
+        for piece in _runs(len(pages), max(1, most // max(1, len(pages))), self._piece_bytes):
+            stop = min(piece.stop, move.kept_pages) if move.stopping else piece.stop
+            if stop <= piece.start:
+                break
+            batch = _Batch.of(move, pages[piece.start : stop], sizes, self._copies)
+            work(move, store, batch)
+            batch.tell(found, rest)
+            if batch.num_good < len(batch.pages):
+                break
+            yield
+        move.defects = tuple(map(tuple, found))
+
+    def _archive_pages(self, move: Move, store: Store, batch: _Batch) -> None:
+        batch.check(self._copies, move)
+        keys = batch.keys
+        answers = store.prepare(keys[: batch.end], batch.sizes[: batch.end])
+        mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
+        completed = False
+        try:
+            for at, answer in enumerate(answers):
+                if answer is Answer.PENDING or answer is Answer.RETRY:
+                    batch.fail(at, REFUSED)
+            puts = [at for at in mine if at < batch.end]
+            for at, answer in zip(puts, store.put(_at(keys, puts), _at(batch.records, puts)), strict=True):
+                if answer is not Answer.HIT:
+                    batch.fail(at, REFUSED)
+            completed = True
+            self._complete(store, batch, mine)
+        finally:
+            if not completed and mine:
+                store.complete(_at(keys, mine), [False] * len(mine))
+        move.moved_bytes += sum(batch.sizes[at] for at in mine if at < batch.end)
+
+    @staticmethod
+    def _complete(store: Store, batch: _Batch, mine: Sequence[int]) -> None:
+        """Make whole pages visible and drop the rest. Those behind a page that could not be made visible are taken
+        back: nobody would find them."""
+        ok = [at < batch.end for at in mine]
+        visible = []
+        for at, wanted, answer in zip(mine, ok, store.complete(_at(batch.keys, mine), ok), strict=True):
+            if wanted and answer is Answer.HIT:
+                visible.append(at)
+            elif wanted:
+                batch.fail(at, REFUSED)
+        orphans = [at for at in visible if at >= batch.end]
+        if orphans:
+            store.remove(_at(batch.keys, orphans))
+
+    def _fetch_pages(self, move: Move, store: Store, batch: _Batch) -> None:
+        for at, answer in enumerate(store.get(batch.keys, batch.records)):
+            if answer is Answer.MISS:
+                batch.fail(at, MISSING)
+            elif answer is not Answer.HIT:
+                batch.fail(at, REFUSED)
+        damaged = batch.check(self._copies, move)
+        if damaged:
+            # A damaged record would be found again and again, and keep a good one from taking its place.
+            store.remove(_at(batch.keys, damaged))
+        move.moved_bytes += sum(batch.sizes[: batch.end])
+
+    def _need_store(self) -> Store:
+        if self._store is None:
+            raise InvalidInput("there is no storage tier.", fix="give --store, or do not ask for one.")
+        return self._store
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Consecutive pages of a move, and their records page by page. The first `num_good` pages are good so far, which
+    are the first `end` records; what failed has a name."""
+
+    pages: list[list[tuple[int, int]]]  # per page: which units, and where in them
+    keys: list[StoreKey]
+    sizes: list[int]
+    records: list[memoryview]
+    page_of: list[int]
+    ends: list[int]  # per page: the record behind its last
+    num_good: int
+    failed: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, move: Move, pages: list[list[tuple[int, int]]], sizes: Sequence[int], copies: Copies) -> _Batch:
+        rows = [copies.rows(units.group) for units in move.units]
+        keys, batch_sizes, records, page_of, ends = [], [], [], [], []
+        for number, page in enumerate(pages):
+            for at, place in page:
+                units = move.units[at]
+                keys.append(StoreKey(move.scope, units.pages[place], units.group))
+                batch_sizes.append(sizes[at])
+                records.append(rows[at][units.host[place], : sizes[at]].data)
+                page_of.append(number)
+            ends.append(len(keys))
+        return cls(pages, keys, batch_sizes, records, page_of, ends, len(pages))
+
+    @property
+    def end(self) -> int:
+        """Records of good pages."""
+        return self.ends[self.num_good - 1] if self.num_good else 0
+
+    def fail(self, at: int, defect: str) -> None:
+        """Record `at` is not good, so neither is its page, nor any page behind it."""
+        self.num_good = min(self.num_good, self.page_of[at])
+        self.failed.setdefault(at, defect)
+
+    def check(self, copies: Copies, move: Move) -> list[int]:
+        """Check the records of all good pages, group by group; returns which are damaged."""
+        places = [place for page in self.pages for place in page][: self.end]
+        damaged = []
+        for at, units in enumerate(move.units):
+            records = [number for number, (group, _) in enumerate(places) if group == at]
+            if not records:
+                continue
+            first, last = places[records[0]][1], places[records[-1]][1] + 1
+            host: Ids = units.host[first:last]
+            for number, defect in zip(records, copies.defects(units.group, host, units.pages[first:last]), strict=True):
+                if defect != GOOD:
+                    self.fail(number, defect)
+                    damaged.append(number)
+        return damaged
+
+    def tell(self, found: list[list[str]], rest: str) -> None:
+        """Write down what became of each record: those of good pages are good, and others are `rest` or worse."""
+        record = 0
+        for number, page in enumerate(self.pages):
+            for at, place in page:
+                found[at][place] = GOOD if number < self.num_good else self.failed.get(record, rest)
+                record += 1
+
+
+_Work = Callable[[Move, Store, _Batch], None]
+
+
+def _at(items: Sequence[_T], where: Sequence[int]) -> list[_T]:
+    return [items[at] for at in where]
+
+
+def _runs(count: int, each: int, most: int) -> Iterator[slice]:
+    """Consecutive slices of `count` things of `each` bytes, of at most `most` bytes where one fits."""
+    step = max(1, most // each)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _pages_of(units: Sequence[Units]) -> list[list[tuple[int, int]]]:
+    """All pages in the order of the prefix; for each, which units it is in and where in them."""
+    found: dict[bytes, list[tuple[int, int]]] = {page: [] for page in _prefix(units)}
+    for at, group in enumerate(units):
+        for place, page in enumerate(group.pages):
+            found[page].append((at, place))
+    return list(found.values())
+
+
+def _prefix(units: Sequence[Units]) -> Sequence[bytes]:
+    """The pages of all units, each behind all that come before it in any of them."""
+    longest = max((group.pages for group in units), key=len, default=())
+    known = set(longest)
+    if all(known.issuperset(group.pages) for group in units):
+        return longest
+    order: TopologicalSorter[bytes] = TopologicalSorter()
+    for group in units:
+        for page in group.pages[:1]:
+            order.add(page)
+        for before, page in pairwise(group.pages):
+            order.add(page, before)
+    return tuple(order.static_order())
