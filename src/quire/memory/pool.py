@@ -53,6 +53,11 @@ class Pool:
         """Bytes of all tensors, frame 0 included."""
         return sum(tensor.nbytes for _, tensor in self._fields)
 
+    @property
+    def tensors(self) -> tuple[tuple[Field, Tensor], ...]:
+        """The fields in the order of the layout, each with its tensor `[layers, num_frames + 1, entries, *shape]`."""
+        return tuple(self._fields)
+
     def layer(self, name: str, layer: int) -> Tensor:
         """`[num_frames + 1, entries, *shape]` of one layer: a view, for kernels to read and write in place."""
         return self._layers[name, layer]

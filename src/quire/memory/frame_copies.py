@@ -1,0 +1,170 @@
+"""FrameCopies: frames between device pools and the host pool, byte for byte, whatever their layout.
+
+The device keeps a layer of a field together, `[layers, frames, entries]`; the host keeps a frame together. A copy
+moves, for each frame, field and layer, one piece: the entries of that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.memory.frame_staging import StagedFrames
+from quire.memory.host_pool import HostPool
+from quire.memory.pool import Pool
+from quire.memory.record import HEADER_BYTES, Rows
+from quire.spec.ids import Ids
+
+Bytes = npt.NDArray[np.uint8]
+
+_SMALL_PIECE = 8 * 2**10
+"""Bytes. A processor writes longer pieces without reading what was there, if it is told to; numpy's copy does, and for
+shorter pieces torch's loop does less work."""
+
+
+class GroupCopies(Protocol):
+    """Copies of one group, between frames that are there. `layer` is a layer's ordinal, None for all layers."""
+
+    def to_host(self, device_frames: Ids, host_frames: Ids) -> None: ...
+
+    def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None: ...
+
+
+class FrameCopies:
+    """Copies between `pools[i]`, the device's frames of the group at index i, and the records of that group in `host`.
+
+    Calls return when the bytes have arrived, and let other threads run meanwhile: what is asynchronous is who calls.
+    One frame must not be in two calls at once unless both read it. Frames are from 1; frame 0 is never copied. A call
+    is fastest where neighbours on the device are neighbours on the host; the order of frames within it does not matter.
+    """
+
+    def __init__(self, pools: Sequence[Pool], host: HostPool) -> None:
+        self._pools = tuple(pools)
+        self._host = host
+        self._copies = [_copies(pool, host.rows(group)) for group, pool in enumerate(pools)]
+        for group, pool in enumerate(pools):
+            assert host.format(group).payload_bytes == pool.layout.bytes_per_frame, "a host pool of other layouts"
+
+    def layers(self) -> tuple[int, ...]:
+        """The ordinals of all layers that keep something, ascending: the order in which a forward pass needs them."""
+        return tuple(sorted({layer for pool in self._pools for field in pool.layout.fields for layer in field.layers}))
+
+    def bytes_of(self, group: int) -> int:
+        """Bytes of one frame of that group."""
+        return self._pools[group].layout.bytes_per_frame
+
+    def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
+        """Copy `device_frames[i]` into the record of `host_frames[i]`, whose header is then no longer true."""
+        self._check(group, device_frames, host_frames)
+        self._copies[group].to_host(device_frames, host_frames)
+
+    def to_device(self, group: int, device_frames: Ids, host_frames: Ids, layer: int | None = None) -> None:
+        """Copy the record of `host_frames[i]` into `device_frames[i]`: all of it, or what one layer owns."""
+        self._check(group, device_frames, host_frames)
+        self._copies[group].to_device(device_frames, host_frames, layer)
+
+    def seal(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> None:
+        """Write the headers of records whose frames are there; see `RecordFormat.seal`."""
+        self._host.format(group).seal(self._host.rows(group), host_frames, keys)
+
+    def defects(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> list[str]:
+        """What is wrong with each record, "" where nothing is; see `RecordFormat.defects`."""
+        return self._host.format(group).defects(self._host.rows(group), host_frames, keys)
+
+    def _check(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
+        assert len(device_frames) == len(host_frames), "a frame for each frame"
+        most = (self._pools[group].num_frames, len(self._host.rows(group)) - 1)
+        for frames, last in zip((device_frames, host_frames), most, strict=True):
+            assert not len(frames) or (frames.min() >= 1 and frames.max() <= last), "a frame outside its pool"
+
+
+def _copies(pool: Pool, rows: Rows) -> GroupCopies:
+    return HostedFrames(pool, rows) if pool.device.type == "cpu" else StagedFrames(pool, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """What several frames keep for one or several layers of one field, on both sides, indexed by frame first.
+
+    Both are `[frames + 1, layers, bytes of a piece]` or `[frames + 1, bytes of a piece]`, one memory seen two ways.
+    """
+
+    device: Bytes
+    host: Bytes
+    device_words: Tensor
+    host_words: Tensor
+
+    @property
+    def is_small(self) -> bool:
+        """Whether torch's loop is the faster one for many frames at once."""
+        size: int = self.device.shape[-1]
+        return size < _SMALL_PIECE
+
+
+class HostedFrames:
+    """Copies of one group whose device is the CPU: from memory to memory, without anything in between."""
+
+    def __init__(self, pool: Pool, rows: Rows) -> None:
+        self._all: list[_Plane] = []
+        self._of_layer: dict[int, list[_Plane]] = {}
+        offset = HEADER_BYTES
+        for field, tensor in pool.tensors:
+            num_layers, num_frames = tensor.shape[:2]
+            pieces = tensor.view(torch.uint8).view(num_layers, num_frames, -1)
+            piece = pieces.shape[2]
+            host = rows[:, offset : offset + num_layers * piece].reshape(len(rows), num_layers, piece)
+            assert np.shares_memory(host, rows)
+            self._all.append(_plane(pieces.numpy().transpose(1, 0, 2), host))
+            for index, layer in enumerate(field.layers):
+                self._of_layer.setdefault(layer, []).append(_plane(pieces.numpy()[index], host[:, index]))
+            offset += num_layers * piece
+
+    def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
+        """As `FrameCopies.to_host`."""
+        for first, start, count in _runs(device_frames, host_frames):
+            for plane in self._all:
+                if plane.is_small and count > 1:
+                    plane.host_words[start : start + count].copy_(plane.device_words[first : first + count])
+                else:
+                    np.copyto(plane.host[start : start + count], plane.device[first : first + count])
+
+    def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
+        """As `FrameCopies.to_device`."""
+        planes = self._all if layer is None else self._of_layer.get(layer, [])
+        for first, start, count in _runs(device_frames, host_frames):
+            for plane in planes:
+                if plane.is_small and count > 1:
+                    plane.device_words[first : first + count].copy_(plane.host_words[start : start + count])
+                else:
+                    np.copyto(plane.device[first : first + count], plane.host[start : start + count])
+
+
+def _plane(device: Bytes, host: Bytes) -> _Plane:
+    wide = all(
+        side.shape[-1] % 8 == 0 and side.ctypes.data % 8 == 0 and side.strides[0] % 8 == 0 for side in (device, host)
+    )
+    words = [torch.from_numpy(side.view(np.int64) if wide else side) for side in (device, host)]
+    return _Plane(device, host, *words)
+
+
+def _runs(device_frames: Ids, host_frames: Ids) -> Iterator[tuple[int, int, int]]:
+    """`(first device frame, first host frame, count)` of runs that are neighbours, ascending, on both sides."""
+    if not len(device_frames):
+        return
+    device, host = np.asarray(device_frames, dtype=np.int64), np.asarray(host_frames, dtype=np.int64)
+    breaks = np.flatnonzero((np.diff(device) != 1) | (np.diff(host) != 1))
+    if len(breaks):
+        order = np.argsort(host, kind="stable")
+        device, host = device[order], host[order]
+        breaks = np.flatnonzero((np.diff(device) != 1) | (np.diff(host) != 1))
+    starts = [0, *(breaks + 1).tolist()]
+    stops = [*starts[1:], len(device)]
+    first, start = device[starts].tolist(), host[starts].tolist()
+    for index, stop in enumerate(stops):
+        yield first[index], start[index], stop - starts[index]

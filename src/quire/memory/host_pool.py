@@ -1,0 +1,266 @@
+"""HostPool: the records of all groups in host memory, one mapping. And token slots of it by whole pages, row by row.
+
+Ids and bytes are apart, as on the device: allocators say which frames are whose, the pool holds what is in them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import HostMemoryError, InvalidInput, OutOfPages
+from quire.memory.allocator import PagedTokenToKVPoolAllocator
+from quire.memory.record import RecordFormat, Rows
+from quire.spec.group import GroupSpec
+from quire.spec.ids import Ids
+from quire.spec.layout import PageLayout
+from quire.spec.pages import pages_for
+from quire.spec.record_size import record_stride, records_bytes, region_bytes
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are there and the bytes that there will be. What it raises ends the reservation."""
+
+_CHUNK = 64 * 2**20
+_SYSTEM_PAGE = 4096
+_MOST_THREADS = 16
+
+
+class _PagedHost(Protocol):
+    """What the mixin needs of the allocator that it is mixed into."""
+
+    page_size: int
+    name: str
+
+    @property
+    def num_free_pages(self) -> int: ...
+
+    def alloc(self, need_size: int) -> Ids: ...
+
+    def alloc_page(self, num_pages: int) -> Ids: ...
+
+
+class HiSparseHostPoolMixin:
+    """Three verbs for requests whose tokens have rows of host slots: whole pages are taken, token slots come out.
+
+    `req_to_host_pool` is `[rows, width]`, int32, with the slot of each token and -1 where there is none.
+    `req_to_host_pool_allocated_len` is int64 `[rows]`: the tokens of each row that have slots, a number of whole pages.
+    Both are the caller's, live on the host, and are written here only when everything asked for could be had.
+    """
+
+    def alloc_page(self: _PagedHost, num_pages: int) -> Ids:
+        """Take whole pages and return their token slots, int32 `[num_pages * page_size]`.
+
+        Raises OutOfPages, changing nothing.
+        """
+        return self.alloc(num_pages * self.page_size)
+
+    def alloc_paged_token_slots(
+        self: _PagedHost,
+        req_to_host_pool: Ids,
+        req_to_host_pool_allocated_len: npt.NDArray[np.int64],
+        req_pool_idx: int,
+        start_pos: int,
+        num_tokens: int,
+    ) -> Ids:
+        """The slots of tokens `start_pos..start_pos + num_tokens` of a row, int32, a copy; missing pages are taken.
+
+        Tokens of a page that the row has already cost nothing. Raises OutOfPages that says which row holds most, and
+        InvalidInput where the row does not exist, is too narrow, or would be left with a gap; nothing has changed then.
+        """
+        if num_tokens <= 0:
+            return np.empty(0, dtype=np.int32)
+        lengths = req_to_host_pool_allocated_len
+        row = _row(req_to_host_pool, req_pool_idx, len(lengths))
+        allocated = int(lengths[req_pool_idx])
+        end = start_pos + num_tokens
+        page_end = pages_for(end, self.page_size) * self.page_size
+        if not 0 <= start_pos <= allocated:
+            raise InvalidInput(
+                f"row {req_pool_idx} has slots for {allocated} tokens, and token {start_pos} does not continue them.",
+                fix=f"start at 0 to {allocated}.",
+            )
+        if allocated % self.page_size:
+            raise InvalidInput(
+                f"row {req_pool_idx} has slots for {allocated} tokens, no number of pages of {self.page_size}."
+            )
+        if page_end > len(row):
+            raise InvalidInput(
+                f"{end} tokens take {page_end} slots in pages of {self.page_size}; a row has room for {len(row)}.",
+                fix="make rows as wide as the longest request, rounded up to whole pages.",
+            )
+        if page_end > allocated:
+            new_pages = (page_end - allocated) // self.page_size
+            if new_pages > self.num_free_pages:
+                held = _held_by(lengths, self.page_size)
+                raise OutOfPages(group=self.name, wanted=new_pages, free=self.num_free_pages, held_by=held)
+            row[allocated:page_end] = self.alloc_page(new_pages)
+            lengths[req_pool_idx] = page_end
+        slots: Ids = row[start_pos:end].astype(np.int32)
+        return slots
+
+    def allocated_host_indices(self: _PagedHost, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
+        """Slots of a row's first `allocated_len` tokens, rounded up to pages, without the -1 among them; int32, a copy.
+
+        They are what `free` takes to give the row's pages back. Raises InvalidInput where the row does not exist.
+        """
+        row = _row(req_to_host_pool, req_pool_idx, len(req_to_host_pool))
+        if allocated_len < 0:
+            raise InvalidInput(f"a row cannot have slots for {allocated_len} tokens.")
+        found = row[: pages_for(int(allocated_len), self.page_size) * self.page_size]
+        slots: Ids = found[found >= 0].astype(np.int32)
+        return slots
+
+
+class HostTokenToKVPoolAllocator(HiSparseHostPoolMixin, PagedTokenToKVPoolAllocator):
+    """Token slots of host frames, in pages of any size, one token among them. The host's pages are the device's."""
+
+
+def _row(req_to_host_pool: Ids, req_pool_idx: int, num_lengths: int) -> Ids:
+    num_rows = min(len(req_to_host_pool), num_lengths)
+    if not 0 <= req_pool_idx < num_rows:
+        raise InvalidInput(f"row {req_pool_idx} does not exist; there are {num_rows} rows.")
+    row: Ids = req_to_host_pool[req_pool_idx]
+    return row
+
+
+def _held_by(lengths: npt.NDArray[np.int64], page_size: int) -> str:
+    pages = lengths // page_size
+    most = int(pages.argmax())
+    return f"rows hold {int(pages.sum())}, row {most} of them {int(pages[most])}"
+
+
+class HostPool:
+    """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i.
+
+    One anonymous mapping of `num_bytes`, every page of it touched by `threads` threads (as many as there are cores,
+    up to 16) before the constructor returns, so that memory that is not there is missed now. Rows are page-major: a
+    frame's header and all its fields are one run of bytes, which is what is copied, hashed, stored and sent.
+
+    `pinned` registers the memory with CUDA, where that is there. The pool owns the memory until `close`; views of it
+    stay readable after that, with zeros in them. Raises HostMemoryError, and then nothing is kept.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        frames: Sequence[int],
+        *,
+        pinned: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        assert all(count >= 0 for count in frames)
+        self.frames = tuple(frames)
+        self.num_bytes = records_bytes(groups, frames)
+        self.pinned = False
+        self._formats = [RecordFormat.of(part, group.layout) for part, group in enumerate(groups)]
+        self._memory = _reserve(self.num_bytes)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self._rows: list[Rows] = []
+        start = 0
+        for group, count in zip(groups, frames, strict=True):
+            stride = self.record_stride(group.layout)
+            self._rows.append(self._bytes[start : start + (count + 1) * stride].reshape(count + 1, stride))
+            start += region_bytes(group.layout.bytes_per_frame, count)
+        assert start == self.num_bytes
+        try:
+            _touch(self._bytes, threads or min(os.cpu_count() or 1, _MOST_THREADS), progress)
+            self.pinned = pinned and _register(self._bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def record_stride(layout: PageLayout) -> int:
+        """Bytes from one row to the next in a group of that layout."""
+        return record_stride(layout.bytes_per_frame)
+
+    def rows(self, group: int) -> Rows:
+        """The records of a group, uint8 `[frames + 1, stride]`, live; row 0 is padding. The first starts at 4 KiB."""
+        return self._rows[group]
+
+    def format(self, group: int) -> RecordFormat:
+        """What the records of a group look like."""
+        return self._formats[group]
+
+    def close(self) -> None:
+        """Give the memory back to the system, whoever still has views of it. May be called twice."""
+        if not len(self._bytes):
+            return
+        if self.pinned:
+            _unregister(self._bytes)
+            self.pinned = False
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._rows = []
+        self._bytes = np.empty(0, dtype=np.uint8)
+        try:
+            self._memory.close()
+        except BufferError:
+            # Somebody has a view. The bytes are gone already; the addresses go with the last view.
+            return
+
+
+def _reserve(num_bytes: int) -> mmap.mmap:
+    """Addresses for that many bytes, with nothing behind them yet."""
+    try:
+        # Private: shared memory would be a file of the system's, without huge pages, and charged as such.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise HostMemoryError(
+            f"{num_bytes:,} bytes of host memory could not be reserved: {error}.", fix="lower --host-memory."
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            # A kernel without them: slower to touch, and nothing else.
+            return memory
+    return memory
+
+
+def _touch(memory: npt.NDArray[np.uint8], threads: int, progress: Progress | None) -> None:
+    """Write to every page of the system's in `memory`, which is zero and stays zero."""
+    total = len(memory)
+
+    def touch(start: int) -> int:
+        chunk = memory[start : start + _CHUNK]
+        chunk[::_SYSTEM_PAGE] = 0
+        return len(chunk)
+
+    done = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="quire-touch") as pool:
+        try:
+            for size in pool.map(touch, range(0, total, _CHUNK)):
+                done += size
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _register(memory: npt.NDArray[np.uint8]) -> bool:
+    """Pin `memory` for CUDA; whether there is a CUDA to pin it for. Not run on a GPU yet."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        raise HostMemoryError(
+            f"{memory.nbytes:,} bytes of host memory could not be pinned: CUDA error {int(status)}.",
+            fix="lower --host-memory, or raise the limit of locked memory (ulimit -l).",
+        )
+    return True
+
+
+def _unregister(memory: npt.NDArray[np.uint8]) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
