@@ -172,7 +172,7 @@ def test_asking_again_keeps_it_longer_and_never_shorter() -> None:
     assert keep(cache, tokens, ttl_seconds=1).expires_in_seconds == 5
     again = keep(cache, tokens, ttl_seconds=10, priority=3)
     assert (again.retention_id, again.expires_in_seconds) == (first.retention_id, 10)
-    assert [kept.priority for kept in cache.kept.listing()] == [3]
+    assert [kept.priority for kept in cache.kept.listing().retentions] == [3]
     cache.now = 14.9
     assert cache.kept.expire() == 0 and len(cache.kept) == 1
     cache.now = 15
@@ -242,7 +242,7 @@ def test_soft_retentions_make_room_in_order() -> None:
     for number, (priority, ttl) in wishes.items():
         cache.compute(prompt(number, 4))
         assert keep(cache, prompt(number, 4), ttl_seconds=ttl, priority=priority).granted_tokens == 16
-    assert [kept.priority for kept in cache.kept.listing()] == [-1, 0, 0, 5]
+    assert [kept.priority for kept in cache.kept.listing().retentions] == [-1, 0, 0, 5]
     assert cache.kept.num_soft == 16
     left = []
     for number in range(10, 14):
@@ -317,9 +317,32 @@ def test_what_a_running_request_holds_is_not_given_up_for_nothing() -> None:
     hit = cache.match(np.append(prompt(2, 4), 9).astype(np.int32), ALICE)
     assert [cache.kept.num_soft_of(hit.match, pages) for pages in (0, 3, 4)] == [0, 3, 4]
     assert cache.kept.give_up(99) == 4
-    assert [kept.priority for kept in cache.kept.listing()] == [1], "it would have brought nothing"
+    assert [kept.priority for kept in cache.kept.listing().retentions] == [1], "it would have brought nothing"
     cache.finish(kv)
     assert cache.kept.num_soft == 4 and cache.kept.give_up(1) == 4
+
+
+def test_letting_go_of_a_prefix_of_what_else_is_kept_would_bring_nothing() -> None:
+    cache, longer = small(20, share=0.9), prompt(1, 6)
+    cache.compute(longer)
+    keep(cache, longer[: 2 * PAGE], priority=-5)
+    keep(cache, longer, priority=5)
+    hit = cache.match(np.append(longer, 9).astype(np.int32), ALICE)
+    assert [cache.kept.num_soft_of(hit.match, pages) for pages in (1, 2, 3, 6)] == [1, 2, 3, 6]
+    assert cache.kept.give_up(1) == 4
+    assert [kept.priority for kept in cache.kept.listing().retentions] == [-5]
+    cache.audit()
+
+
+def test_a_pin_does_not_grow_beyond_the_room_for_pins() -> None:
+    cache = small(12, share=0.9, context=8 * PAGE)
+    cache.compute(prompt(1, 3))
+    first = keep(cache, prompt(1, 6), pin=True)
+    assert (first.granted_tokens, first.pinned) == (12, True)
+    cache.compute(prompt(1, 6))
+    again = keep(cache, prompt(1, 6))
+    assert (again.granted_tokens, again.pinned, again.retention_id) == (16, True, first.retention_id)
+    assert "pins may take 16 tokens, of which 4 were left" in again.reason
 
 
 def test_who_is_told_that_something_went() -> None:
@@ -331,7 +354,7 @@ def test_who_is_told_that_something_went() -> None:
         kept.release(granted.retention_id)
     kept.retain(prompt(1, 4), ALICE, ttl_seconds=5)
     cache.now = 6
-    assert kept.listing() == [] and len(calls) == 3
+    assert kept.listing().retentions == () and len(calls) == 3
 
 
 # -- against a model
@@ -507,7 +530,7 @@ class RetentionMachine(RuleBasedStateMachine):
             assert self.cache.cached(ids(*tokens), namespace) == len(tokens)
         assert kept.num_pages == self.distinct() <= kept.budget
         assert kept._pins.distinct == self.distinct(pinned=True) <= max(0, 14 - 6)
-        listed = [(one.tokens, one.priority, one.pinned) for one in kept.listing()]
+        listed = [(one.tokens, one.priority, one.pinned) for one in kept.listing().retentions]
         assert sorted(listed) == sorted((len(tokens), rank, pin) for _, tokens, _, rank, pin in self.model.values())
         self.cache.audit()
 

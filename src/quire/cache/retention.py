@@ -64,6 +64,15 @@ class Retained:
     expires_in_seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainedList:
+    """What is kept, in tokens, each page counted once, of what may be."""
+
+    budget_tokens: int
+    retained_tokens: int
+    retentions: tuple[Retained, ...]
+
+
 class _Kept:
     """One retention. `expires_at` is in seconds of the clock; `order` tells those apart that are equal."""
 
@@ -239,11 +248,11 @@ class Retention:
         """Every lease it holds, for audits."""
         return tuple(kept.lease for kept in self._kept.values())
 
-    def listing(self) -> list[Retained]:
+    def listing(self) -> RetainedList:
         """What is kept, in the order in which it would be let go of, pins last."""
         now = self._seconds()
         self.expire(now)
-        return [
+        retentions = tuple(
             Retained(
                 tokens=kept.lease.num_pages * self._size,
                 priority=kept.priority,
@@ -251,7 +260,12 @@ class Retention:
                 expires_in_seconds=kept.expires_at - now,
             )
             for kept in sorted(self._kept.values(), key=_least)
-        ]
+        )
+        return RetainedList(
+            budget_tokens=self.budget * self._size,
+            retained_tokens=self.num_pages * self._size,
+            retentions=retentions,
+        )
 
     # -- inside
 

@@ -18,8 +18,10 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from quire.cache.flush import Flushed
+from quire.cache.retention import Granted, RetainedList
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput, prompt_bytes
 from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
 from quire.engine.process import BuildCore, EngineProcess, build_engine_core
 from quire.engine.request_stream import RequestStream
@@ -29,21 +31,31 @@ from quire.engine.wire import (
     Accepted,
     Add,
     AskExplanations,
+    AskFlush,
+    AskRelease,
+    AskRetain,
+    AskRetained,
     AskStatistics,
     Beat,
     Command,
+    Declined,
     Died,
     Explained,
     Failed,
+    FlushAnswer,
     Outputs,
     Ready,
     Refused,
+    ReleaseAnswer,
     Report,
+    RetainAnswer,
+    RetainedAnswer,
     Statistics,
 )
 from quire.errors import EngineDead, InvalidInput, QuireError, UnknownRequest
 from quire.observe.explain import Explanation, Explanations
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 logger = logging.getLogger(__name__)
@@ -250,6 +262,46 @@ class AsyncEngine:
             )
         return found.explanations
 
+    async def retain(
+        self,
+        prompt: Prompt,
+        *,
+        ttl_seconds: float,
+        adapter: str = "",
+        salt: str = "",
+        priority: int = 0,
+        pin: bool = False,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> Granted:
+        """Keep what is cached of a prompt for so long, and say how much that is and why not more. Raises InvalidInput
+        for what cannot be asked, and what `statistics` raises."""
+        _check_text("cache_salt", salt)
+        request = RetainRequest(
+            prompt=prompt_bytes(await self._token_ids(prompt)),
+            ttl_seconds=ttl_seconds,
+            adapter=adapter,
+            salt=salt,
+            priority=priority,
+            pin=pin,
+        )
+        answer: RetainAnswer = await self._ask(lambda question: AskRetain(question, request), timeout_s)
+        return answer.granted
+
+    async def release(self, retention_id: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Keep it no longer; False where there is nothing of that id, or not any more."""
+        answer: ReleaseAnswer = await self._ask(lambda question: AskRelease(question, retention_id), timeout_s)
+        return answer.released
+
+    async def retained(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> RetainedList:
+        """What is kept now, without telling whose it is."""
+        answer: RetainedAnswer = await self._ask(AskRetained, timeout_s)
+        return answer.retained
+
+    async def flush(self, namespace: Namespace | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Flushed:
+        """Forget what is cached of a namespace, or of all, and what was to be kept of it."""
+        answer: FlushAnswer = await self._ask(lambda question: AskFlush(question, namespace), timeout_s)
+        return answer.flushed
+
     async def _ask(self, command: Callable[[int], Command], timeout_s: float) -> Any:
         """The engine's report that answers a command with the number of a question."""
         self._check_alive()
@@ -356,7 +408,11 @@ class AsyncEngine:
                     stream.fail(error.rebuild())
             case Beat():
                 self._on_beat(report)
-            case Statistics() | Explained():
+            case Declined(question, error):
+                answer = self._questions.get(question)
+                if answer is not None and not answer.done():
+                    answer.set_exception(error.rebuild())
+            case Statistics() | Explained() | RetainAnswer() | ReleaseAnswer() | RetainedAnswer() | FlushAnswer():
                 if isinstance(report, Statistics):
                     self._last_statistics = report.statistics
                 answer = self._questions.get(report.question)

@@ -7,12 +7,15 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.cache import KVCache
+from quire.cache.flush import Flushed, flush
+from quire.cache.retention import Granted, RetainedList, Retention
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
-from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.engine.runner import ModelRunner, Step
 from quire.engine.sampler import Sampler
 from quire.errors import InvalidInput, QuireError, StepFailed
@@ -66,6 +69,9 @@ class EngineCore:
             page_tables=True,
             explains=config.explain,
         )
+        self.retention = Retention(
+            self.cache.tree, self.plan, share=config.retain_share, on_let_go=self._room_came_back
+        )
         self.explanations = Explanations()
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
@@ -118,6 +124,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         outputs, self._ended = self._ended, []
+        self.retention.expire()
         batch = self.scheduler.schedule()
         for request in batch.admitted:
             self._explain(request, outputs)
@@ -182,6 +189,29 @@ class EngineCore:
             error = StepFailed(f"the step failed: {type(error).__name__}: {error}.", fix="send the request again.")
         return TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error), status=error.status)
 
+    # -- keeping and forgetting
+
+    def retain(self, message: RetainRequest) -> Granted:
+        """Keep what is cached of a prefix (`Retention.retain`). Raises InvalidInput; then nothing has changed."""
+        _refuse_adapter(message.adapter)
+        tokens = np.frombuffer(message.prompt, dtype=np.int32)
+        namespace = Namespace(message.adapter, message.salt)
+        return self.retention.retain(
+            tokens, namespace, ttl_seconds=message.ttl_seconds, priority=message.priority, pin=message.pin
+        )
+
+    def release(self, retention_id: str) -> bool:
+        """Keep it no longer; False where there is nothing of that id."""
+        return self.retention.release(retention_id)
+
+    def retained(self) -> RetainedList:
+        """What is kept now."""
+        return self.retention.listing()
+
+    def flush(self, namespace: Namespace | None) -> Flushed:
+        """Forget what is cached of a namespace, or of all, and what was to be kept of it. Running requests go on."""
+        return flush(self.cache, namespace, num_retentions=self.retention.forget(namespace))
+
     # -- looking
 
     def statistics(self) -> dict[str, Any]:
@@ -199,6 +229,10 @@ class EngineCore:
             "refused_requests": self._counts["refused"],
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
+            "retentions": len(self.retention),
+            "retained_pages": self.retention.num_pages,
+            "retentions_expired": self.retention.num_expired,
+            "retentions_given_up": self.retention.num_given_up,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
             "weight_bytes": self.model.weight_bytes,
@@ -235,8 +269,7 @@ class EngineCore:
         stray = [token for token in message.params.stop_token_ids if not 0 <= token < vocabulary]
         if stray:
             raise InvalidInput(f"stop_token_ids names token {stray[0]}, outside the vocabulary of {vocabulary:,}.")
-        if message.adapter:
-            raise InvalidInput(f"adapter '{message.adapter}' was asked for, and this version loads no adapters.")
+        _refuse_adapter(message.adapter)
         if message.explain and not self.config.explain:
             raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
         limit = message.params.max_tokens
@@ -251,6 +284,10 @@ class EngineCore:
             priority=message.priority,
             explain=message.explain,
         )
+
+    def _room_came_back(self) -> None:
+        """Requests that wait may fit now: what they wait for counts as a change of the cache."""
+        self.cache.num_changes += 1
 
     def _set_threads(self) -> None:
         """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""
@@ -285,6 +322,11 @@ class EngineCore:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
         return default_kv_bytes(host_memory().available)
+
+
+def _refuse_adapter(name: str) -> None:
+    if name:
+        raise InvalidInput(f"adapter '{name}' was asked for, and this version loads no adapters.")
 
 
 def _fraction(value: float | None) -> Fraction | None:

@@ -10,9 +10,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from quire.cache.retention import Granted
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
-from quire.engine.messages import prompt_bytes
+from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
 from quire.errors import InvalidInput, QuireError
 from quire.models.tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
+from quire.spec.ids import Ids
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -86,6 +88,22 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, **options)
 
+    def retain(
+        self, prompt: Prompt, *, ttl_seconds: float, salt: str = "", priority: int = 0, pin: bool = False
+    ) -> Granted:
+        """Keep what is cached of a prompt for so long: the answer says how much that is, and why not more.
+
+        It is let go of earlier, by lower `priority` first, where running requests need the room, unless it is a `pin`.
+        """
+        tokens = self._tokens(prompt)[1].tobytes()
+        return self.engine.retain(
+            RetainRequest(prompt=tokens, ttl_seconds=ttl_seconds, salt=salt, priority=priority, pin=pin)
+        )
+
+    def release(self, retention_id: str) -> bool:
+        """Keep it no longer; False where there is nothing of that id, or not any more."""
+        return self.engine.release(retention_id)
+
     @property
     def plan(self) -> Plan:
         """The plan that the pools are built from and prompts are admitted by."""
@@ -115,6 +133,19 @@ class LLM:
         return params
 
     def _assembler(self, prompt: Prompt, params: SamplingParams) -> RequestAssembler:
+        text, tokens = self._tokens(prompt)
+        if params.stop and self.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
+        return RequestAssembler(
+            request_id=f"r{next(self._ids)}",
+            prompt=text,
+            prompt_token_ids=tokens,
+            params=params,
+            decoder=self.tokenizer,
+        )
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, Ids]:
+        """A prompt's text, where it has one, and its tokens."""
         text: str | None = None
         ids: Any = prompt
         if isinstance(prompt, Mapping):
@@ -129,16 +160,7 @@ class LLM:
                     "a text prompt needs a tokenizer.", fix="send prompt_token_ids, or load a tokenizer."
                 )
             ids = self.tokenizer.encode(text or "")
-        if params.stop and self.tokenizer is None:
-            raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
-        tokens = np.frombuffer(prompt_bytes(ids), dtype=np.int32)
-        return RequestAssembler(
-            request_id=f"r{next(self._ids)}",
-            prompt=text,
-            prompt_token_ids=tokens,
-            params=params,
-            decoder=self.tokenizer,
-        )
+        return text, np.frombuffer(prompt_bytes(ids), dtype=np.int32)
 
     def _add(self, assembler: RequestAssembler, added: list[RequestAssembler], **options: Any) -> None:
         try:

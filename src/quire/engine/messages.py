@@ -35,6 +35,17 @@ class EngineRequest(msgspec.Struct, kw_only=True):
         return np.frombuffer(self.prompt, dtype=np.int32)
 
 
+class RetainRequest(msgspec.Struct, kw_only=True):
+    """A prefix to keep: token ids as in `EngineRequest`, whose they are, and how (`quire.cache.retention`)."""
+
+    prompt: bytes
+    ttl_seconds: float
+    adapter: str = ""
+    salt: str = ""
+    priority: int = 0
+    pin: bool = False
+
+
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position: of the token drawn (`logprob`, `rank` from 1), and of the most likely ones."""
 

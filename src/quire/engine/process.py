@@ -32,8 +32,10 @@ from typing import Any, Protocol
 
 import zmq
 
+from quire.cache.flush import Flushed
+from quire.cache.retention import Granted, RetainedList
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.engine.wire import (
     COMMAND_DECODER,
     ENCODER,
@@ -43,16 +45,25 @@ from quire.engine.wire import (
     Accepted,
     Add,
     AskExplanations,
+    AskFlush,
+    AskRelease,
+    AskRetain,
+    AskRetained,
     AskStatistics,
     Beat,
     Command,
+    Declined,
     Died,
     Explained,
     Failed,
+    FlushAnswer,
     Outputs,
     Ready,
     Refused,
+    ReleaseAnswer,
     Report,
+    RetainAnswer,
+    RetainedAnswer,
     Shutdown,
     Statistics,
     WireError,
@@ -60,6 +71,7 @@ from quire.engine.wire import (
 )
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.observe.explain import Explanations
+from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +96,10 @@ class Core(Protocol):
     def step(self) -> list[TokenOutput]: ...
     def has_work(self) -> bool: ...
     def statistics(self) -> dict[str, Any]: ...
+    def retain(self, request: RetainRequest) -> Granted: ...
+    def release(self, retention_id: str) -> bool: ...
+    def retained(self) -> RetainedList: ...
+    def flush(self, namespace: Namespace | None) -> Flushed: ...
 
 
 BuildCore = Callable[[EngineConfig], Core]
@@ -357,8 +373,26 @@ class StepLoop:
             case AskExplanations(question, request_id):
                 kept = self._core.explanations
                 self._link.report(Explained(question, kept.of(request_id), len(kept)))
+            case AskRetain(question, retain):
+                self._answer(question, lambda: RetainAnswer(question, self._core.retain(retain)))
+            case AskRelease(question, retention_id):
+                self._answer(question, lambda: ReleaseAnswer(question, self._core.release(retention_id)))
+            case AskRetained(question):
+                self._answer(question, lambda: RetainedAnswer(question, self._core.retained()))
+            case AskFlush(question, namespace):
+                self._answer(question, lambda: FlushAnswer(question, self._core.flush(namespace)))
             case Shutdown():
                 self._running = False
+
+    def _answer(self, question: int, ask: Callable[[], Report]) -> None:
+        try:
+            self._link.report(ask())
+        except AssertionError:
+            raise
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                logger.exception("question %d could not be answered", question)
+            self._link.report(Declined(question, WireError.of(error)))
 
     def _add(self, request: EngineRequest) -> None:
         try:

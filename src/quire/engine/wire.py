@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 
 from quire import errors
-from quire.engine.messages import EngineRequest, TokenOutput
+from quire.cache.flush import Flushed
+from quire.cache.retention import Granted, RetainedList
+from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.errors import QuireError
 from quire.observe.explain import Explanation
+from quire.spec.events import Namespace
 
 EXIT_DEFECT = 1
 """Exit code of a failure that is no `QuireError`."""
@@ -73,6 +76,33 @@ class AskExplanations(msgspec.Struct, tag=True):
     request_id: str
 
 
+class AskRetain(msgspec.Struct, tag=True):
+    """Command: keep a prefix; answered by `RetainAnswer` or `Declined` of the same `question`."""
+
+    question: int
+    request: RetainRequest
+
+
+class AskRelease(msgspec.Struct, tag=True):
+    """Command: keep it no longer; answered by `ReleaseAnswer` of the same `question`."""
+
+    question: int
+    retention_id: str
+
+
+class AskRetained(msgspec.Struct, tag=True):
+    """Command: answer with `RetainedAnswer` of the same `question`."""
+
+    question: int
+
+
+class AskFlush(msgspec.Struct, tag=True):
+    """Command: forget a namespace, or everything where there is none; answered by `FlushAnswer`."""
+
+    question: int
+    namespace: Namespace | None
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Command: leave the loop now; what runs is dropped."""
 
@@ -133,14 +163,50 @@ class Explained(msgspec.Struct, tag=True):
     kept: int
 
 
+class RetainAnswer(msgspec.Struct, tag=True):
+    """Report: the answer to `AskRetain`."""
+
+    question: int
+    granted: Granted
+
+
+class ReleaseAnswer(msgspec.Struct, tag=True):
+    """Report: the answer to `AskRelease`: whether there was something to release."""
+
+    question: int
+    released: bool
+
+
+class RetainedAnswer(msgspec.Struct, tag=True):
+    """Report: the answer to `AskRetained`."""
+
+    question: int
+    retained: RetainedList
+
+
+class FlushAnswer(msgspec.Struct, tag=True):
+    """Report: the answer to `AskFlush`."""
+
+    question: int
+    flushed: Flushed
+
+
+class Declined(msgspec.Struct, tag=True):
+    """Report: a question that cannot be answered, and why; nothing has changed."""
+
+    question: int
+    error: WireError
+
+
 class Died(msgspec.Struct, tag=True):
     """Report: the loop ended by an exception; the process ends."""
 
     error: WireError
 
 
-Command = Add | Abort | AskStatistics | AskExplanations | Shutdown
-Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Statistics | Explained | Died
+Command = Add | Abort | AskStatistics | AskExplanations | AskRetain | AskRelease | AskRetained | AskFlush | Shutdown
+Answer = Statistics | Explained | RetainAnswer | ReleaseAnswer | RetainedAnswer | FlushAnswer | Declined
+Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
 
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

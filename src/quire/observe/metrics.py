@@ -31,6 +31,8 @@ COUNTERS = {
     "aborted_requests": "Requests that the client gave up.",
     "refused_requests": "Requests that could never fit or were invalid.",
     "failed_requests": "Requests that a failed step ended.",
+    "retentions_expired": "Retentions whose time was over.",
+    "retentions_given_up": "Retentions that were let go of for running requests.",
     "steps": "Steps of the engine.",
 }
 
@@ -38,6 +40,8 @@ GAUGES = {
     "running_requests": "Requests that hold pages.",
     "waiting_requests": "Requests that wait for room.",
     "shared_pages": "Pages that more than one request reads now.",
+    "retentions": "Prefixes that callers asked to keep.",
+    "retained_pages": "Pages that these keep, each counted once.",
     "kv_bytes": "Bytes of the KV pools.",
     "page_size": "Tokens in a page.",
 }

@@ -18,6 +18,7 @@ from quire.serve.chat import chat_router
 from quire.serve.completions import completions_router
 from quire.serve.gate import Gate
 from quire.serve.generation import Service
+from quire.serve.retention import retention_router
 from quire.serve.sse import ClientGone
 
 
@@ -37,6 +38,7 @@ def create_app(
     app.include_router(chat_router(service))
     app.include_router(_models_router(service))
     app.include_router(_state_router(service))
+    app.include_router(retention_router(service))
     app.add_middleware(Gate, metrics=metrics, api_key=api_key)
     return app
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from quire.errors import InvalidInput, QuireError
 from quire.serve.completions import most_likely
 from quire.serve.errors import BadField, error_body
 from quire.serve.generation import Generation, Service
-from quire.serve.protocol import ChatBody
+from quire.serve.protocol import ChatBody, Message
 from quire.serve.sse import DONE, EventStream, event, while_connected
 from quire.spec.ids import Ids
 
@@ -55,7 +55,7 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         body.check()
         params = body.params()
-        prompt = await _prompt(service.engine.tokenizer, body)
+        prompt = await chat_prompt(service.engine.tokenizer, body.messages, body.chat_template_kwargs or {})
         submit = Generation.submit(service, [prompt], params, body, kind="chatcmpl")
         generation = await while_connected(request, submit)
         if body.stream:
@@ -68,10 +68,11 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prompt(tokenizer: Tokenizer | None, body: ChatBody) -> Ids:
+async def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Message], variables: Mapping[str, Any]) -> Ids:
+    """The tokens of a conversation, through the model's template with these variables of its own. Raises InvalidInput
+    where there is no tokenizer, and BadField for variables that mean something to the tokenizer itself."""
     if tokenizer is None:
         raise InvalidInput("this server has no tokenizer, so it cannot chat.", fix="send token ids to /v1/completions.")
-    variables = body.chat_template_kwargs or {}
     for name in variables:
         if name in TEMPLATE_ARGUMENTS:
             raise BadField(
@@ -79,9 +80,9 @@ async def _prompt(tokenizer: Tokenizer | None, body: ChatBody) -> Ids:
                 param="chat_template_kwargs",
                 fix=f"leave {name} out.",
             )
-    messages = [message.plain() for message in body.messages]
+    plain = [message.plain() for message in messages]
     # In a thread always: how long a template takes is up to its author and the messages.
-    return await asyncio.to_thread(partial(tokenizer.apply_chat_template, messages, **variables))
+    return await asyncio.to_thread(partial(tokenizer.apply_chat_template, plain, **variables))
 
 
 async def _answer(service: Service, body: ChatBody, generation: Generation) -> dict[str, Any]:

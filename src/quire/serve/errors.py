@@ -104,6 +104,8 @@ def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
     field = str(first["loc"][1])
     if first["type"] == "missing":
         return BadField(f"{field} is required.", param=field)
+    if first["type"] == "extra_forbidden":
+        return BadField(f"{field} is no field of this request.", param=field, fix=f"leave {field} out.")
     reasons = dict.fromkeys(str(p["msg"]).removeprefix("Input should be ") for p in problems if p["loc"][1] == field)
     got = _short(first.get("input"))
     return BadField(f"{field} should be {', or '.join(list(reasons)[:4])}; got {got}.", param=field)

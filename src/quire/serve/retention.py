@@ -1,0 +1,127 @@
+"""`POST /v1/cache/retain`, `/release` and `/flush`, `GET /v1/cache/retained`: what callers want kept and forgotten.
+
+Whoever may use the server may ask, for the namespace whose salt they know. What is kept is released by an id that only
+the answer tells; what is listed tells neither ids nor tokens nor salts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from quire.engine.async_engine import Prompt
+from quire.serve.chat import chat_prompt
+from quire.serve.errors import BadField
+from quire.serve.generation import Service
+from quire.serve.protocol import Int32, Message, Text, TokenId
+from quire.spec.events import Namespace
+
+Salt = Annotated[Text | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
+"""`cache_salt`, as in a completion; `salt` is the same."""
+
+_PROMPTS = ("prompt", "prompt_token_ids", "messages")
+
+
+class RetainBody(BaseModel):
+    """A prompt in one of three forms, whose it is, and for how long it is to be kept."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    ttl_seconds: Annotated[float, Field(allow_inf_nan=False)]
+    prompt: Text | list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    chat_template_kwargs: dict[Text, Text | bool | int | float | None] | None = None
+    model: Text | None = None
+    cache_salt: Salt = None
+    adapter: Text | None = None
+    priority: Int32 | None = None
+    pin: bool | None = None
+
+    async def tokens(self, service: Service) -> Prompt:
+        """What is to be kept. Raises BadField unless it is given in exactly one form."""
+        given = [name for name in _PROMPTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = f"got {' and '.join(given)}" if given else "got none"
+            raise BadField(f"one of {', '.join(_PROMPTS)} is required; {found}.", param=(given or _PROMPTS)[-1])
+        if self.messages is not None:
+            return await chat_prompt(service.engine.tokenizer, self.messages, self.chat_template_kwargs or {})
+        if self.prompt_token_ids is not None:
+            return self.prompt_token_ids
+        assert self.prompt is not None
+        return self.prompt
+
+
+class ReleaseBody(BaseModel):
+    """The id that a retention was given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    id: Text
+
+
+class FlushBody(BaseModel):
+    """A namespace, by its salt or adapter or both, or everything. "" is the salt of those who send none."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    cache_salt: Salt = None
+    adapter: Text | None = None
+    all: bool | None = None
+
+    def namespace(self) -> Namespace | None:
+        """What to flush; None is everything. Raises BadField unless it is clear which."""
+        named = self.cache_salt is not None or self.adapter is not None
+        if named == bool(self.all):
+            raise BadField(
+                "say what to flush: a namespace by cache_salt or adapter, or everything, and not both.",
+                param="all",
+                fix='send {"cache_salt": "..."} or {"all": true}.',
+            )
+        return Namespace(self.adapter or "", self.cache_salt or "") if named else None
+
+
+def retention_router(service: Service) -> APIRouter:
+    """The routes, for `service`."""
+    router = APIRouter()
+
+    @router.post("/v1/cache/retain")
+    async def retain(body: RetainBody) -> dict[str, Any]:
+        """Keep what is cached of a prompt. `granted_tokens` says how much, `reason` why not more; it may be nothing."""
+        service.check_model(body.model)
+        granted = await service.engine.retain(
+            await body.tokens(service),
+            ttl_seconds=body.ttl_seconds,
+            adapter=body.adapter or "",
+            salt=body.cache_salt or "",
+            priority=body.priority or 0,
+            pin=bool(body.pin),
+        )
+        return {
+            "id": granted.retention_id or None,
+            "granted_tokens": granted.granted_tokens,
+            "asked_tokens": granted.asked_tokens,
+            "expires_in_seconds": granted.expires_in_seconds,
+            "pinned": granted.pinned,
+            "reason": granted.reason,
+        }
+
+    @router.post("/v1/cache/release")
+    async def release(body: ReleaseBody) -> dict[str, Any]:
+        """Keep it no longer. `released` is false where it had expired, was given up, or was never kept."""
+        return {"id": body.id, "released": await service.engine.release(body.id)}
+
+    @router.get("/v1/cache/retained")
+    async def retained() -> dict[str, Any]:
+        """What is kept, in the order in which it would be let go of, and the budget."""
+        return asdict(await service.engine.retained())
+
+    @router.post("/v1/cache/flush")
+    async def flush(body: FlushBody) -> dict[str, Any]:
+        """Forget what is cached of a namespace, or everything; running requests go on, and keep what they hold."""
+        return asdict(await service.engine.flush(body.namespace()))
+
+    return router
