@@ -1,0 +1,236 @@
+"""Frames to the host and back, byte for byte, for every layout there is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.memory.frame_copies import FrameCopies
+from quire.memory.frame_staging import StagedFrames
+from quire.memory.host_pool import HostPool
+from quire.memory.pool import Pool
+from quire.memory.record import HEADER_BYTES, check_record
+from quire.spec.group import GroupSpec
+from quire.spec.kv_format import KV_FORMATS
+from quire.spec.layout import PER_PAGE, DType, Field, PageLayout
+from tests.memory.layouts import PAGE_SIZES, layouts, specs
+
+FRAMES = 7
+ORDERS = (
+    ([1, 2, 3, 4], [2, 3, 4, 5]),  # one run
+    ([5, 1, 2, 7], [3, 6, 7, 1]),  # pieces, out of order
+    ([2, 1], [1, 2]),
+    ([6], [4]),
+)
+Pieces = list[dict[int, np.ndarray]]
+
+
+def pieces_of(pool: Pool) -> Pieces:
+    """For each field: layer -> uint8 `[frames + 1, bytes]`, live. What the pool holds, without what copies rely on."""
+    found = []
+    for field in pool.layout.fields:
+        of_layers = [pool.layer(field.name, layer) for layer in field.layers]
+        found.append(
+            {
+                layer: tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
+                for layer, tensor in zip(field.layers, of_layers, strict=True)
+            }
+        )
+    return found
+
+
+def fill(pool: Pool, rng: np.random.Generator) -> None:
+    for field in pieces_of(pool):
+        for piece in field.values():
+            piece[:] = rng.integers(0, 256, piece.shape, dtype=np.uint8)
+
+
+def payload(pieces: Pieces, frame: int) -> bytes:
+    """Fields in order, layers in order, entries in order."""
+    return b"".join(piece[frame].tobytes() for field in pieces for piece in field.values())
+
+
+def assert_frames(found: Pieces, expected: Pieces, moved: dict[int, int], layers: set[int], name: str) -> None:
+    """Of `layers`, frames in `moved` are those that it names of `expected`; everything else is zero."""
+    for index, field in enumerate(found):
+        for layer, piece in field.items():
+            wanted = np.zeros_like(piece)
+            if layer in layers:
+                for frame, source in moved.items():
+                    wanted[frame] = expected[index][layer][source]
+            assert np.array_equal(piece, wanted), f"{name}: field {index} of layer {layer}"
+
+
+@contextmanager
+def both(layout: PageLayout) -> Iterator[tuple[Pool, Pool, HostPool]]:
+    with closing(HostPool([GroupSpec(name="g", layout=layout)], [FRAMES], threads=1)) as host:
+        yield Pool(layout, FRAMES), Pool(layout, FRAMES), host
+
+
+def ids(frames: list[int]) -> np.ndarray:
+    return np.array(frames, dtype=np.int32)
+
+
+def check_round_trip(name: str, layout: PageLayout, order: tuple[list[int], list[int]], seed: int) -> None:
+    """Out, sealed, checked, back whole and back layer by layer, into other frames than they came from."""
+    rng = np.random.default_rng(seed)
+    device, records = order
+    back = [int(frame) + 1 for frame in rng.permutation(FRAMES)[: len(device)]]
+    with both(layout) as (first, second, host):
+        fill(first, rng)
+        source = pieces_of(first)
+        before = host.rows(0).copy()
+        out, into = FrameCopies([first], host), FrameCopies([second], host)
+        assert out.bytes_of(0) == layout.bytes_per_frame
+        out.to_host(0, ids(device), ids(records))
+        for frame, row in zip(device, records, strict=True):
+            before[row, HEADER_BYTES : HEADER_BYTES + layout.bytes_per_frame] = np.frombuffer(
+                payload(source, frame), dtype=np.uint8
+            )
+        assert np.array_equal(host.rows(0), before), name
+        keys = [hashlib.sha256(bytes([row])).digest() for row in records]
+        out.seal(0, ids(records), keys)
+        assert into.defects(0, ids(records), keys) == [""] * len(records)
+        assert all(check_record(host.rows(0)[row]) == "" for row in records)
+
+        moved = dict(zip(back, device, strict=True))
+        into.to_device(0, ids(back), ids(records))
+        assert_frames(pieces_of(second), source, moved, set(into.layers()), name)
+
+        for field in pieces_of(second):
+            for piece in field.values():
+                piece[:] = 0
+        there: set[int] = set()
+        for layer in into.layers():
+            into.to_device(0, ids(back), ids(records), layer)
+            there.add(layer)
+            if len(into.layers()) <= 12 or layer == into.layers()[-1]:
+                assert_frames(pieces_of(second), source, moved, there, name)
+        into.to_device(0, ids(back), ids(records), 10**6)  # a layer that keeps nothing here
+        assert_frames(pieces_of(second), source, moved, there, name)
+
+
+def check_all(page_size: int, most: int) -> int:
+    count = 0
+    for count, (name, layout) in enumerate(layouts(page_size, most), 1):
+        check_round_trip(name, layout, ORDERS[count % len(ORDERS)], count)
+    return count
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_every_layout_goes_out_and_comes_back(page_size: int) -> None:
+    assert check_all(page_size, (40 if page_size == 1 else 160) * 2**10) > 180
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_every_layout_goes_out_and_comes_back_large_ones_too(page_size: int) -> None:
+    assert check_all(page_size, 8 * 2**20) > 600
+
+
+def test_all_kinds_of_fields_are_among_them() -> None:
+    assert len(specs()) > 180
+    fields = [field for size in (1, 256) for _, layout in layouts(size, 160 * 2**10) for field in layout.fields]
+    assert {field.dtype for field in fields} >= {DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.UINT8}
+    assert {field.kv_format.name for field in fields if field.kv_format} >= {"mxfp8", "fp4_e2m1", "nvfp4"} & set(
+        KV_FORMATS
+    )
+    assert any(field.name.endswith("_scale") for field in fields)
+    assert {field.per for field in fields} >= {PER_PAGE, 1, 4, 128}
+
+
+@st.composite
+def odd_layouts(draw: st.DrawFn) -> PageLayout:
+    """Fields of odd sizes: pieces that no wider word divides, some of many bytes, layers in any order."""
+    page_size = draw(st.sampled_from((1, 2, 6)))
+    fields = []
+    for index in range(draw(st.integers(1, 3))):
+        shape = draw(st.sampled_from(((), (1,), (3,), (5, 7), (8,), (2, 4), (9000,))))
+        layers = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)))
+        dtype = draw(st.sampled_from((DType.UINT8, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3)))
+        per = draw(st.sampled_from([PER_PAGE, *(per for per in (1, 2) if page_size % per == 0)]))
+        fields.append(Field(name=f"f{index}", shape=shape, dtype=dtype, layers=layers, per=per))
+    return PageLayout(page_size, tuple(fields))
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    count = draw(st.integers(0, FRAMES))
+    frames = st.permutations(range(1, FRAMES + 1))
+    device, host = draw(frames)[:count], draw(frames)[:count]
+    return (sorted(device), sorted(host)) if draw(st.booleans()) else (device, host)
+
+
+@settings(max_examples=150, deadline=None)
+@given(odd_layouts(), orders(), st.integers(0, 1000))
+def test_layouts_of_odd_sizes_and_frames_in_any_order(
+    layout: PageLayout, order: tuple[list[int], list[int]], seed: int
+) -> None:
+    check_round_trip("odd", layout, order, seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(odd_layouts(), orders(), st.booleans())
+def test_staged_frames_are_the_same_bytes(
+    layout: PageLayout, order: tuple[list[int], list[int]], by_layer: bool
+) -> None:
+    """What an accelerator's frames go through, with ordinary memory as the device, in batches of one and of all."""
+    rng = np.random.default_rng(1)
+    device, records = ids(order[0]), ids(order[1])
+    with both(layout) as (first, second, host):
+        fill(first, rng)
+        FrameCopies([first], host).to_host(0, device, records)
+        expected = host.rows(0).copy()
+        host.rows(0)[:, HEADER_BYTES:] = 0
+        staged = StagedFrames(first, host.rows(0))
+        if by_layer:
+            staged._batch = 1
+        staged.to_host(device, records)
+        assert np.array_equal(host.rows(0), expected)
+        back = StagedFrames(second, host.rows(0))
+        for layer in FrameCopies([second], host).layers() if by_layer else (None,):
+            back.to_device(device, records, layer)
+        layers = {layer for field in layout.fields for layer in field.layers}
+        assert_frames(pieces_of(second), pieces_of(first), {int(f): int(f) for f in device}, layers, "staged")
+
+
+def test_groups_have_records_of_their_own() -> None:
+    groups = [
+        GroupSpec(name=name, layout=PageLayout(2, (Field(name="k", shape=(size,), dtype=DType.UINT8, layers=layers),)))
+        for name, size, layers in (("full", 40, (1, 3)), ("states", 100, (0,)))
+    ]
+    pools = [Pool(group.layout, 4) for group in groups]
+    rng = np.random.default_rng(0)
+    for pool in pools:
+        fill(pool, rng)
+    with closing(HostPool(groups, [4, 4])) as host:
+        copies = FrameCopies(pools, host)
+        assert copies.layers() == (0, 1, 3)
+        for index in range(2):
+            copies.to_host(index, ids([1, 2]), ids([3, 4]))
+            copies.seal(index, ids([3, 4]), [b"a" * 32, b"b" * 32])
+        for index in range(2):
+            assert copies.defects(index, ids([3, 4, 3]), [b"a" * 32, b"b" * 32, b"b" * 32]) == ["", "", "key"]
+            assert bytes(host.rows(index)[4, 64:])[: copies.bytes_of(index)] == payload(pieces_of(pools[index]), 2)
+        copies.to_host(0, ids([4]), ids([3]))
+        assert copies.defects(0, ids([3]), [b"a" * 32]) == ["digest"]
+
+
+@pytest.mark.parametrize(
+    ("device", "host"), [([0], [1]), ([1], [0]), ([8], [1]), ([1], [8]), ([-1], [1]), ([1, 2], [1])]
+)
+def test_frames_that_are_none_are_our_own_mistake(device: list[int], host: list[int]) -> None:
+    layout = PageLayout(1, (Field(name="k", shape=(4,), dtype=DType.UINT8, layers=(0,)),))
+    with both(layout) as (pool, _, records):
+        copies = FrameCopies([pool], records)
+        with pytest.raises(AssertionError):
+            copies.to_host(0, ids(device), ids(host))
+        with pytest.raises(AssertionError):
+            copies.to_device(0, ids(device), ids(host))
