@@ -485,6 +485,7 @@ class KVCache(RunningTables):
             num_pages=self.plan.num_pages,
             page_size=self.page_size,
             frames=frames,
+            tiers=self.tiers.statistics() if self.tiers is not None else None,
         )
 
     # -- inside

@@ -97,7 +97,7 @@ class Prefetcher:
         limit = max(0, len(tokens) - 1) // self._size
         found = self._tree.match(namespace, tokens)
         start = min(found.num_pages, limit)
-        if start == limit or tiering.break_even.is_off(Link.FETCH) or tiering.bad[found.pages].any():
+        if start == limit or tiering.bad[found.pages].any():
             return None
         above = int(found.pages[start - 1]) if start else 0
         parent = tiering.key_above(namespace, above)
@@ -116,7 +116,7 @@ class Prefetcher:
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting. Where it should not, no more is fetched for it."""
-        if prefetch.done:
+        if prefetch.done or self._tiering.break_even.is_off(Link.FETCH):
             return False
         settings = self._tiering.settings
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:

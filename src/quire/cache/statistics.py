@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class CacheStatistics:
     num_pages: int
     page_size: int
     frames: dict[str, FrameCounts]
+    tiers: dict[str, Any] | None = None
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:

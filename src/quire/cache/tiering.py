@@ -13,6 +13,8 @@ what depended on it is forgotten; whoever waited for it begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -199,6 +201,16 @@ class Tiering:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is."""
         return bool(self.moving) and self.mover.wait(_WAIT_S)
 
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start, and frames of the host by group."""
+        counters = asdict(self.counters)
+        counters["defects"] = {f"{tier}:{defect}": count for (tier, defect), count in self.counters.defects.items()}
+        hosts = {
+            host.name: {"total": host.num_frames, "free": host.num_free, "quarantined": host.num_quarantined}
+            for host in self.hosts
+        }
+        return {**counters, "host": hosts, "host_pages": self._tree.num_below}
+
     @property
     def num_dropped(self) -> int:
         """Changes that make an older hit wrong."""
@@ -269,10 +281,10 @@ class Tiering:
         if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
             pages = self.path(node)
             move = self.save(node.namespace, node, pages, ends=True, first=node.depth)
-            while move is not None and not move.done:
-                self.mover.wait(_WAIT_S)
-                self._ended += self.mover.finished()
-            if move is not None and move in self._ended:
+            if move is not None:
+                while move not in self._ended:
+                    self.mover.wait(_WAIT_S)
+                    self._ended += self.mover.finished()
                 self._ended.remove(move)
                 self._saved(move)
         return node.kept

@@ -33,6 +33,11 @@ class EngineConfig(BaseModel):
     other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
     bytes of states per byte of other pools, `max_mamba_cache_size` states, all by default what the load asks for; and
     `checkpoint_interval` is the tokens between states that a request leaves on its way, where frames are to spare.
+
+    Below the device: `host_memory` is one total in bytes for all groups (`auto`: as much as is useful and there; None:
+    none, or `auto` where there is `storage`); `storage` is a directory or a URL (`quire.tiers.stores.registry`), and
+    `storage_size` what may be kept there. `write_policy` says when a cached page is copied to the host, `prefetch` how
+    long a request waits for what is stored, `prefetch_seconds` so with `timeout`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -58,6 +63,12 @@ class EngineConfig(BaseModel):
     eviction: Literal["density", "lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "gdsf", "s3fifo"] = "density"
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
+    host_memory: int | Literal["auto"] | None = None
+    storage: str | None = None
+    storage_size: int | None = None
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    prefetch: Literal["break_even", "best_effort", "wait_complete", "timeout"] = "break_even"
+    prefetch_seconds: float = Field(default=2.0, ge=0)
     explain: bool = True
     weights_epoch: int = Field(default=0, ge=0, lt=2**63)
     retain_share: float = Field(default=0.25, ge=0, le=0.9)
@@ -69,6 +80,11 @@ class EngineConfig(BaseModel):
     @classmethod
     def _bytes(cls, value: str | int | None) -> int | None:
         return None if value is None or value == "auto" else parse_bytes(value)
+
+    @field_validator("host_memory", "storage_size", mode="before")
+    @classmethod
+    def _size(cls, value: str | int | None) -> int | str | None:
+        return value if value is None or value == "auto" else parse_bytes(value)
 
     @field_validator("kv_dtype")
     @classmethod

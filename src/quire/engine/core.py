@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
@@ -16,8 +17,9 @@ from quire.cache.retention import Granted, RetainedList, Retention
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
-from quire.engine.runner import ModelRunner, Step
+from quire.engine.runner import ModelRunner, Step, build_pools
 from quire.engine.sampler import Sampler
+from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 _AUTO_SHARE_CPU = 0.25  # of the memory available at start
 _AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
 _AUTO_MOST_CPU = 4 * 2**30
+_MOVES_S = 0.005  # to wait for bytes when there is nothing to compute
 _SMALL_MODEL = 16 * 10**6  # parameters
 
 
@@ -59,22 +62,27 @@ class EngineCore:
         self.plan = self.capacity.memory
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
+        self.pools = build_pools(self.plan, self.device)
+        self.tiers = EngineTiers(config, self.plan, self.pools) if EngineTiers.asked_for(config) else None
         self.cache = KVCache(
             self.plan,
             eviction=config.eviction,
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
-            model_identity=self.model.identity(config.weights_epoch),
+            model_identity=self.model.identity(config.weights_epoch, exact=config.storage is not None),
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
             explains=config.explain,
+            tiers=self.tiers.settings if self.tiers is not None else None,
         )
         self.retention = Retention(
             self.cache.tree, self.plan, share=config.retain_share, on_let_go=self._room_came_back
         )
         self.explanations = Explanations()
         self.eos_token_ids = tuple(self.model.eos_token_ids)
-        self.runner = ModelRunner(self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device)
+        self.runner = ModelRunner(
+            self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device, self.pools
+        )
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -119,6 +127,16 @@ class EngineCore:
         """Whether `step` has something to do or to report."""
         return self.scheduler.has_requests or self._in_flight is not None or bool(self._ended)
 
+    def has_moves(self) -> bool:
+        """Whether bytes are on their way between tiers, so that `step` should be called now and then."""
+        return self.tiers is not None and not self.tiers.mover.idle
+
+    def close(self) -> None:
+        """Stop: what is on its way to a store gets there, threads end. No request may be running."""
+        if self.tiers is not None:
+            self.tiers.close(self.cache.settle_moves)
+            self.tiers = None
+
     # -- the loop
 
     def step(self) -> list[TokenOutput]:
@@ -128,6 +146,9 @@ class EngineCore:
         batch = self.scheduler.schedule()
         for request in batch.admitted:
             self._explain(request, outputs)
+        if not batch.works and self._in_flight is None and not outputs:
+            self.cache.wait_moves(_MOVES_S)
+        started = time.perf_counter()
         launched = self._launch(batch, outputs)
         if self._in_flight is not None:
             outputs += self._settle(self._in_flight)
@@ -135,6 +156,8 @@ class EngineCore:
         if launched is not None and not self._overlap:
             outputs += self._settle(launched)
             self._in_flight = None
+        if self.tiers is not None and batch.num_tokens > len(batch.works):
+            self.tiers.break_even.computed(batch.num_tokens, time.perf_counter() - started)
         return outputs
 
     def _launch(self, batch: Batch, outputs: list[TokenOutput]) -> Step | None:
@@ -217,6 +240,8 @@ class EngineCore:
     def statistics(self) -> dict[str, Any]:
         """Counters and gauges, flat but for `frames`: by group, the frames of each owner."""
         cache = asdict(self.cache.statistics())
+        if self.tiers is not None and cache["tiers"] is not None:
+            cache["tiers"] |= self.tiers.statistics()
         return {
             **cache,
             "output_tokens": self._counts["output_tokens"],

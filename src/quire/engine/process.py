@@ -95,6 +95,8 @@ class Core(Protocol):
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> list[TokenOutput]: ...
     def has_work(self) -> bool: ...
+    def has_moves(self) -> bool: ...
+    def close(self) -> None: ...
     def statistics(self) -> dict[str, Any]: ...
     def retain(self, request: RetainRequest) -> Granted: ...
     def release(self, retention_id: str) -> bool: ...
@@ -333,14 +335,15 @@ class StepLoop:
         while self._running:
             for command in self._link.commands(self._patience_ms()):
                 self._obey(command)
-            if self._core.has_work():
+            if self._core.has_work() or self._core.has_moves():
                 self._step()
             self._beat()
+        self._core.close()
 
     def _patience_ms(self) -> int:
         """How long to wait for commands: as long as it takes when idle, not at all while steps bring something."""
         if not self._core.has_work():
-            return int(BEAT_S * 1000)
+            return _REST_MS if self._core.has_moves() else int(BEAT_S * 1000)
         return _REST_MS if self._num_empty_steps >= _EMPTY_STEPS_BEFORE_REST else 0
 
     def _step(self) -> None:

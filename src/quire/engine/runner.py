@@ -16,6 +16,7 @@ from quire.kernels.state import StateBatch
 from quire.memory.page_table import DevicePageTables
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
+from quire.plan.budget import MemoryPlan
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.request import Request
 from quire.spec.ids import Ids
@@ -49,18 +50,22 @@ class Step:
         return {work.request.request_id: found for work, found in rows if found is not None}
 
 
-class ModelRunner:
-    """Owns the pools' tensors. `launch` returns at once where the device computes on its own."""
+def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
+    """The device's memory: a pool for each group. Raises PlanError where it is not to be had."""
+    return tuple(Pool(group.layout, plan.frames_of(index), device=device) for index, group in enumerate(plan.groups))
 
-    def __init__(self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device) -> None:
+
+class ModelRunner:
+    """Runs on the pools' tensors. `launch` returns at once where the device computes on its own."""
+
+    def __init__(
+        self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device, pools: tuple[Pool, ...]
+    ) -> None:
         self._model = model
         self._cache = cache
         self._sampler = sampler
         self._device = device
-        self.pools = tuple(
-            Pool(group.layout, cache.plan.frames_of(index), device=device)
-            for index, group in enumerate(cache.plan.groups)
-        )
+        self.pools = pools
         following = [at for at, group in enumerate(cache.groups) if not group.reach.carried]
         self._place = {group: place for place, group in enumerate(following)}
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
@@ -82,6 +87,9 @@ class ModelRunner:
         try:
             requests = self._cache.batch([work.kv for work in works])
             self._tables.apply(self._cache.page_table_changes())
+            loads = tuple({load for work in works for load in work.kv.loads})
+            for pool in self.pools:
+                pool.arriving = loads
             batches = [self._of_group(requests, starts, counts, group) for group in range(len(self.pools))]
             logits = self._model.forward(
                 self._input_ids(batch, offsets, previous),
@@ -94,6 +102,9 @@ class ModelRunner:
         except BaseException:
             self._cache.close_fence(fence)
             raise
+        finally:
+            for pool in self.pools:
+                pool.arriving = ()
         return Step(batch, fence, sampled, drawn, {work.request.request_id: row for row, work in enumerate(sampled)})
 
     def _of_group(

@@ -56,8 +56,12 @@ class FrameCopies:
         return tuple(sorted({layer for pool in self._pools for field in pool.layout.fields for layer in field.layers}))
 
     def bytes_of(self, group: int) -> int:
-        """Bytes of one frame of that group."""
-        return self._pools[group].layout.bytes_per_frame
+        """Bytes of one record of that group."""
+        return self._host.format(group).num_bytes
+
+    def rows(self, group: int) -> Rows:
+        """The host's records, uint8 `[frames + 1, stride]`."""
+        return self._host.rows(group)
 
     def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
         """Copy `device_frames[i]` into the record of `host_frames[i]`, whose header is then no longer true."""

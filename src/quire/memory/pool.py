@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,13 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     found = getattr(torch, dtype.value)
     assert isinstance(found, torch.dtype)
     return found
+
+
+class Arriving(Protocol):
+    """Bytes on their way into frames, layer by layer."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when the layer is there."""
 
 
 class Pool:
@@ -29,6 +39,7 @@ class Pool:
         self.device = torch.device(device)
         self._fields: list[tuple[Field, Tensor]] = []
         self._layers: dict[tuple[str, int], Tensor] = {}
+        self.arriving: Sequence[Arriving] = ()  # loads that the step being launched reads, layer by layer
         self._field_of: dict[tuple[str, int], Field] = {}
         try:
             for field in layout.fields:
@@ -59,7 +70,12 @@ class Pool:
         return tuple(self._fields)
 
     def layer(self, name: str, layer: int) -> Tensor:
-        """`[num_frames + 1, entries, *shape]` of one layer: a view, for kernels to read and write in place."""
+        """`[num_frames + 1, entries, *shape]` of one layer: a view, for kernels to read and write in place.
+
+        Waits until what is `arriving` of that layer is there. Raises what the load raises if it has failed.
+        """
+        for load in self.arriving:
+            load.wait_layer(layer)
         return self._layers[name, layer]
 
     def field(self, name: str, layer: int) -> Field:

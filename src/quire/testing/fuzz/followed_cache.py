@@ -153,12 +153,12 @@ class FollowedCache:
         self._committed(s, len(tokens))
         self._check("commit")
 
-    def finish(self, kv: RequestKV, tokens: Ids | None = None) -> None:
+    def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
         """As the cache's."""
         s = self._of.pop(kv)
         if tokens is not None:
             self._name_of(s, tokens)
-        self.cache.finish(kv, tokens)
+        self.cache.finish(kv, tokens, returns=returns)
         if tokens is not None:
             self._committed(s, len(tokens))
         self.model.finish(s)

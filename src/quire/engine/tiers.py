@@ -1,0 +1,115 @@
+"""EngineTiers: host memory, a store and the mover between them, as an engine's settings ask for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.engine.config import EngineConfig
+from quire.engine.host_memory import host_memory
+from quire.errors import InvalidInput
+from quire.memory.frame_copies import FrameCopies
+from quire.memory.host_pool import HostPool
+from quire.memory.pool import Pool
+from quire.plan.budget import MemoryPlan
+from quire.plan.host import host_budget, host_frames
+from quire.tiers.break_even import BreakEven
+from quire.tiers.mover import ThreadMover
+from quire.tiers.moves import Link
+from quire.tiers.store import Store
+from quire.tiers.stores.registry import open_store
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0  # for bytes on their way to a store when the engine closes
+
+Progress = Callable[[int, int], None]
+
+
+class EngineTiers:
+    """Owns the host pool, the mover's threads and the store, until `close`.
+
+    Raises HostMemoryError where the host has no room, and StoreError where the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        pools: Sequence[Pool],
+        *,
+        seconds: Callable[[], float] = time.monotonic,
+        progress: Progress | None = None,
+    ) -> None:
+        memory = host_memory()
+        asked = config.host_memory if config.host_memory is not None else "auto"
+        self.num_bytes = host_budget(
+            asked,
+            available=memory.available,
+            limit=memory.limit,
+            total=memory.total,
+            device_bytes=plan.pool_bytes,
+        )
+        frames = host_frames(plan, self.num_bytes)
+        self.store: Store | None = open_store(config.storage, capacity=config.storage_size) if config.storage else None
+        try:
+            pinned = bool(pools) and pools[0].device.type == "cuda"
+            self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            raise
+        self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
+        self.break_even = BreakEven(seconds, on_change=_say)
+        self.settings = TierSettings(
+            host_frames=frames,
+            record_bytes=tuple(self._host.format(group).num_bytes for group in range(len(frames))),
+            mover=self.mover,
+            break_even=self.break_even,
+            write=WritePolicy(config.write_policy),
+            stores=self.store is not None,
+            prefetch=PrefetchPolicy(config.prefetch),
+            prefetch_seconds=config.prefetch_seconds,
+        )
+
+    @classmethod
+    def asked_for(cls, config: EngineConfig) -> bool:
+        """Whether the settings ask for any tier. Raises InvalidInput where they contradict each other."""
+        wanted = config.host_memory is not None or config.storage is not None
+        if wanted and not config.enable_prefix_caching:
+            raise InvalidInput(
+                "host memory and storage keep cached prefixes, and prefix caching is off.",
+                fix="leave prefix caching on, or leave host_memory and storage out.",
+            )
+        return wanted
+
+    def statistics(self) -> dict[str, Any]:
+        """Bandwidths in bytes per second where they are known, and why links that are off are."""
+        return {
+            "host_bytes": self._host.num_bytes,
+            "bandwidth": {link.value: self.mover.bandwidth(link) for link in Link if link is not Link.FORGET},
+            "latency": {link.value: self.mover.latency(link) for link in Link if link is not Link.FORGET},
+            "off": {link.value: why for link in Link if (why := self.break_even.why_off(link))},
+            "turned_off": self.break_even.turned_off_count,
+        }
+
+    def close(self, settle: Callable[[], bool]) -> None:
+        """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has."""
+        until = time.monotonic() + _CLOSE_S
+        while (settle() or not self.mover.idle) and time.monotonic() < until:
+            self.mover.wait(0.1)
+        self.mover.close()
+        settle()
+        if self.store is not None:
+            self.store.close()
+        self._host.close()
+
+
+def _say(link: Link, why: str) -> None:
+    if why:
+        logger.warning("%s turned itself off: %s", link.value, why)
+    else:
+        logger.warning("%s is on again", link.value)
