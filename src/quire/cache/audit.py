@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from quire.cache.audit_tiers import below_device, tier_laws
 from quire.cache.picture import GroupPicture, Picture
 from quire.errors import AuditFailure
 from quire.prefix.node import Node
@@ -45,8 +46,8 @@ def audit(cache: KVCache, before: Picture | None = None) -> Picture:
         broken += _tree(picture)
         broken += _leases(picture)
     broken += _queue(picture)
-    if picture.num_free + len(picture.out) != cache.plan.num_pages:
-        broken.append(f"{picture.num_free} pages are free, but {cache.plan.num_pages - len(picture.out)} are not out")
+    if picture.num_free + len(picture.out) != cache.pages.num_pages:
+        broken.append(f"{picture.num_free} pages are free, but {cache.pages.num_pages - len(picture.out)} are not out")
     for at, found in enumerate(picture.groups):
         group = before is None or found is not before.groups[at]
         if group or pages:
@@ -55,6 +56,8 @@ def audit(cache: KVCache, before: Picture | None = None) -> Picture:
             broken += _shelf(found, picture.tree.cached)
         if not found.whole and (group or rows):
             broken += _reads(picture, found)
+    if cache.tiers is not None:
+        broken += tier_laws(picture)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
     return picture
@@ -64,7 +67,7 @@ def _page_owners(picture: Picture) -> Iterator[str]:
     """Every page id is free, private, cached or moving, and only one of them."""
     cached, private, moving = picture.tree.cached, picture.requests.private, picture.waits.pages
     owned = sorted(cached + private + moving)
-    num_pages = picture.cache.plan.num_pages
+    num_pages = picture.cache.pages.num_pages
     if owned != picture.out:
         out = set(picture.out)
         free = [page for page in range(1, num_pages + 1) if page not in out]
@@ -98,6 +101,11 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
         if extra:
             yield f"{name}: page {extra[0]} is free and has a frame"
         missing = sorted(set(picture.out) - set(resident))
+        if picture.cache.tiers is not None:
+            gone = set(below_device(picture.tree))
+            if gone & set(resident):
+                yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
+            missing = [page for page in missing if page not in gone]
         if missing and group.reach.whole:
             yield f"{name}: page {missing[0]} is out and has no frame"
 
@@ -156,7 +164,7 @@ def _requests(picture: Picture) -> Iterator[str]:
 def _tree(picture: Picture) -> Iterator[str]:
     """Edges hold whole pages, children hang under their first page, parents point back; counters are sums."""
     tree, page_bytes = picture.cache.tree, picture.cache.page_size * TOKEN_BYTES
-    num_pages = num_protected = num_shared = num_children = 0
+    num_pages = num_protected = num_shared = num_below = num_children = 0
     for node, pages in picture.tree.edges:
         length = len(pages)
         if not length or len(node.key) != length * page_bytes:
@@ -164,12 +172,13 @@ def _tree(picture: Picture) -> Iterator[str]:
         parent = node.parent
         if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
             yield "a child hangs in the wrong place"
-        num_pages += length
         num_children += len(node.children)
-        if node.level:
-            num_protected += length
-            if node.level > 1:
-                num_shared += length
+        if not node.here:
+            num_below += length
+        else:
+            num_pages += length
+            num_protected += length if node.level else 0
+            num_shared += length if node.level > 1 else 0
         if parent is not None and node.depth != parent.depth + parent.num_pages:
             yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
     for root in picture.tree.roots:
@@ -178,7 +187,8 @@ def _tree(picture: Picture) -> Iterator[str]:
             yield "a root is kept that nothing needs"
     if num_children != len(picture.tree.edges):
         yield "a child hangs in the wrong place"
-    for name, total in (("num_pages", num_pages), ("num_protected", num_protected), ("num_shared", num_shared)):
+    sums = {"num_pages": num_pages, "num_protected": num_protected, "num_shared": num_shared, "num_below": num_below}
+    for name, total in sums.items():
         if getattr(tree, name) != total:
             yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
 
@@ -186,7 +196,7 @@ def _tree(picture: Picture) -> Iterator[str]:
 def _queue(picture: Picture) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
     for node, pages in picture.tree.edges:
-        if not node.level and not node.children and node not in picture.queued:
+        if not node.level and node.here and not node.num_here and node not in picture.queued:
             yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 

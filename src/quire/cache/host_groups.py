@@ -49,6 +49,11 @@ class HostGroup:
         return len(self._quarantined)
 
     @property
+    def quarantined(self) -> list[int]:
+        """The frames set aside, oldest first."""
+        return list(self._quarantined)
+
+    @property
     def column(self) -> Ids:
         """Host frame of each page, 0 where it has none."""
         return self.frames.column

@@ -97,12 +97,15 @@ class KVCache(RunningTables):
         )
         self.pages = page_allocator(num_pages, plan.page_size, "pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
+        self.holders: list[Callable[[], Sequence[Lease]]] = []  # who else keeps prefixes, for audits
         self.tiers = None
         if tiers is not None:
             self.tiers = Tiering(tiers, plan, table, self.groups, self.tree, identity, self._give_back)
-        self._prefetcher = None
+            self.holders.append(self.tiers.leases)
+        self.prefetcher = None
         if self.tiers is not None and tiers is not None and tiers.stores:
-            self._prefetcher = Prefetcher(self.tiers, self.tree, self.groups, self.pages, seconds)
+            self.prefetcher = Prefetcher(self.tiers, self.tree, self.groups, self.pages, seconds)
+            self.holders.append(self.prefetcher.leases)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
@@ -364,16 +367,16 @@ class KVCache(RunningTables):
 
     def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> Prefetch | None:
         """Start to fetch what of a prompt is in storage and not cached; None where there is nothing to wait for."""
-        return self._prefetcher.begin(tokens, namespace) if self._prefetcher is not None else None
+        return self.prefetcher.begin(tokens, namespace) if self.prefetcher is not None else None
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting for it."""
-        return self._prefetcher is not None and self._prefetcher.is_awaited(prefetch)
+        return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch)
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
         """Nobody waits for it any more."""
-        if self._prefetcher is not None:
-            self._prefetcher.stop(prefetch)
+        if self.prefetcher is not None:
+            self.prefetcher.stop(prefetch)
 
     def settle_moves(self) -> bool:
         """Take note of bytes that have arrived in another tier; whether any had. Never waits."""

@@ -137,6 +137,8 @@ class GroupPicture:
                 self.readers += group.pinned(row.kv.row, cache._rows[row.kv.row, : row.shared]).tolist()
                 if group.reach.carried:
                     self.carried += group.frames_of(row.kv.row).tolist()
+            if cache.tiers is not None:
+                self.readers += cache.tiers.readers(group.index, on_device=True).tolist()
             self.pins = group.shelf.pins(_ALL).tolist()
             self.shelved = group.shelf.on_shelf(_ALL).nonzero()[0].tolist()
             self.num_pinned = group.shelf.num_pinned
@@ -145,7 +147,18 @@ class GroupPicture:
 class Picture:
     """See above. `out` are the page ids handed out, ascending, `num_free` those that the free list counts."""
 
-    __slots__ = ("cache", "groups", "num_free", "out", "out_books", "queued", "requests", "tree", "waits")
+    __slots__ = (
+        "cache",
+        "groups",
+        "num_free",
+        "out",
+        "out_books",
+        "queued",
+        "queued_lower",
+        "requests",
+        "tree",
+        "waits",
+    )
 
     def __init__(self, cache: KVCache, before: Picture | None = None) -> None:
         self.cache = cache
@@ -154,6 +167,7 @@ class Picture:
         self.requests = self._requests(cache, before)
         self.tree = self._tree(cache, before)
         self.queued = cache.tree.queued()
+        self.queued_lower = cache.tree.queued_lower() if cache.tiers is not None else set()
         self.num_free = cache.num_free_pages
         self.out_books = cache.pages.is_out(_ALL).tobytes()
         self.out: list[int]
@@ -186,12 +200,14 @@ class Picture:
         nodes = list(tree.nodes())
         roots = list(tree.roots().values())
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
+        ends += [lease.node for holder in cache.holders for lease in holder()]
         edges = [
             (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
             for n in nodes
         ]
+        tiers = [(n.here, n.kept, n.num_here, n.num_kept) for n in nodes] if cache.tiers is not None else None
         tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.ghosts) for n in roots]
-        books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared)
+        books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
         if before is not None and before.tree.books == books:
             return before.tree
         return Tree(books, nodes, roots, ends)
@@ -210,6 +226,7 @@ class Picture:
             old = before.groups[group.index]
             read_in_part = group.shelf is not None  # then what it holds depends on what rows and steps in flight do
             same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
+            same &= cache.tiers is None
             if same and old.books == books:
                 return old
         return GroupPicture(cache, group, books, self.requests.rows, self.waits)

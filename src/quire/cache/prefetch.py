@@ -91,6 +91,15 @@ class Prefetcher:
         """Those that have not ended."""
         return tuple(self._running.values())
 
+    def leases(self) -> list[Lease]:
+        """What it holds of the tree."""
+        return [prefetch.lease for prefetch in self._running.values()]
+
+    def host_frames(self, group: int) -> Ids:
+        """Host frames that pieces on their way have taken."""
+        runs = [frames for each in self._running.values() for at, _, frames in each.fetching if at == group]
+        return np.concatenate(runs) if runs else NO_PAGES
+
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
         tiering = self._tiering

@@ -18,7 +18,8 @@ class WritePolicy(StrEnum):
     SELECTIVE = "write_through_selective"
     """When a second request uses it, or when its request is preempted."""
     BACK = "write_back"
-    """When it has to leave the device: the two tiers together hold the most, and eviction waits for the copy."""
+    """When it has to leave the device: the two tiers together hold the most, and eviction waits for the copy. What is
+    read in part only is small, leaves the device early, and is copied as soon as it is cached."""
 
 
 class PrefetchPolicy(StrEnum):

@@ -81,7 +81,7 @@ class Tiering:
         self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
-        self._arriving = np.zeros(table.num_pages + 1, dtype=np.int32)  # serial of the load that brings a page; 0: none
+        self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
         self._loads: dict[int, Move] = {}
         self._serial = 0
         self._ended: list[Move] = []
@@ -172,12 +172,12 @@ class Tiering:
         if new < len(pages):
             above = int(pages[new - 1]) if new else 0
             self.name(kv.namespace, above, tokens[new * self._page_size :], pages[new:])
-        if self.settings.write is WritePolicy.THROUGH:
+        if self.settings.write is not WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=False)
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
         """A request that ends has left these pages cached. `returns` where it will go on, and will want them."""
-        if self.settings.write is WritePolicy.THROUGH or (returns and self.settings.write is WritePolicy.SELECTIVE):
+        if returns or self.settings.write is not WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=True)
 
     def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
@@ -218,13 +218,19 @@ class Tiering:
 
     # -- saving
 
-    def save(self, namespace: Namespace, node: Node, pages: Ids, *, ends: bool, first: int = 0) -> Move | None:
+    def save(
+        self, namespace: Namespace, node: Node, pages: Ids, *, ends: bool, first: int = 0, goes: bool = False
+    ) -> Move | None:
         """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
-        end. `ends` where requests begin behind it: what they read in part goes with it."""
+        end. `ends` where requests begin behind it: what they read in part goes with it. What `WritePolicy.BACK` keeps
+        for later is saved only where it `goes`.
+        """
         if not len(pages):
             return None
         wanted = [self._unsaved(group, pages, ends) for group in self._groups]
         wanted = [at[at >= first] for at in wanted]
+        if self.settings.write is WritePolicy.BACK and not goes:
+            wanted = [at[:0] if host.shelf is None else at for at, host in zip(wanted, self.hosts, strict=True)]
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
@@ -248,7 +254,7 @@ class Tiering:
     def _unsaved(self, group: GroupCache, pages: Ids, ends: bool) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         lacks = ~self.hosts[group.index].resident(pages) & ~self._saving[group.index, pages] & ~self.bad[pages]
-        lacks &= self._arriving[pages] == 0
+        lacks &= self._arriving[group.index, pages] == 0
         lacks &= group.frames.resident(pages)
         if group.shelf is not None:
             useful: Bools = group.shelf.ranks(pages) >= Rank.MARKED
@@ -280,7 +286,7 @@ class Tiering:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
         if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
             pages = self.path(node)
-            move = self.save(node.namespace, node, pages, ends=True, first=node.depth)
+            move = self.save(node.namespace, node, pages, ends=True, first=node.depth, goes=True)
             if move is not None:
                 while move not in self._ended:
                     self.mover.wait(_WAIT_S)
@@ -340,7 +346,7 @@ class Tiering:
         moving.serial = self._serial
         self._loads[self._serial] = move
         for part in parts:
-            self._arriving[part.pages] = self._serial
+            self._arriving[part.group, part.pages] = self._serial
         self._tree.arrive(lease, len(pages))
         return move
 
@@ -348,7 +354,7 @@ class Tiering:
         """Loads that some of these pages come with."""
         if not self._loads:
             return []
-        return [self._loads[serial] for serial in np.unique(self._arriving[pages]).tolist() if serial]
+        return [self._loads[serial] for serial in np.unique(self._arriving[:, pages]).tolist() if serial]
 
     def is_ready(self, kv: RequestKV) -> bool:
         """Whether a step may be launched for a request: what it waits for is good and on its way, layer by layer."""
@@ -359,6 +365,34 @@ class Tiering:
     def has_failed(self, kv: RequestKV) -> bool:
         """Whether what a request waited for cannot be had."""
         return any(move.done and not move.is_whole for move in kv.loads)
+
+    # -- looking, for audits
+
+    def leases(self) -> list[Lease]:
+        """What moves, and what is to be forgotten, hold of the tree."""
+        return [moving.lease for moving in self.moving.values()] + [lease for lease, _ in self.condemned]
+
+    def readers(self, group: int, *, on_device: bool) -> Ids:
+        """Pages of a group that is read in part, once for each move that touches their frames in that tier."""
+        runs = [
+            part.pages
+            for moving in self.moving.values()
+            if (moving.on_device if on_device else moving.on_host)
+            for part in moving.parts
+            if part.group == group
+        ]
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+
+    def host_frames_of_moves(self, group: int) -> Ids:
+        """Host frames that saves have taken and that are no page's yet."""
+        runs = [
+            part.host
+            for moving in self.moving.values()
+            if not moving.on_host
+            for part in moving.parts
+            if part.group == group
+        ]
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
     # -- what has ended
 
@@ -472,8 +506,7 @@ class Tiering:
         moving = self._release(move)
         del self._loads[moving.serial]
         for part in moving.parts:
-            mine = self._arriving[part.pages] == moving.serial
-            self._arriving[part.pages[mine]] = 0
+            self._arriving[part.group, part.pages] = 0
         if move.is_whole:
             self.break_even.moved(Link.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
