@@ -25,10 +25,10 @@ from tests.prefix.key_vectors import IDENTITY, tokens, vectors
 
 GOLDEN = {
     "seeds": [
-        "541fc8f342938c01062acbf902a882265873cce2c07df9beea64e82fbbc8cddb",
-        "538f81838dcc45aae0f2661635e69b451baf936c97129f2b17ff3a6c25921ddd",
-        "1f6481178af1ad4008f7e74052e28b27b824a739a382f4cf11b5b17c54906e0a",
-        "af6d96be49e7c088a7dfb6034d2cc629fc1fd35f1c05c45325d5fc36a605596c",
+        "5947ef46f897a090c49a149af51da2d7930983287636165a9e28a148079f35ea",
+        "38d7089d857650ad13542d01e96e04e52b43c3c2c379d353804535679c149962",
+        "891e3f584807e69fdd46a3653328a0052c25afdbf28dee13e67fc0215204ab4f",
+        "748d2c13e33cdfc0038263057f20364a16bede9e1ac0c3e7f8daec96babf7264",
     ],
     "scopes": [
         "3eb803886136c829e387db49a829c8d5",
@@ -44,21 +44,21 @@ GOLDEN = {
         "f5f35c3219845720439a0ed0fe79be50a55ad4f5d07936c6c7d7c57bd6d7c9f6",
     ],
     "page of 1": [
-        "0df3e622fdbe2e684452e4c4b3683be7d4bbde9bae2b9fb5af18fc997bd1d29e",
+        "d03722a7e59bf81f34a1da2d6e9034115d920b89de1e4fb2cacb22f4440b9e2b",
     ],
     "pages of 1": [
-        "0df3e622fdbe2e684452e4c4b3683be7d4bbde9bae2b9fb5af18fc997bd1d29e",
-        "b2c8e216e69ca1990d8c20d6713852f0a2894963946b17378ceda5a7874e33f9",
-        "f055942d7b081cbff74454b2e5cb0a69c6e79593b3bee80fc3ea66641863872c",
+        "d03722a7e59bf81f34a1da2d6e9034115d920b89de1e4fb2cacb22f4440b9e2b",
+        "c7f0d1ecab88e88f0c87a665b9841ff9bffdb320a3e94c36ceb81b82b623207c",
+        "991c67b77c105d3ed08a1c95fdf82ff0bedfeac134f5ed93cab559e9306a67bf",
     ],
     "pages of 16": [
-        "af34a4b43aea3c942930e94b40a41905110afafa4884845646d3f18bacfc0e74",
-        "c0933ed623ff3de027265fc01e47845c5cfaac2c61a6e6cefd4877a13c9a542b",
-        "73a01f492f33579c5a86a396d2a597301229534d2f5c897d75202714136b8bc8",
+        "f1f0cffbc1cebc991acac2ae6bc94a5039836bb52f95e1a34d11530e4759cbb6",
+        "6b5decdbc86eddb68a18016c5aa6720fc27d5e4b0a9481dcb6a86bf02e5f867d",
+        "8eddf6dcab47d37b5ed1a01e0dd077f37d5b2c4d9ff789dcb15d8dd8462ae250",
     ],
     "cut run": [
-        "c0933ed623ff3de027265fc01e47845c5cfaac2c61a6e6cefd4877a13c9a542b",
-        "73a01f492f33579c5a86a396d2a597301229534d2f5c897d75202714136b8bc8",
+        "6b5decdbc86eddb68a18016c5aa6720fc27d5e4b0a9481dcb6a86bf02e5f867d",
+        "8eddf6dcab47d37b5ed1a01e0dd077f37d5b2c4d9ff789dcb15d8dd8462ae250",
     ],
 }
 """Stored pages are found by these: a change of any of them empties every store there is."""
@@ -82,10 +82,10 @@ def field(text: bytes) -> bytes:
 def test_a_key_written_out_by_hand() -> None:
     """Independent of the code: domain, number of fields, and each field behind its length."""
     seed = hashlib.sha256(
-        b"quire-namespace-1" + (3).to_bytes(8, "little") + field(IDENTITY) + field(b"") + field(b"tenant-1")
+        b"quire-namespace-2" + (3).to_bytes(8, "little") + field(IDENTITY) + field(b"") + field(b"tenant-1")
     ).digest()
     assert namespace_seed(Namespace(salt="tenant-1"), IDENTITY) == seed
-    page = hashlib.sha256(b"quire-page-1" + (4).to_bytes(4, "little") + seed + b"\x07\x00\x00\x00").digest()
+    page = hashlib.sha256(b"quire-page-2" + (4).to_bytes(4, "little") + seed + b"\x07\x00\x00\x00").digest()
     assert chain_pages(seed, tokens(7), 4) == (page,)
     edition = hashlib.sha256(b"quire-edition-1" + (1).to_bytes(8, "little") + field(IDENTITY)).digest()[:8]
     assert edition_of(IDENTITY) == edition
@@ -116,9 +116,9 @@ NAMES = [
     "a ",
     "\u200ba",
     "塩",
-    "quire-page-1",
+    "quire-page-2",
 ]
-NAMES += ["quire-namespace-1", (1).to_bytes(8, "little").decode() + "a", "None", "null", "default", "a" * 4096]
+NAMES += ["quire-namespace-2", (1).to_bytes(8, "little").decode() + "a", "None", "null", "default", "a" * 4096]
 
 
 def test_no_two_namespaces_share_a_seed_or_a_scope() -> None:
@@ -148,14 +148,14 @@ def test_tokens_that_look_like_headers_are_tokens() -> None:
     """A page whose bytes are another page's head, parent or whole input has a key of its own."""
     seed = namespace_seed(Namespace(), IDENTITY)
     inputs = [
-        b"quire-page-1",
+        b"quire-page-2",
         seed,
-        b"quire-page-1" + (4).to_bytes(4, "little") + seed,
+        b"quire-page-2" + (4).to_bytes(4, "little") + seed,
         bytes(64),
         bytes(4),
         b"\xff" * 4,
     ]
-    inputs += [b"quire-page-1" + (64).to_bytes(4, "little") + seed[:16] + bytes(32)]
+    inputs += [b"quire-page-2" + (64).to_bytes(4, "little") + seed[:16] + bytes(32)]
     keys = [chain_pages(seed, text, len(text))[0] for text in inputs]
     assert all_distinct([seed, *keys])
 

@@ -176,9 +176,10 @@ def test_events_tell_pages_with_their_chain() -> None:
     store(tree, "abxy", [1, 3])
     tree.evict(1)
     seed = namespace_seed(NAMESPACE)
-    first = hashlib.sha256(b"quire-page-1" + seed + ids("ab").tobytes()).digest()
-    second = hashlib.sha256(b"quire-page-1" + first + ids("cd").tobytes()).digest()
-    third = hashlib.sha256(b"quire-page-1" + first + ids("xy").tobytes()).digest()
+    head = b"quire-page-2\x08\0\0\0"
+    first = hashlib.sha256(head + seed + ids("ab").tobytes()).digest()
+    second = hashlib.sha256(head + first + ids("cd").tobytes()).digest()
+    third = hashlib.sha256(head + first + ids("xy").tobytes()).digest()
     abcd, xy, gone = events
     assert isinstance(abcd, PagesStored) and isinstance(xy, PagesStored) and isinstance(gone, PagesRemoved)
     assert (abcd.parent, abcd.hashes, abcd.tokens) == (seed, (first, second), ids("abcd").tobytes())
@@ -214,13 +215,15 @@ def test_hashes_are_fixed_for_ever() -> None:
     assert namespace_seed(Namespace(), b"one model") != namespace_seed(Namespace(), b"another")
     assert namespace_seed(Namespace(), b"x") != namespace_seed(Namespace("x"))
     expected = hashlib.sha256(
-        b"quire-namespace-1" + bytes(8) + b"\4" + bytes(7) + b"lora" + b"\6" + bytes(7) + b"tenant"
+        b"quire-namespace-2\3" + bytes(7) + bytes(8) + b"\4" + bytes(7) + b"lora" + b"\6" + bytes(7) + b"tenant"
     ).digest()
     assert seed == expected
-    assert namespace_seed(Namespace()).hex()[:16] == hashlib.sha256(b"quire-namespace-1" + bytes(24)).hexdigest()[:16]
+    empty = hashlib.sha256(b"quire-namespace-2\3" + bytes(7) + bytes(24)).digest()
+    assert namespace_seed(Namespace()) == empty
     one, two = chain_pages(seed, ids("abcde").tobytes(), 8)
-    assert one == hashlib.sha256(b"quire-page-1" + seed + ids("ab").tobytes()).digest()
-    assert two == hashlib.sha256(b"quire-page-1" + one + ids("cd").tobytes()).digest()
+    head = b"quire-page-2\x08\0\0\0"
+    assert one == hashlib.sha256(head + seed + ids("ab").tobytes()).digest()
+    assert two == hashlib.sha256(head + one + ids("cd").tobytes()).digest()
 
 
 def test_every_part_of_a_key_changes_it() -> None:

@@ -40,7 +40,7 @@ def fresh(length: int = 48) -> str:
     return (f"{uuid.uuid4().hex} " * 8)[:length]
 
 
-def compute(live: LiveServer, prompt: str, **options: Any) -> int:
+def compute(live: LiveServer, prompt: str | list[int], **options: Any) -> int:
     """Run a prompt; returns how many of its tokens were cached."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0} | options
     status, answer = live.request("/v1/completions", body)
@@ -102,7 +102,7 @@ def test_the_three_forms_of_a_prompt(live: LiveServer) -> None:
     text = fresh(32)
     compute(live, text)
     tokens = ByteTokenizer().encode(text).tolist()
-    compute(live, text, prompt=tokens)
+    compute(live, tokens)
     found = [asked(live, RETAIN, ttl_seconds=9, **form) for form in ({"prompt": tokens}, {"prompt_token_ids": tokens})]
     assert [answer["granted_tokens"] for answer in found] == [32, 32]
     assert found[0]["id"] == found[1]["id"]
@@ -113,7 +113,7 @@ def test_the_three_forms_of_a_prompt(live: LiveServer) -> None:
     assert answer["granted_tokens"] >= 48
 
 
-def test_it_expires_without_anybody_asking(live: LiveServer) -> None:
+def test_it_expires(live: LiveServer) -> None:
     prompt = fresh()
     compute(live, prompt)
     answer = asked(live, RETAIN, prompt=prompt, ttl_seconds=0.2)
@@ -240,7 +240,10 @@ def test_in_this_process(tiny_model: Path) -> None:
     assert llm.generate([prompt], SamplingParams(max_tokens=1))[0].num_cached_tokens == 48
     assert llm.retain("nobody sent this", ttl_seconds=1).granted_tokens == 0
     assert llm.release(granted.retention_id) and not llm.release(granted.retention_id)
+    changes = llm.engine.cache.num_changes
+    assert llm.retain(prompt, ttl_seconds=60).granted_tokens == 48
     assert llm.engine.flush(None).held_tokens == 0
+    assert llm.engine.cache.num_changes > changes, "requests that wait for room try again"
     llm.engine.audit()
 
 

@@ -11,7 +11,7 @@ from quire.spec.events import Namespace
 def namespace_seed(namespace: Namespace, identity: bytes = b"") -> bytes:
     """Where a namespace's chain begins, 32 bytes. `identity` stands for everything else that a page's bytes depend on:
     the model and the layouts. An adapter named like another's salt gives another seed."""
-    return _digest(b"quire-namespace-1", identity, namespace.adapter.encode(), namespace.salt.encode())
+    return _digest(b"quire-namespace-2", identity, namespace.adapter.encode(), namespace.salt.encode())
 
 
 def layout_identity(model: bytes, layouts: Sequence[str]) -> bytes:
@@ -39,7 +39,7 @@ def edition_of(identity: bytes) -> bytes:
 def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
     """Hashes of the whole pages in `tokens` (raw int32 bytes), each over its parent's hash and its own bytes."""
     hashes = []
-    head = b"quire-page-1" + page_bytes.to_bytes(4, "little")
+    head = b"quire-page-2" + page_bytes.to_bytes(4, "little")
     for at in range(0, len(tokens) - page_bytes + 1, page_bytes):
         parent = hashlib.sha256(head + parent + tokens[at : at + page_bytes]).digest()
         hashes.append(parent)

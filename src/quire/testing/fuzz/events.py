@@ -49,14 +49,14 @@ class EventFold:
         assert len(event.tokens) == size * len(event.hashes)
         for at, stored in enumerate(event.hashes):
             page = event.tokens[at * size : at * size + size]
-            digest = hashlib.sha256(b"quire-page-1" + struct.pack("<I", size) + digest + page).digest()
+            digest = hashlib.sha256(b"quire-page-2" + struct.pack("<I", size) + digest + page).digest()
             assert digest == stored, "a page's hash is not that of its tokens and of the page before"
             name = self._names.follow(name, page)
             assert digest not in self.stored, "a page is stored twice"
             self.stored[digest] = name
 
     def _seed(self, namespace: Namespace) -> bytes:
-        return _digest(b"quire-namespace-1", self._identity, namespace.adapter.encode(), namespace.salt.encode())
+        return _digest(b"quire-namespace-2", self._identity, namespace.adapter.encode(), namespace.salt.encode())
 
 
 def _digest(domain: bytes, *parts: bytes) -> bytes:
