@@ -143,6 +143,28 @@ def test_a_link_that_became_fast_recovers_with_one_measurement() -> None:
     assert all(bench.worth() for _ in range(20))
 
 
+def test_a_link_that_won_starts_afresh() -> None:
+    bench = slow(losses=3, first_rest=1.0)
+    for _ in range(5):  # trials that fail, so that the rest grows
+        for _ in range(3):
+            assert not bench.worth()
+        bench.now += 1000.0
+        assert bench.worth()
+        bench.measure(Link.LOAD, 2 * GB)
+    assert not bench.worth()
+    bench.now += 1000.0
+    assert bench.worth()
+    bench.measure(Link.LOAD, 40 * GB)
+    assert bench.worth()
+    for _ in range(50):
+        bench.measure(Link.LOAD, 2 * GB)
+    assert not bench.worth()
+    assert not bench.even.is_off(Link.LOAD), "one loss is no row"
+    assert [bench.worth(), bench.worth(), bench.even.is_off(Link.LOAD)] == [False, False, True]
+    bench.now += 1.0
+    assert bench.worth(), "the first rest is short again"
+
+
 def test_a_fetch_is_followed_by_a_load() -> None:
     bench = Bench(losses=1)
     bench.even.computed(4000, 0.1)  # 25 ms for 1000 tokens

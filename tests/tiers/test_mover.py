@@ -270,12 +270,26 @@ def test_reading_does_not_wait_behind_writing() -> None:
         for write in writes:
             assert mover.submit(write)
         entered(store)
+        assert not store.entered.acquire(timeout=0.1), "both threads write"
         look = move_of(copies, Link.LOOK, [units(0, [], [], [1])])
         assert mover.submit(look)
         assert collect(mover) == [look]
         assert look.answers == ((Answer.MISS,),)
         gate.release(100)
         assert collect(mover, 2) == writes
+
+
+def test_what_reads_goes_before_what_waits_to_write() -> None:
+    copies, store = saved(1, 2), DictStore()
+    gate = store.hold("put")
+    with mover_of(copies, store, threads=1) as mover:
+        moves = [move_of(copies, Link.ARCHIVE, pages(number)) for number in (1, 2)]
+        assert all(mover.submit(move) for move in moves)
+        entered(store)
+        fetch = move_of(copies, Link.FETCH, pages(9))
+        assert mover.submit(fetch)
+        gate.release(100)
+        assert collect(mover, 3) == [moves[0], fetch, moves[1]]
 
 
 def test_forgetting_keeps_its_place_among_writes() -> None:
