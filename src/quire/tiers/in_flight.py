@@ -19,7 +19,8 @@ _MOST_MOVES = 1024  # on one link; those of no bytes would have no bound
 
 
 class InFlight:
-    """Bounded per link, in bytes and in moves. A move larger than the bound is taken when it is alone."""
+    """Bounded per link: in moves, and in bytes where a bound is given. A move larger than that is taken when it is
+    alone."""
 
     def __init__(self, most_bytes: Mapping[Link, int]) -> None:
         self._most_bytes = most_bytes
@@ -29,8 +30,9 @@ class InFlight:
     def take(self, move: Move) -> bool:
         """Count a move in. False: there is no room for it now, and nothing was changed."""
         link = move.link
-        room = self._most_bytes.get(link, move.num_bytes) - self._bytes[link]
-        if self._moves[link] and (move.num_bytes > room or self._moves[link] >= _MOST_MOVES):
+        most = self._most_bytes.get(link)
+        is_full = most is not None and self._bytes[link] + move.num_bytes > most
+        if self._moves[link] and (is_full or self._moves[link] >= _MOST_MOVES):
             return False
         self._bytes[link] += move.num_bytes
         self._moves[link] += 1

@@ -192,21 +192,21 @@ class Copies(Protocol):
     def layers(self) -> tuple[int, ...]:
         """In the order in which a forward pass reads them."""
 
-    def bytes_of(self, group: int) -> int:
-        """Of one record."""
+    def bytes_of(self, group: int, /) -> int:
+        """Of one record, header and payload."""
 
-    def rows(self, group: int) -> npt.NDArray[np.uint8]:
+    def rows(self, group: int, /) -> npt.NDArray[np.uint8]:
         """The host's records, uint8 `[frames + 1, stride]`; a record is the first `bytes_of(group)` of its row."""
 
-    def to_host(self, group: int, device: Ids, host: Ids) -> None:
+    def to_host(self, group: int, device: Ids, host: Ids, /) -> None:
         """Copy whole frames; returns when the bytes are there."""
 
-    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
+    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> None:
         """Copy one layer of frames, or all of them; returns when the bytes are there. Nothing is copied where the group
         has nothing of the layer."""
 
-    def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
+    def seal(self, group: int, host: Ids, keys: Sequence[bytes], /) -> None:
         """Write the headers of records whose payload is there: these are the frames of these pages."""
 
-    def defects(self, group: int, host: Ids, keys: Sequence[bytes]) -> list[str]:
+    def defects(self, group: int, host: Ids, keys: Sequence[bytes], /) -> list[str]:
         """What is wrong with records that should be the frames of these pages; "" where nothing is."""

@@ -141,11 +141,13 @@ class VirtualMover(Mover):
     def _end_of(self, passage: _Passage, now: float) -> float:
         """When it ends, which is now for one that was stopped: it then keeps what would have come by now."""
         move = passage.move
-        if move.stopping and move.link in (Link.FETCH, Link.ARCHIVE) and now < passage.end:
-            share = max(0.0, now - passage.began) / (passage.end - passage.began)
-            pages = max((len(units) for units in move.units), default=0)
-            move.kept_pages = int(share * pages)
-            passage.end = max(passage.began, now)
+        if move.stopping and not passage.stopped and move.link in (Link.FETCH, Link.ARCHIVE):
+            passage.stopped = True
+            move.kept_pages = sum(map(len, move.units))
+            if now < passage.end:
+                share = max(0.0, now - passage.began) / (passage.end - passage.began)
+                move.kept_pages = int(share * max(map(len, move.units), default=0))
+                passage.end = max(passage.began, now)
         return passage.end
 
     def _finish(self, lane: deque[_Passage]) -> None:
@@ -165,14 +167,14 @@ class VirtualMover(Mover):
 class _Passage:
     """A move on its lane: since when, until when, and how far it is."""
 
-    __slots__ = ("began", "begun", "end", "error", "move", "over", "pieces", "submitted")
+    __slots__ = ("began", "begun", "end", "error", "move", "over", "pieces", "stopped", "submitted")
 
     def __init__(self, move: Move, pieces: Iterator[None], submitted: float) -> None:
         self.move = move
         self.pieces = pieces
         self.submitted = submitted
         self.began = self.end = submitted
-        self.begun = self.over = False
+        self.begun = self.over = self.stopped = False
         self.error = ""
 
     def advance(self) -> None:

@@ -1,0 +1,113 @@
+"""Copies between numpy arrays: small, real, and independent of the pools."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.spec.ids import Ids
+from quire.tiers.moves import Units
+
+HEADER = 16
+
+
+def page_key(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(4, "little")).digest()
+
+
+def ids(*frames: int) -> Ids:
+    return np.array(frames, dtype=np.int32)
+
+
+def units(group: int, device: Sequence[int], host: Sequence[int], pages: Sequence[int]) -> Units:
+    return Units(group, ids(*device), ids(*host), tuple(page_key(page) for page in pages))
+
+
+class ArrayCopies:
+    """Group g has the layers `owned[g]`, of `widths[g]` bytes each. A record is 16 bytes of digest and the payload, in
+    rows a little longer than that. `log` has every call; a call named in `failing` raises; one in `held` waits."""
+
+    def __init__(
+        self,
+        owned: Sequence[Sequence[int]] = ((0, 2), (1,)),
+        widths: Sequence[int] = (24, 40),
+        *,
+        num_device: int = 16,
+        num_host: int = 16,
+    ) -> None:
+        self.owned = [tuple(layers) for layers in owned]
+        self.device = [
+            np.zeros((len(layers), num_device + 1, width), dtype=np.uint8)
+            for layers, width in zip(owned, widths, strict=True)
+        ]
+        self.sizes = [HEADER + len(layers) * width for layers, width in zip(owned, widths, strict=True)]
+        self.host = [np.zeros((num_host + 1, size + 5), dtype=np.uint8) for size in self.sizes]
+        self.log: list[tuple[str, int, int | None]] = []
+        self.failing: set[str] = set()
+        self.held: dict[str, threading.Semaphore] = {}
+        self.entered = threading.Semaphore(0)  # one for each call that is held, or was
+
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted(layer for layers in self.owned for layer in layers))
+
+    def bytes_of(self, group: int) -> int:
+        return self.sizes[group]
+
+    def rows(self, group: int) -> npt.NDArray[np.uint8]:
+        return self.host[group]
+
+    def to_host(self, group: int, device: Ids, host: Ids) -> None:
+        self._note("to_host", group)
+        payload = self.device[group][:, device].swapaxes(0, 1).reshape(len(device), -1)
+        self.host[group][host, HEADER : self.sizes[group]] = payload
+
+    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
+        self._note("to_device", group, layer)
+        layers, _, width = self.device[group].shape
+        payload = self.host[group][host, HEADER : self.sizes[group]].reshape(len(host), layers, width)
+        for at, owned in enumerate(self.owned[group]):
+            if layer is None or layer == owned:
+                self.device[group][at, device] = payload[:, at]
+
+    def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
+        self._note("seal", group)
+        for frame, key in zip(host, keys, strict=True):
+            self.host[group][frame, :HEADER] = np.frombuffer(self._digest(group, int(frame), key), dtype=np.uint8)
+
+    def defects(self, group: int, host: Ids, keys: Sequence[bytes]) -> list[str]:
+        self._note("defects", group)
+        return [
+            "" if self.host[group][frame, :HEADER].tobytes() == self._digest(group, int(frame), key) else "digest"
+            for frame, key in zip(host, keys, strict=True)
+        ]
+
+    def calls(self, name: str) -> int:
+        return sum(entry[0] == name for entry in self.log)
+
+    def fill(self, group: int, frames: Ids, seed: int) -> npt.NDArray[np.uint8]:
+        """Random bytes on the device; returns a copy of them."""
+        shape = self.device[group][:, frames].shape
+        content = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+        self.device[group][:, frames] = content
+        return content
+
+    def hold(self, name: str) -> threading.Semaphore:
+        """Calls of this name wait from now on, each for one release."""
+        self.held[name] = threading.Semaphore(0)
+        return self.held[name]
+
+    def _digest(self, group: int, frame: int, key: bytes) -> bytes:
+        payload = self.host[group][frame, HEADER : self.sizes[group]].tobytes()
+        return hashlib.blake2b(key + bytes([group]) + payload, digest_size=HEADER).digest()
+
+    def _note(self, name: str, group: int, layer: int | None = None) -> None:
+        self.log.append((name, group, layer))
+        if name in self.held:
+            self.entered.release()
+            assert self.held[name].acquire(timeout=60)
+        if name in self.failing:
+            raise OSError(f"{name} failed")

@@ -1,0 +1,307 @@
+"""BreakEven: what is worth moving follows from what was measured, and a link that loses gets another chance."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quire.tiers.break_even import BreakEven
+from quire.tiers.moves import Link
+from quire.tiers.rate import Rate
+
+GB = 10**9
+BYTES = 227_500  # of a token: break-even at 9.1 GB/s for 40,000 tokens/s
+
+rates = st.floats(1e3, 1e6)
+bandwidths = st.floats(1e6, 1e12)
+latencies = st.floats(0.0, 1.0)
+sizes = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
+
+
+class Bench:
+    """A clock, and the log of what links say."""
+
+    def __init__(self, **settings: float) -> None:
+        self.now = 0.0
+        self.said: list[tuple[Link, str]] = []
+        self.even = BreakEven(
+            lambda: self.now,
+            on_change=lambda link, why: self.said.append((link, why)),
+            **settings,  # type: ignore[arg-type]
+        )
+
+    def measure(self, link: Link, bandwidth: float, latency: float = 0.0, tokens: int = 1000) -> None:
+        self.even.moved(link, tokens * BYTES, latency + tokens * BYTES / bandwidth)
+
+    def worth(self, link: Link = Link.LOAD, tokens: int = 1000) -> bool:
+        return self.even.worth(link, tokens, tokens * BYTES)
+
+
+def slow(**settings: float) -> Bench:
+    """40,000 tokens/s beside a host link of 2 GB/s."""
+    bench = Bench(**settings)
+    bench.even.computed(4000, 0.1)
+    bench.measure(Link.LOAD, 2 * GB)
+    return bench
+
+
+def test_while_nothing_is_known_moving_is_tried() -> None:
+    bench = Bench()
+    assert bench.worth()
+    assert (bench.even.compute_seconds(1000), bench.even.load_seconds(Link.LOAD, 1000)) == (None, None)
+    bench.even.computed(4000, 0.1)
+    assert bench.worth()
+    bench.measure(Link.LOAD, 2 * GB)
+    assert not bench.worth()
+
+
+def test_tiny_steps_say_nothing() -> None:
+    bench = Bench()
+    bench.even.computed(8, 1.0)
+    assert bench.even.compute_seconds(100) is None
+    bench.even.computed(1000, 0.5)
+    assert bench.even.compute_seconds(100) == pytest.approx(0.05)
+
+
+def test_a_link_that_loses_turns_itself_off_and_says_so_once() -> None:
+    bench = slow(losses=5)
+    assert [bench.worth() for _ in range(4)] == [False] * 4
+    assert not bench.even.is_off(Link.LOAD)
+    assert not bench.worth()
+    why = "recompute is cheaper below 9.1 GB/s; measured 2.0 GB/s"
+    assert bench.even.is_off(Link.LOAD)
+    assert bench.even.why_off(Link.LOAD) == why
+    assert bench.said == [(Link.LOAD, why)]
+    assert [bench.worth() for _ in range(50)] == [False] * 50
+    assert (len(bench.said), bench.even.turned_off_count) == (1, 1)
+    assert not bench.even.is_off(Link.FETCH)
+    assert bench.even.why_off(Link.FETCH) == ""
+
+
+def test_a_win_ends_the_row_of_losses() -> None:
+    bench = Bench(losses=3)
+    bench.even.computed(4000, 0.1)
+    for tokens in (1000, 3000) * 3:
+        bench.measure(Link.LOAD, 20 * GB, latency=0.02, tokens=tokens)
+    for _ in range(10):
+        assert [bench.worth(tokens=100), bench.worth(tokens=100), bench.worth(tokens=4000)] == [False, False, True]
+    assert bench.even.turned_off_count == 0
+
+
+def test_a_queue_is_waited_for_and_is_not_the_links_fault() -> None:
+    bench = Bench(losses=2)
+    bench.even.computed(4000, 0.1)
+    bench.measure(Link.LOAD, 40 * GB)
+    for _ in range(10):
+        assert not bench.even.worth(Link.LOAD, 1000, 1000 * BYTES, queued_bytes=10_000 * BYTES)
+        assert bench.even.worth(Link.LOAD, 1000, 1000 * BYTES, queued_bytes=1000 * BYTES)
+    assert not bench.even.is_off(Link.LOAD)
+
+
+def test_it_is_tried_again_after_a_time_that_doubles() -> None:
+    bench = slow(losses=1, first_rest=1.0)
+    assert not bench.worth()
+    trials = []
+    for _ in range(1000):
+        bench.now = round(bench.now + 0.1, 1)
+        if bench.worth():
+            trials.append(bench.now)
+            assert not bench.worth(), "one at a time"
+            bench.measure(Link.LOAD, 2 * GB)
+    gaps = [later - earlier for earlier, later in zip([0.0, *trials], trials, strict=False)]
+    assert gaps[0] == pytest.approx(1.0)
+    assert all(later >= 1.9 * earlier for earlier, later in pairwise(gaps))
+    assert 4 <= len(trials) <= 7
+    assert bench.even.turned_off_count == len(trials) + 1
+    assert len(bench.said) == 1
+
+
+def test_a_trial_that_was_never_measured_is_repeated() -> None:
+    bench = slow(losses=1, first_rest=1.0)
+    assert not bench.worth()
+    bench.now = 1.0
+    assert bench.worth()
+    assert [bench.worth() for _ in range(5)] == [False] * 5
+    bench.now = 10.0
+    assert bench.worth()
+
+
+def test_a_link_that_became_fast_recovers_with_one_measurement() -> None:
+    bench = slow(losses=3)
+    for _ in range(20):
+        bench.measure(Link.LOAD, 2 * GB)
+        assert not bench.worth()
+    bench.now = 1.0
+    assert bench.worth()
+    bench.measure(Link.LOAD, 40 * GB)
+    assert bench.worth()
+    assert not bench.even.is_off(Link.LOAD)
+    assert bench.said[-1] == (Link.LOAD, "")
+    assert all(bench.worth() for _ in range(20))
+
+
+def test_a_link_that_won_starts_afresh() -> None:
+    bench = slow(losses=3, first_rest=1.0)
+    for _ in range(5):  # trials that fail, so that the rest grows
+        for _ in range(3):
+            assert not bench.worth()
+        bench.now += 1000.0
+        assert bench.worth()
+        bench.measure(Link.LOAD, 2 * GB)
+    assert not bench.worth()
+    bench.now += 1000.0
+    assert bench.worth()
+    bench.measure(Link.LOAD, 40 * GB)
+    assert bench.worth()
+    for _ in range(50):
+        bench.measure(Link.LOAD, 2 * GB)
+    assert not bench.worth()
+    assert not bench.even.is_off(Link.LOAD), "one loss is no row"
+    assert [bench.worth(), bench.worth(), bench.even.is_off(Link.LOAD)] == [False, False, True]
+    bench.now += 1.0
+    assert bench.worth(), "the first rest is short again"
+
+
+def test_a_fetch_is_followed_by_a_load() -> None:
+    bench = Bench(losses=1)
+    bench.even.computed(4000, 0.1)  # 25 ms for 1000 tokens
+    bench.measure(Link.FETCH, 12 * GB)  # 19 ms
+    assert bench.worth(Link.FETCH)
+    bench.measure(Link.LOAD, 20 * GB)  # 11 ms
+    assert not bench.worth(Link.FETCH)
+    assert bench.worth(Link.LOAD)
+    assert bench.even.why_off(Link.FETCH) == "recompute is cheaper below 16.7 GB/s; measured 12.0 GB/s"
+
+
+def test_where_no_bandwidth_would_do_it_says_that() -> None:
+    bench = Bench(losses=1)
+    bench.even.computed(1000, 0.01)
+    for tokens in (100, 400, 1000):
+        bench.measure(Link.LOAD, 40 * GB, latency=0.25, tokens=tokens)
+    assert not bench.worth()
+    assert "at any bandwidth: 10.00 ms, and 250.00 ms before" in bench.even.why_off(Link.LOAD)
+
+
+def test_a_deadline_is_what_computing_takes_longer_than_the_load_behind_it() -> None:
+    bench = Bench()
+    assert bench.even.deadline(1000, 1000 * BYTES) > 0
+    bench.even.computed(4000, 0.1)
+    assert bench.even.deadline(1000, 1000 * BYTES) == pytest.approx(0.025)
+    bench.measure(Link.LOAD, 22.75 * GB)
+    assert bench.even.deadline(1000, 1000 * BYTES) == pytest.approx(0.015)
+    bench.measure(Link.LOAD, 0.1 * GB)
+    assert bench.even.deadline(1000, 1000 * BYTES) == 0.0
+
+
+# -- whatever was measured
+
+
+def learned(rate: float, bandwidth: float, latency: float, seen: list[int]) -> Bench:
+    bench = Bench()
+    bench.even.computed(10_000, 10_000 / rate)
+    for tokens in seen:
+        bench.measure(Link.LOAD, bandwidth, latency, tokens)
+    return bench
+
+
+@given(rates, bandwidths, latencies, sizes, st.integers(1, 100_000), st.floats(1.01, 100))
+def test_faster_links_and_slower_devices_only_make_moving_better(
+    rate: float, bandwidth: float, latency: float, seen: list[int], tokens: int, factor: float
+) -> None:
+    here = learned(rate, bandwidth, latency, seen)
+    faster = learned(rate, bandwidth * factor, latency, seen)
+    sooner = learned(rate, bandwidth, latency / factor, seen)
+    slower = learned(rate / factor, bandwidth, latency, seen)
+    assume(abs((here.even.load_seconds(Link.LOAD, tokens * BYTES) or 0) * rate / tokens - 1) > 1e-6)
+    if here.worth(tokens=tokens):
+        assert faster.worth(tokens=tokens)
+        assert sooner.worth(tokens=tokens)
+        assert slower.worth(tokens=tokens)
+
+
+@given(st.data())
+def test_nothing_is_moved_that_is_estimated_to_cost_more(data: st.DataObject) -> None:
+    bench = Bench(losses=data.draw(st.integers(1, 4)))
+    links = st.sampled_from([Link.LOAD, Link.FETCH])
+    for _ in range(data.draw(st.integers(1, 60))):
+        bench.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 50.0]))
+        link, tokens = data.draw(links), data.draw(st.integers(1, 20_000))
+        match data.draw(st.integers(0, 2)):
+            case 0:
+                bench.measure(link, data.draw(bandwidths), data.draw(latencies), tokens)
+            case 1:
+                bench.even.computed(tokens, tokens / data.draw(rates))
+            case _:
+                queued = data.draw(st.integers(0, 10**9))
+                if bench.even.worth(link, tokens, tokens * BYTES, queued):
+                    load = bench.even.load_seconds(link, tokens * BYTES, queued)
+                    compute = bench.even.compute_seconds(tokens)
+                    assert load is None or compute is None or load <= compute
+        assert bench.even.is_off(link) == bool(bench.even.why_off(link))
+    changes = {link: [bool(why) for said, why in bench.said if said is link] for link in Link}
+    for found in changes.values():
+        assert found == [place % 2 == 0 for place in range(len(found))], "off and on take turns"
+
+
+@given(rates, st.floats(1e6, 1e10), sizes, st.integers(100, 20_000))
+def test_whatever_was_slow_recovers_when_it_is_fast(
+    rate: float, bandwidth: float, seen: list[int], tokens: int
+) -> None:
+    bench = learned(rate, bandwidth, 0.0, seen)
+    for _ in range(40):
+        bench.worth(tokens=tokens)
+        bench.now += 0.01
+    for _ in range(3):
+        bench.now += 400.0
+        if bench.worth(tokens=tokens):
+            bench.measure(Link.LOAD, 1000 * rate * BYTES, 0.0, tokens)
+    assert bench.worth(tokens=tokens)
+    assert not bench.even.is_off(Link.LOAD)
+
+
+# -- rates
+
+
+def test_a_rate_tells_a_start_from_the_rest() -> None:
+    rate = Rate()
+    assert (rate.per_second, rate.start, rate.mean, rate.seconds(1)) == (None, None, None, None)
+    for amount in (10, 1000, 100, 500) * 3:
+        rate.add(amount, 0.5 + amount / 200)
+    assert rate.per_second == pytest.approx(200)
+    assert rate.start == pytest.approx(0.5)
+    assert rate.seconds(2000) == pytest.approx(10.5)
+
+
+def test_from_one_size_no_start_can_be_told() -> None:
+    rate = Rate()
+    for _ in range(5):
+        rate.add(100, 1.5)
+    assert (rate.start, rate.seconds(100)) == (0.0, pytest.approx(1.5))
+    rate.add(0, 1.0)
+    rate.add(1, 0.0)
+    assert rate.seconds(100) == pytest.approx(1.5)
+
+
+def test_a_rate_forgets() -> None:
+    rate = Rate()
+    for _ in range(50):
+        rate.add(100, 10.0)
+    for _ in range(50):
+        rate.add(100, 1.0)
+    assert rate.per_second == pytest.approx(100, rel=0.1)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1e3)), min_size=1, max_size=30), st.floats(0, 1e9))
+def test_an_estimate_is_never_negative_nor_less_for_more(seen: list[tuple[float, float]], amount: float) -> None:
+    rate = Rate()
+    for size, seconds in seen:
+        rate.add(size, seconds)
+    less, more = rate.seconds(amount), rate.seconds(2 * amount + 1)
+    assert less is not None
+    assert more is not None
+    assert 0 <= less <= more
+    assert (rate.start or 0) >= 0
+    assert (rate.per_second or 0) > 0

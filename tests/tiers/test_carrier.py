@@ -1,0 +1,247 @@
+"""Carrier: the laws of moving, one at a time, with no thread about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import InvalidInput
+from quire.tiers.carrier import Carrier
+from quire.tiers.moves import Link, Move, Units
+from quire.tiers.store import Answer, StoreKey
+from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
+from tests.tiers.dict_store import DictStore
+
+SCOPE = b"s" * 16
+SMALL = 2 * 64  # bytes of a piece: two or three pages
+
+
+def key(page: int, group: int) -> StoreKey:
+    return StoreKey(SCOPE, page_key(page), group)
+
+
+def carry(copies: ArrayCopies, store: DictStore | None, link: Link, *moved: Units, piece_bytes: int = SMALL) -> Move:
+    size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
+    move = Move(link, moved, SCOPE, size)
+    for _ in Carrier(copies, store, piece_bytes=piece_bytes).carry(move):
+        pass
+    move.end()
+    return move
+
+
+def both(numbers: Sequence[int], *, shift: int = 0) -> tuple[Units, Units]:
+    """Pages 1.. in both groups: device frame n, host frame n + shift."""
+    host = [number + shift for number in numbers]
+    return units(0, numbers, host, numbers), units(1, numbers, host, numbers)
+
+
+def saved(numbers: Sequence[int]) -> ArrayCopies:
+    copies = ArrayCopies()
+    for group in (0, 1):
+        copies.fill(group, ids(*numbers), seed=group)
+    carry(copies, None, Link.SAVE, *both(numbers))
+    return copies
+
+
+def test_bytes_go_round_by_device_host_and_store() -> None:
+    copies, store, numbers = ArrayCopies(), DictStore(), [1, 2, 3, 4, 5]
+    content = [copies.fill(group, ids(*numbers), seed=group) for group in (0, 1)]
+    assert carry(copies, store, Link.SAVE, *both(numbers)).is_whole
+    assert carry(copies, store, Link.ARCHIVE, *both(numbers)).is_whole
+    assert set(store.visible) == {key(page, group) for page in numbers for group in (0, 1)}
+    for rows in (*copies.host, *copies.device):
+        rows[...] = 255
+    assert carry(copies, store, Link.FETCH, *both(numbers, shift=7)).is_whole
+    move = carry(copies, store, Link.LOAD, *both(numbers, shift=7))
+    assert move.is_whole
+    assert move.moved_bytes == move.num_bytes == 5 * sum(copies.sizes)
+    for group in (0, 1):
+        assert np.array_equal(copies.device[group][:, ids(*numbers)], content[group])
+        assert (copies.device[group][:, ids(0, 6, 7)] == 255).all(), "a frame that was not named was written"
+        assert (copies.host[group][:, copies.sizes[group] :] == 255).all(), "written behind the record"
+
+
+def test_a_load_comes_layer_by_layer() -> None:
+    copies = saved([1, 2])
+    copies.log.clear()
+    carry(copies, None, Link.LOAD, *both([1, 2]))
+    assert [entry[2] for entry in copies.log if entry[0] == "to_device"] == [0, 0, 1, 1, 2, 2]
+    assert [entry[0] for entry in copies.log[:2]] == ["defects", "defects"]
+
+
+def test_a_load_of_a_damaged_record_copies_nothing() -> None:
+    copies = saved([1, 2, 3])
+    before = [device.copy() for device in copies.device]
+    copies.host[1][2, HEADER] ^= 1
+    copies.log.clear()
+    move = carry(copies, None, Link.LOAD, *both([1, 2, 3]))
+    assert move.defects == (("", "", ""), ("", "digest", ""))
+    assert not move.checked
+    assert not move.is_whole
+    assert copies.calls("to_device") == 0
+    assert all(np.array_equal(device, was) for device, was in zip(copies.device, before, strict=True))
+
+
+def test_a_record_under_another_key_or_in_another_group_is_a_defect() -> None:
+    copies = saved([1, 2])
+    assert carry(copies, None, Link.LOAD, units(0, [1], [1], [2])).defects == (("digest",),)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_damaged_record_does_not_leave_the_host_nor_do_the_pages_behind_it(group: int) -> None:
+    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    copies.host[group][3, HEADER + 1] ^= 1
+    move = carry(copies, store, Link.ARCHIVE, *both([1, 2, 3, 4, 5]))
+    other = ("", "", "store", "store", "store")
+    damaged = ("", "", "digest", "store", "store")
+    assert move.defects == ((damaged, other) if group == 0 else (other, damaged))
+    assert set(store.visible) == {key(page, part) for page in (1, 2) for part in (0, 1)}
+    assert store.prepared == {}
+
+
+@pytest.mark.parametrize("method", ["prepare", "put", "complete"])
+@pytest.mark.parametrize("piece_bytes", [SMALL, 1 << 20])
+def test_a_page_that_the_store_refuses_in_one_group_is_in_none(method: str, piece_bytes: int) -> None:
+    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    store.refused[method].add(key(3, 1))
+    move = carry(copies, store, Link.ARCHIVE, *both([1, 2, 3, 4, 5]), piece_bytes=piece_bytes)
+    assert move.defects == (("", "", "store", "store", "store"),) * 2
+    assert set(store.visible) == {key(page, part) for page in (1, 2) for part in (0, 1)}
+    assert store.prepared == {}
+    assert move.moved_bytes == 2 * sum(copies.sizes)
+
+
+def test_what_another_writer_is_at_is_left_to_it() -> None:
+    copies, store = saved([1, 2, 3]), DictStore()
+    store.prepare([key(2, 0)], [9])
+    move = carry(copies, store, Link.ARCHIVE, *both([1, 2, 3]))
+    assert move.defects == (("", "store", "store"),) * 2
+    assert set(store.prepared) == {key(2, 0)}
+
+
+def test_what_the_store_has_is_not_put_again() -> None:
+    copies, store = saved([1, 2, 3]), DictStore()
+    carry(copies, store, Link.ARCHIVE, *both([1, 2]))
+    store.log.clear()
+    move = carry(copies, store, Link.ARCHIVE, *both([1, 2, 3]), piece_bytes=1 << 20)
+    assert move.is_whole
+    assert ("put", 2) in store.log
+    assert move.moved_bytes == sum(copies.sizes)
+
+
+@pytest.mark.parametrize("method", ["prepare", "put", "complete"])
+def test_nothing_stays_prepared_when_the_store_raises(method: str) -> None:
+    copies, store = saved([1, 2]), DictStore()
+    store.failing.add(method)
+    with pytest.raises(InvalidInput):
+        carry(copies, store, Link.ARCHIVE, *both([1, 2]))
+    assert store.visible == {}
+    assert method == "complete" or store.prepared == {}
+
+
+def test_groups_may_have_only_the_last_pages() -> None:
+    copies, store = saved([1, 2, 3, 4]), DictStore()
+    moved = units(0, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]), units(1, [3, 4], [3, 4], [3, 4])
+    assert carry(copies, store, Link.ARCHIVE, *moved).is_whole
+    del store.visible[key(3, 1)]
+    move = carry(copies, store, Link.FETCH, *moved)
+    assert move.defects == (("", "", "missing", "missing"), ("missing", "missing"))
+
+
+def test_pages_that_no_group_has_all_of_keep_their_order() -> None:
+    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    moved = units(0, [1, 2, 4], [1, 2, 4], [1, 2, 4]), units(1, [2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5])
+    store.refused["put"].add(key(3, 1))
+    move = carry(copies, store, Link.ARCHIVE, *moved)
+    assert move.defects == (("", "", "store"), ("", "store", "store", "store"))
+
+
+def test_a_fetch_ends_at_the_first_page_that_is_not_whole() -> None:
+    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    carry(copies, store, Link.ARCHIVE, *both([1, 2, 3, 4, 5]))
+    del store.visible[key(4, 0)]
+    move = carry(copies, store, Link.FETCH, *both([1, 2, 3, 4, 5]), piece_bytes=1 << 20)
+    assert move.defects == (("", "", "", "missing", "missing"),) * 2
+    store.refused["get"].add(key(2, 1))
+    move = carry(copies, store, Link.FETCH, *both([1, 2, 3, 4, 5]))
+    assert move.defects == (("", "missing", "missing", "missing", "missing"), ("", "store", *("missing",) * 3))
+    assert move.moved_bytes == sum(copies.sizes)
+
+
+def test_a_damaged_record_of_the_store_is_named_and_forgotten_there() -> None:
+    copies, store = saved([1, 2, 3]), DictStore()
+    carry(copies, store, Link.ARCHIVE, *both([1, 2, 3]))
+    store.spoil(key(2, 1))
+    move = carry(copies, store, Link.FETCH, *both([1, 2, 3]), piece_bytes=1 << 20)
+    assert move.defects == (("", "missing", "missing"), ("", "digest", "missing"))
+    assert key(2, 1) not in store.visible
+    assert key(2, 0) in store.visible
+    copies = saved([1, 2, 3])
+    assert carry(copies, store, Link.ARCHIVE, *both([1, 2, 3])).is_whole
+    assert carry(copies, store, Link.FETCH, *both([1, 2, 3])).is_whole
+
+
+def test_looking_and_forgetting() -> None:
+    copies, store = saved([1, 2]), DictStore()
+    carry(copies, store, Link.ARCHIVE, *both([1]))
+    looked = units(0, [], [], [1, 2]), units(1, [], [], [2])
+    assert carry(copies, store, Link.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
+    carry(copies, store, Link.FORGET, *looked)
+    assert set(store.visible) == {key(1, 1)}
+
+
+@pytest.mark.parametrize("link", [Link.ARCHIVE, Link.FETCH, Link.LOOK, Link.FORGET])
+def test_without_a_store_there_is_nothing_to_ask(link: Link) -> None:
+    with pytest.raises(InvalidInput, match="no storage tier"):
+        carry(saved([1]), None, link, *both([1]))
+
+
+@pytest.mark.parametrize("link", [Link.FETCH, Link.ARCHIVE])
+def test_what_was_stopped_keeps_what_it_had(link: Link) -> None:
+    copies, store = saved([1, 2, 3, 4]), DictStore()
+    if link is Link.FETCH:
+        carry(copies, store, Link.ARCHIVE, *both([1, 2, 3, 4]))
+    move = Move(link, both([1, 2, 3, 4]), SCOPE, 0)
+    pieces = Carrier(copies, store, piece_bytes=1).carry(move)
+    next(pieces)
+    move.stop()
+    assert list(pieces) == []
+    rest = "missing" if link is Link.FETCH else "store"
+    assert move.defects == (("", rest, rest, rest),) * 2
+
+
+def test_an_empty_move_is_whole() -> None:
+    copies, store = ArrayCopies(), DictStore()
+    for link in Link:
+        assert carry(copies, store, link).is_whole
+        assert carry(copies, store, link, units(0, [], [], [])).is_whole
+
+
+@given(st.data())
+def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataObject) -> None:
+    """Any units, any refusals but of `complete`: pages are in the store whole, and none without those before it."""
+    count = data.draw(st.integers(1, 6))
+    numbers = list(range(1, count + 1))
+    copies, store = saved(numbers), DictStore()
+    has_room = data.draw(st.booleans())
+    store.most_bytes = 1 << 20 if has_room else data.draw(st.integers(50, 800))
+    tail = data.draw(st.integers(0, count))
+    moved = units(0, numbers, numbers, numbers), units(1, *[numbers[tail:]] * 3)
+    parts = {page: {0, 1} if page > tail else {0} for page in numbers}
+    for method in ("prepare", "put"):
+        for page in data.draw(st.sets(st.sampled_from(numbers), max_size=1)):
+            store.refused[method].add(key(page, data.draw(st.sampled_from(sorted(parts[page])))))
+    if data.draw(st.booleans()):
+        copies.host[0][data.draw(st.sampled_from(numbers)), HEADER] ^= 1
+    move = carry(copies, store, Link.ARCHIVE, *moved, piece_bytes=data.draw(st.sampled_from([1, 150, 1 << 20])))
+    good = [page for page in numbers if move.defects[0][page - 1] == ""]
+    assert good == numbers[: len(good)]
+    assert move.defects[1] == tuple("" if page in good else move.defects[1][page - tail - 1] for page in numbers[tail:])
+    assert {name.page for name in store.visible} <= {page_key(page) for page in good}
+    assert store.prepared == {}
+    if has_room:
+        assert set(store.visible) == {key(page, part) for page in good for part in parts[page]}

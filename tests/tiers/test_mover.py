@@ -1,0 +1,495 @@
+"""ThreadMover: real threads, held at a known place by the copies or the store; no test measures time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from quire.errors import MoveFailed
+from quire.tiers.mover import CLOSED, ThreadMover
+from quire.tiers.moves import Link, Move, Units
+from quire.tiers.store import Answer, StoreKey
+from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
+from tests.tiers.dict_store import DictStore
+
+SCOPE = b"s" * 16
+LONG = 60.0  # seconds, after which a wait is a failure
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-mover")] == []
+
+
+@contextmanager
+def mover_of(
+    copies: ArrayCopies,
+    store: DictStore | None = None,
+    *,
+    threads: int = 2,
+    most: dict[Link, int] | None = None,
+    piece_bytes: int = 1,
+) -> Iterator[ThreadMover]:
+    mover = ThreadMover(copies, store, storage_threads=threads, most_bytes=most or {}, piece_bytes=piece_bytes)
+    try:
+        yield mover
+    finally:
+        for gate in (*copies.held.values(), *(store.gates.values() if store else ())):
+            gate.release(1000)
+        mover.close()
+
+
+def pages(*numbers: int) -> tuple[Units, Units]:
+    return units(0, numbers, numbers, numbers), units(1, numbers, numbers, numbers)
+
+
+def move_of(copies: ArrayCopies, link: Link, moved: Sequence[Units], owner: object = None) -> Move:
+    size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
+    return Move(link, moved, SCOPE, 0 if link in (Link.LOOK, Link.FORGET) else size, owner)
+
+
+def collect(mover: ThreadMover, count: int = 1) -> list[Move]:
+    ended: list[Move] = []
+    while len(ended) < count:
+        assert mover.wait(LONG), "nothing ended"
+        ended += mover.finished()
+    return ended
+
+
+def entered(source: ArrayCopies | DictStore) -> None:
+    assert source.entered.acquire(timeout=LONG), "nobody came"
+
+
+def test_round_trip() -> None:
+    copies, store = ArrayCopies(), DictStore()
+    numbers = ids(1, 2, 3)
+    content = [copies.fill(group, numbers, seed=group) for group in (0, 1)]
+    with mover_of(copies, store) as mover:
+        for link in (Link.SAVE, Link.ARCHIVE, Link.FETCH, Link.LOAD):
+            move = move_of(copies, link, pages(1, 2, 3), owner=link)
+            assert mover.submit(move)
+            assert mover.in_flight(link) == move.num_bytes
+            assert collect(mover) == [move]
+            assert (move.done, move.is_whole, move.error, move.owner) == (True, True, "", link)
+            assert move.defects == (("", "", ""),) * 2
+            assert mover.in_flight(link) == 0
+            assert (mover.bandwidth(link) or 0) > 0
+            assert mover.idle
+            for group in (0, 1):
+                if link is Link.SAVE:
+                    copies.device[group][...] = 0
+                elif link is Link.ARCHIVE:
+                    copies.host[group][...] = 0
+        assert mover.finished() == []
+        assert not mover.wait(0.0)
+    for group in (0, 1):
+        assert np.array_equal(copies.device[group][:, numbers], content[group])
+
+
+def test_looking_needs_no_frames() -> None:
+    copies, store = ArrayCopies(), DictStore()
+    store.visible[StoreKey(SCOPE, page_key(1), 0)] = b""
+    with mover_of(copies, store) as mover:
+        assert mover.submit(move_of(copies, Link.LOOK, [units(0, [], [], [1, 2])]))
+        assert collect(mover)[0].answers == ((Answer.HIT, Answer.MISS),)
+        assert mover.bandwidth(Link.LOOK) is None
+
+
+def saved(*numbers: int) -> ArrayCopies:
+    copies = ArrayCopies()
+    for group in (0, 1):
+        copies.fill(group, ids(*numbers), seed=group)
+    with mover_of(copies) as mover:
+        assert mover.submit(move_of(copies, Link.SAVE, pages(*numbers)))
+        assert collect(mover)[0].is_whole
+    copies.log.clear()
+    return copies
+
+
+def test_steps_wait_for_each_layer() -> None:
+    copies = saved(1, 2)
+    content = [device.copy() for device in copies.device]
+    for device in copies.device:
+        device[...] = 0
+    gate = copies.hold("to_device")
+    arrived: list[tuple[int, bool]] = []
+    with mover_of(copies) as mover:
+        move = move_of(copies, Link.LOAD, pages(1, 2))
+        assert mover.submit(move)
+        assert mover.wait(LONG), "checked is news"
+        assert (move.checked, move.done) == (True, False)
+        assert mover.finished() == []
+        reached = threading.Semaphore(0)
+
+        def step() -> None:
+            for layer, group, at in ((0, 0, 0), (1, 1, 0), (2, 0, 1)):
+                move.wait_layer(layer)
+                whole = np.array_equal(copies.device[group][at, 1:3], content[group][at, 1:3])
+                arrived.append((layer, whole))
+                reached.release()
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        for layer in (0, 1, 2):
+            entered(copies)
+            assert [found for found, _ in arrived] == list(range(layer))
+            gate.release(2)
+            entered(copies)
+            assert reached.acquire(timeout=LONG)
+        thread.join()
+        assert collect(mover) == [move]
+        move.wait_layer(1)
+    assert arrived == [(0, True), (1, True), (2, True)]
+
+
+def test_a_damaged_load_is_never_checked() -> None:
+    copies = saved(1, 2)
+    copies.host[0][2, HEADER] ^= 1
+    with mover_of(copies) as mover:
+        move = move_of(copies, Link.LOAD, pages(1, 2))
+        assert mover.submit(move)
+        collect(mover)
+        assert not move.checked
+        assert move.defects == (("", "digest"), ("", ""))
+        with pytest.raises(MoveFailed, match="digest"):
+            move.wait_layer(0)
+    assert copies.calls("to_device") == 0
+
+
+def test_a_load_that_fails_on_its_way_is_told_to_steps() -> None:
+    copies = saved(1)
+    gate = copies.hold("to_device")
+    with mover_of(copies) as mover:
+        move = move_of(copies, Link.LOAD, pages(1))
+        assert mover.submit(move)
+        assert mover.wait(LONG)
+        assert move.checked
+        entered(copies)
+        copies.failing.add("to_device")
+        gate.release()
+        with pytest.raises(MoveFailed, match="to_device failed"):
+            move.wait_layer(2)
+        assert collect(mover) == [move]
+        assert not move.checked
+        assert move.defects == (("failed",), ("failed",))
+
+
+@pytest.mark.parametrize(
+    ("link", "call"),
+    [
+        (Link.SAVE, "to_host"),
+        (Link.SAVE, "seal"),
+        (Link.LOAD, "defects"),
+        (Link.ARCHIVE, "defects"),
+        (Link.ARCHIVE, "prepare"),
+        (Link.ARCHIVE, "put"),
+        (Link.ARCHIVE, "complete"),
+        (Link.FETCH, "get"),
+        (Link.LOOK, "exists"),
+        (Link.FORGET, "remove"),
+    ],
+)
+def test_what_copies_or_the_store_raise_ends_that_move_alone(link: Link, call: str) -> None:
+    copies, store = saved(1), DictStore()
+    with mover_of(copies, store, threads=1) as mover:
+        copies.failing.add(call)
+        store.failing.add(call)
+        move = move_of(copies, link, pages(1))
+        assert mover.submit(move)
+        assert collect(mover) == [move]
+        assert f"{call} failed" in move.error
+        assert not move.is_whole
+        assert move.defects == (("failed",), ("failed",))
+        assert mover.idle
+        copies.failing.clear()
+        store.failing.clear()
+        assert mover.submit(move_of(copies, link, pages(2) if link is Link.SAVE else pages(1)))
+        assert collect(mover)[0].error == ""
+
+
+def test_too_much_under_way_is_refused_and_nothing_taken() -> None:
+    copies = ArrayCopies()
+    gate = copies.hold("to_host")
+    size = sum(copies.sizes)
+    with mover_of(copies, most={Link.SAVE: 2 * size}) as mover:
+        first, second, third = (move_of(copies, Link.SAVE, pages(number)) for number in (1, 2, 3))
+        assert mover.submit(first)
+        assert mover.submit(second)
+        assert not mover.submit(third)
+        assert mover.in_flight(Link.SAVE) == 2 * size
+        assert mover.submit(move_of(copies, Link.LOAD, pages(9))), "another link has room"
+        gate.release(100)
+        assert {id(move) for move in collect(mover, 3)} >= {id(first), id(second)}
+        assert mover.submit(third)
+        assert collect(mover) == [third]
+
+
+def test_a_move_larger_than_the_bound_goes_alone() -> None:
+    copies = ArrayCopies()
+    gate = copies.hold("to_host")
+    with mover_of(copies, most={Link.SAVE: 1}) as mover:
+        assert mover.submit(move_of(copies, Link.SAVE, pages(1, 2)))
+        assert not mover.submit(move_of(copies, Link.SAVE, pages(3)))
+        gate.release(100)
+        collect(mover)
+        assert mover.idle
+
+
+def test_a_load_goes_between_the_pieces_of_a_save() -> None:
+    copies = saved(1, 2)
+    gate = copies.hold("to_host")
+    with mover_of(copies, piece_bytes=1) as mover:
+        save, later = move_of(copies, Link.SAVE, pages(4, 5, 6)), move_of(copies, Link.SAVE, pages(7))
+        load = move_of(copies, Link.LOAD, pages(1, 2))
+        assert mover.submit(save)
+        assert mover.submit(later)
+        entered(copies)  # the first piece is being copied
+        assert mover.submit(load)
+        gate.release(100)
+        assert collect(mover, 3) == [load, save, later]
+        names = [entry[0] for entry in copies.log]
+        assert names[:2] == ["to_host", "seal"]
+        assert set(names[2 : 2 + 2 + 6]) == {"defects", "to_device"}
+        assert save.is_whole
+        assert load.is_whole
+
+
+def test_reading_does_not_wait_behind_writing() -> None:
+    copies, store = saved(1, 2, 3), DictStore()
+    gate = store.hold("put")
+    with mover_of(copies, store, threads=2) as mover:
+        writes = [move_of(copies, Link.ARCHIVE, pages(number)) for number in (1, 2)]
+        for write in writes:
+            assert mover.submit(write)
+        entered(store)
+        assert not store.entered.acquire(timeout=0.1), "both threads write"
+        look = move_of(copies, Link.LOOK, [units(0, [], [], [1])])
+        assert mover.submit(look)
+        assert collect(mover) == [look]
+        assert look.answers == ((Answer.MISS,),)
+        gate.release(100)
+        assert collect(mover, 2) == writes
+
+
+def test_what_reads_goes_before_what_waits_to_write() -> None:
+    copies, store = saved(1, 2), DictStore()
+    gate = store.hold("put")
+    with mover_of(copies, store, threads=1) as mover:
+        moves = [move_of(copies, Link.ARCHIVE, pages(number)) for number in (1, 2)]
+        assert all(mover.submit(move) for move in moves)
+        entered(store)
+        fetch = move_of(copies, Link.FETCH, pages(9))
+        assert mover.submit(fetch)
+        gate.release(100)
+        assert collect(mover, 3) == [moves[0], fetch, moves[1]]
+
+
+def test_forgetting_keeps_its_place_among_writes() -> None:
+    copies, store = saved(1, 2), DictStore()
+    gate = store.hold("complete")
+    with mover_of(copies, store, threads=4) as mover:
+        first = move_of(copies, Link.ARCHIVE, pages(1))
+        forget = move_of(copies, Link.FORGET, pages(1))
+        again = move_of(copies, Link.ARCHIVE, pages(1, 2))
+        for move in (first, forget, again):
+            assert mover.submit(move)
+        entered(store)
+        assert not store.visible
+        assert all(name != "remove" for name, _ in store.log)
+        gate.release(100)
+        assert collect(mover, 3) == [first, forget, again]
+        assert again.is_whole
+        assert {name.page for name in store.visible} == {page_key(1), page_key(2)}
+
+
+def test_events_come_in_the_order_in_which_things_ended() -> None:
+    copies, store = saved(1, 2), DictStore()
+    gate, host_gate = store.hold("get"), copies.hold("to_host")
+    with mover_of(copies, store, threads=2) as mover:
+        fetch, save = move_of(copies, Link.FETCH, pages(1)), move_of(copies, Link.SAVE, pages(5))
+        assert mover.submit(fetch)
+        assert mover.submit(save)
+        entered(store)
+        entered(copies)
+        host_gate.release(100)
+        assert collect(mover) == [save]
+        look = move_of(copies, Link.LOOK, pages(1))
+        assert mover.submit(look)
+        while not look.done:
+            assert mover.wait(LONG)
+        gate.release(100)
+        while not fetch.done:
+            assert mover.wait(LONG)
+        # `wait` is true as long as anything has not been collected.
+        assert collect(mover, 2) == [look, fetch]
+        assert fetch.defects == (("missing",), ("missing",))
+
+
+def test_closing_ends_what_runs_and_fails_what_waits() -> None:
+    copies, store = saved(1, 2, 3), DictStore()
+    gate, load_gate = store.hold("put"), copies.hold("to_device")
+    mover = ThreadMover(copies, store, storage_threads=1, piece_bytes=1)
+    running, waiting = move_of(copies, Link.ARCHIVE, pages(1, 2, 3)), move_of(copies, Link.FETCH, pages(9))
+    load, save = move_of(copies, Link.LOAD, pages(1)), move_of(copies, Link.SAVE, pages(4))
+    for move in (running, load):
+        assert mover.submit(move)
+    entered(store)
+    entered(copies)
+    for move in (waiting, save):
+        assert mover.submit(move)
+    closing = threading.Thread(target=mover.close)
+    closing.start()
+    while mover.submit(move_of(copies, Link.LOOK, [])):
+        mover.wait(0.001)  # until closing has begun
+    gate.release(100)
+    load_gate.release(100)
+    closing.join()
+    ended = mover.finished()
+    assert {id(move) for move in ended} >= {id(move) for move in (running, waiting, load, save)}
+    assert load.is_whole
+    assert waiting.error == save.error == CLOSED
+    assert running.defects == (("", "store", "store"),) * 2, "it ends with the piece it was at"
+    assert store.prepared == {}
+    assert mover.idle
+    mover.close()
+    assert not mover.submit(move_of(copies, Link.LOAD, pages(1)))
+    assert mover.finished() == []
+
+
+def test_a_stopped_fetch_ends_early() -> None:
+    copies, store = saved(1, 2, 3), DictStore()
+    with mover_of(copies, store) as mover:
+        assert mover.submit(move_of(copies, Link.ARCHIVE, pages(1, 2, 3)))
+        collect(mover)
+        gate = store.hold("get")
+        move = move_of(copies, Link.FETCH, pages(1, 2, 3))
+        assert mover.submit(move)
+        entered(store)
+        move.stop()
+        gate.release(100)
+        assert collect(mover) == [move]
+        assert move.defects == (("", "missing", "missing"),) * 2
+
+
+class ThreadMoverMachine(RuleBasedStateMachine):
+    """Anything submitted in any order, beside a model that knows only what was submitted: pages have one content for
+    ever, so whatever arrives whole must be that."""
+
+    MOST = 400
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies, self.store = ArrayCopies(num_device=12, num_host=12), DictStore(most_bytes=900)
+        self.mover = ThreadMover(
+            self.copies,
+            self.store,
+            storage_threads=3,
+            most_bytes=dict.fromkeys((Link.SAVE, Link.LOAD, Link.ARCHIVE, Link.FETCH), self.MOST),
+            piece_bytes=100,
+        )
+        self.content = [device.copy() for device in self.copies.device]
+        for group in (0, 1):
+            self.content[group][:, 1:] = self.copies.fill(group, ids(*range(1, 13)), seed=group)
+        self.under_way: list[Move] = []
+        self.on_device = set(range(1, 13))
+        self.on_host: set[int] = set()
+        self.busy: set[int] = set()
+        self.may_stay_prepared = False  # a store whose `complete` raises does not keep its contract
+
+    @rule(link=st.sampled_from(list(Link)), numbers=st.sets(st.integers(1, 12), min_size=1, max_size=5))
+    def submit(self, link: Link, numbers: set[int]) -> None:
+        wanted = numbers - self.busy
+        if link is Link.SAVE:
+            wanted &= self.on_device
+        elif link in (Link.LOAD, Link.ARCHIVE):
+            wanted &= self.on_host
+        if not wanted:
+            return
+        move = move_of(self.copies, link, pages(*sorted(wanted)), owner=wanted)
+        before = self.mover.in_flight(link)
+        fits = before + move.num_bytes <= self.MOST or not any(other.link is link for other in self.under_way)
+        assert self.mover.submit(move) == fits
+        assert self.mover.in_flight(link) == before + move.num_bytes * fits
+        if fits:
+            self.under_way.append(move)
+            self.busy |= wanted
+            if link is Link.LOAD:
+                self.on_device -= wanted
+            elif link in (Link.SAVE, Link.FETCH):
+                self.on_host -= wanted
+
+    @rule(call=st.sampled_from(["to_host", "to_device", "get", "put", "complete", "prepare"]))
+    def fail_from_now(self, call: str) -> None:
+        self.copies.failing.add(call)
+        self.store.failing.add(call)
+        self.may_stay_prepared |= call == "complete"
+
+    @rule()
+    def heal(self) -> None:
+        self.copies.failing.clear()
+        self.store.failing.clear()
+
+    @rule(number=st.integers(1, 12))
+    def lose_a_device_page(self, number: int) -> None:
+        if number not in self.busy and number in self.on_host:
+            self.on_device.discard(number)
+            for device in self.copies.device:
+                device[:, number] = 0
+
+    @rule()
+    def collect_some(self) -> None:
+        if self.under_way and self.mover.wait(LONG):
+            self._collect()
+
+    def _collect(self) -> None:
+        for move in self.mover.finished():
+            self.under_way.remove(move)  # a ValueError: not submitted, or ended twice
+            wanted: set[int] = move.owner  # type: ignore[assignment]
+            self.busy -= wanted
+            assert move.done
+            assert [len(found) for found in move.defects] == [len(item) for item in move.units]
+            if move.link is Link.LOAD and move.is_whole:
+                self.on_device |= wanted
+            if move.link is Link.SAVE and move.is_whole:
+                self.on_host |= wanted
+            if move.link is Link.FETCH:
+                good = [page for page, defect in zip(sorted(wanted), move.defects[0], strict=True) if not defect]
+                assert move.defects[0].count("") == move.defects[1].count("")
+                assert good == sorted(wanted)[: len(good)]
+                self.on_host |= set(good)
+
+    @invariant()
+    def in_flight_adds_up(self) -> None:
+        for link in Link:
+            assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.link is link)
+        assert self.mover.idle == (not self.under_way)
+
+    @invariant()
+    def what_arrived_is_right(self) -> None:
+        for group in (0, 1):
+            frames = ids(*sorted(self.on_device - self.busy))
+            assert np.array_equal(self.copies.device[group][:, frames], self.content[group][:, frames])
+
+    def teardown(self) -> None:
+        while self.under_way:
+            assert self.mover.wait(LONG), "a move was lost"
+            self._collect()
+        self.mover.close()
+        assert self.mover.finished() == []
+        assert self.may_stay_prepared or self.store.prepared == {}
+        for name, record in self.store.visible.items():
+            number = next(number for number in range(1, 13) if page_key(number) == name.page)
+            payload = self.content[name.part][:, number].tobytes()
+            assert record[HEADER:] == payload
+
+
+TestThreadMover = ThreadMoverMachine.TestCase
+TestThreadMover.settings = settings(max_examples=60, stateful_step_count=40)

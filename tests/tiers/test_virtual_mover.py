@@ -1,0 +1,311 @@
+"""VirtualMover: time that is counted, ends in order, and bytes that come as late as they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.errors import MoveFailed
+from quire.tiers.mover import CLOSED
+from quire.tiers.moves import Link, Move, Units
+from quire.tiers.virtual_mover import VirtualMover
+from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units
+from tests.tiers.dict_store import DictStore
+
+SCOPE = b"s" * 16
+BANDWIDTHS = {Link.SAVE: 1000.0, Link.LOAD: 2000.0, Link.ARCHIVE: 100.0, Link.FETCH: 200.0}
+LATENCY = {Link.ARCHIVE: 0.5, Link.FETCH: 0.5, Link.LOOK: 0.25}
+
+
+class World:
+    """A clock, bytes, a store and the mover between them."""
+
+    def __init__(self, choose: st.DataObject | None = None, most: dict[Link, int] | None = None) -> None:
+        self.now = 0.0
+        self.copies, self.store = ArrayCopies(), DictStore()
+        self.content = [self.copies.fill(group, ids(*range(17)), seed=group) for group in (0, 1)]
+        self.mover = VirtualMover(
+            self.copies,
+            self.store,
+            seconds=lambda: self.now,
+            bandwidths=BANDWIDTHS,
+            latency=LATENCY,
+            choose=None if choose is None else lambda n: choose.draw(st.integers(0, n - 1)),
+            most_bytes=most or {},
+        )
+
+    def move(self, link: Link, *numbers: int) -> Move:
+        moved = self.pages(numbers)
+        size = sum(self.copies.bytes_of(item.group) * len(item) for item in moved)
+        move = Move(link, moved, SCOPE, 0 if link in (Link.LOOK, Link.FORGET) else size)
+        assert self.mover.submit(move)
+        return move
+
+    @staticmethod
+    def pages(numbers: Sequence[int]) -> tuple[Units, Units]:
+        return units(0, numbers, numbers, numbers), units(1, numbers, numbers, numbers)
+
+    def run(self) -> list[Move]:
+        """All moves, to their ends."""
+        ended = []
+        while (end := self.mover.next_end) is not None:
+            self.now = max(self.now, end)
+            ended += self.mover.finished()
+        return ended + self.mover.finished()
+
+    def whole(self, *numbers: int) -> bool:
+        """Whether the device has these pages."""
+        frames = ids(*numbers)
+        pairs = zip(self.copies.device, self.content, strict=True)
+        return all(np.array_equal(device[:, frames], content[:, frames]) for device, content in pairs)
+
+    def wipe(self) -> None:
+        for device in self.copies.device:
+            device[...] = 0
+
+
+def test_round_trip_in_the_time_that_bytes_take() -> None:
+    world = World()
+    for link in (Link.SAVE, Link.ARCHIVE, Link.FETCH, Link.LOAD):
+        if link is Link.FETCH:
+            for rows in world.copies.host:
+                rows[...] = 0
+        began = world.now
+        move = world.move(link, 1, 2, 3)
+        took = LATENCY.get(link, 0.0) + move.num_bytes / BANDWIDTHS[link]
+        assert world.mover.next_end == pytest.approx(began + took)
+        assert world.mover.end_of(move) == world.mover.next_end
+        assert world.run() == [move]
+        assert move.is_whole
+        assert move.seconds == pytest.approx(took)
+        if link is Link.SAVE:
+            world.wipe()
+    assert world.whole(1, 2, 3)
+    assert world.mover.bandwidth(Link.LOAD) == pytest.approx(BANDWIDTHS[Link.LOAD])
+
+
+def test_a_link_carries_one_move_after_the_other_and_links_run_beside_each_other() -> None:
+    world = World()
+    first, second, look = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2, 3), world.move(Link.LOOK, 1)
+    each = first.num_bytes / BANDWIDTHS[Link.SAVE]
+    assert world.mover.end_of(second) == pytest.approx(3 * each)
+    assert world.mover.in_flight(Link.SAVE) == 3 * first.num_bytes
+    assert world.mover.finished() == []
+    assert not world.mover.wait(9.0)
+    world.now = 1.0
+    assert world.mover.wait(0.0)
+    assert world.mover.finished() == [first, look, second]
+    assert world.mover.idle
+    with pytest.raises(KeyError):
+        world.mover.end_of(first)
+
+
+def test_bytes_come_at_the_end_and_not_before() -> None:
+    world = World()
+    world.move(Link.SAVE, 1)
+    world.run()
+    world.wipe()
+    load = world.move(Link.LOAD, 1)
+    assert load.checked
+    assert world.mover.wait(0.0)
+    assert not world.mover.wait(0.0), "news is told once"
+    world.now = world.mover.end_of(load) - 1e-6
+    assert world.mover.finished() == []
+    assert not any(device.any() for device in world.copies.device)
+    save = world.move(Link.SAVE, 5)
+    for device in world.copies.device:
+        device[:, 5] += 1  # reused before the save has ended
+    world.run()
+    assert save.is_whole
+    assert world.whole(1)
+    world.move(Link.LOAD, 5)
+    world.run()
+    assert not world.whole(5), "a save copies what is there when it ends"
+
+
+def test_waiting_for_a_layer_brings_those_up_to_it() -> None:
+    world = World()
+    world.move(Link.SAVE, 1)
+    world.run()
+    world.wipe()
+    load = world.move(Link.LOAD, 1)
+    load.wait_layer(1)
+    first, second = world.copies.device
+    assert np.array_equal(first[0, 1], world.content[0][0, 1])
+    assert np.array_equal(second[0, 1], world.content[1][0, 1])
+    assert not first[1].any()
+    assert not load.done
+    assert world.run() == [load]
+    assert world.whole(1)
+    load.wait_layer(2)
+
+
+def test_a_load_that_fails_while_somebody_waits() -> None:
+    world = World()
+    world.move(Link.SAVE, 1)
+    world.run()
+    load = world.move(Link.LOAD, 1)
+    world.copies.failing.add("to_device")
+    with pytest.raises(MoveFailed, match="to_device failed"):
+        load.wait_layer(0)
+    assert world.run() == [load]
+    assert not load.checked
+    assert load.defects == (("failed",), ("failed",))
+
+
+def test_a_damaged_load_ends_without_a_copy() -> None:
+    world = World()
+    world.move(Link.SAVE, 1, 2)
+    world.run()
+    world.copies.host[1][2, HEADER] ^= 1
+    load = world.move(Link.LOAD, 1, 2)
+    assert not load.checked
+    assert world.run() == [load]
+    assert load.defects == (("", ""), ("", "digest"))
+    assert world.copies.calls("to_device") == 0
+
+
+def test_a_failure_is_that_moves_alone() -> None:
+    world = World()
+    world.copies.failing.add("to_host")
+    first, second = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2)
+    world.now = world.mover.end_of(first)
+    assert world.mover.finished() == [first]
+    assert "to_host failed" in first.error
+    world.copies.failing.clear()
+    assert world.run() == [second]
+    assert second.is_whole
+
+
+def test_forgetting_is_in_line_with_archiving() -> None:
+    world = World()
+    world.move(Link.SAVE, 1)
+    world.run()
+    archive, forget = world.move(Link.ARCHIVE, 1), world.move(Link.FORGET, 1)
+    assert world.run() == [archive, forget]
+    assert not world.store.visible
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (0.6, 2), (1.0, 4)])
+def test_a_stopped_fetch_keeps_what_had_come(share: float, kept: int) -> None:
+    world = World()
+    for link in (Link.SAVE, Link.ARCHIVE):
+        world.move(link, 1, 2, 3, 4)
+        world.run()
+    fetch, began = world.move(Link.FETCH, 1, 2, 3, 4), world.now
+    world.now = began + share * (world.mover.end_of(fetch) - began)
+    fetch.stop()
+    assert world.mover.next_end == world.now
+    assert world.mover.finished() == [fetch]
+    assert fetch.defects == (("",) * kept + ("missing",) * (4 - kept),) * 2
+
+
+def test_back_pressure_and_closing() -> None:
+    size = sum(ArrayCopies().sizes)
+    world = World(most={Link.SAVE: 2 * size})
+    first = world.move(Link.SAVE, 1, 2)
+    assert not world.mover.submit(Move(Link.SAVE, world.pages([3]), SCOPE, size))
+    world.mover.close()
+    world.mover.close()
+    assert first.error == CLOSED
+    assert world.mover.finished() == [first]
+    assert world.mover.idle
+    assert not world.mover.submit(Move(Link.SAVE, world.pages([3]), SCOPE, size))
+
+
+class VirtualMoverMachine(RuleBasedStateMachine):
+    """Any legal order of ends, beside a list of what was submitted. A page's bytes never change, so that all that
+    arrives must be right; host frames are used by one move at a time."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.world = World(data)
+        self.mover = self.world.mover
+        self.under_way: list[Move] = []
+        self.on_host: set[int] = set()
+        self.lost: set[int] = set()
+        self.busy: set[int] = set()
+
+    @rule(link=st.sampled_from(list(Link)), numbers=st.sets(st.integers(1, 9), min_size=1, max_size=4))
+    def submit(self, link: Link, numbers: set[int]) -> None:
+        wanted = sorted(numbers - self.busy)
+        if link is Link.SAVE:
+            wanted = [page for page in wanted if page not in self.lost]
+        elif link in (Link.LOAD, Link.ARCHIVE):
+            wanted = [page for page in wanted if page in self.on_host]
+        if not wanted:
+            return
+        self.under_way.append(self.world.move(link, *wanted))
+        self.under_way[-1].owner = wanted
+        self.busy |= set(wanted)
+        if link in (Link.SAVE, Link.FETCH):
+            self.on_host -= set(wanted)
+
+    @rule(number=st.integers(1, 9))
+    def lose_a_device_page(self, number: int) -> None:
+        if number not in self.busy:
+            self.lost.add(number)
+            for device in self.world.copies.device:
+                device[:, number] = 0
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.1, 1.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.collect(self.mover.finished())
+
+    @rule(picked=st.integers(0, 7))
+    def stop_one(self, picked: int) -> None:
+        if self.under_way:
+            self.under_way[picked % len(self.under_way)].stop()
+
+    @rule(layer=st.integers(0, 2))
+    def wait_for_a_layer(self, layer: int) -> None:
+        for move in self.under_way:
+            if move.link is Link.LOAD and move.checked:
+                move.wait_layer(layer)
+                group, at = {0: (0, 0), 1: (1, 0), 2: (0, 1)}[layer]
+                pages = move.owner
+                got, want = self.world.copies.device[group], self.world.content[group]
+                assert np.array_equal(got[at, pages], want[at, pages])
+
+    def collect(self, ended: list[Move]) -> None:
+        lanes: dict[Link, list[int]] = {}
+        for move in ended:
+            lane = Link.ARCHIVE if move.link is Link.FORGET else move.link
+            lanes.setdefault(lane, []).append(self.under_way.index(move))
+        assert all(order == sorted(order) for order in lanes.values()), "a link does not change the order"
+        for move in ended:
+            self.under_way.remove(move)
+            assert move.error == ""
+            pages: list[int] = move.owner  # type: ignore[assignment]
+            self.busy -= set(pages)
+            if move.link is Link.LOAD:
+                assert move.is_whole
+                assert self.world.whole(*pages)
+                self.lost -= set(pages)
+            if move.link in (Link.SAVE, Link.FETCH):
+                self.on_host |= {page for page, defect in zip(pages, move.defects[0], strict=True) if not defect}
+
+    @invariant()
+    def in_flight_adds_up(self) -> None:
+        if not hasattr(self, "mover"):
+            return
+        for link in Link:
+            assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.link is link)
+        assert self.mover.idle == (not self.under_way) == (self.mover.next_end is None)
+
+    def teardown(self) -> None:
+        if hasattr(self, "mover"):
+            self.mover._choose = None  # no more choices can be drawn here
+            self.collect(self.world.run())
+            assert not self.under_way, "a move was lost"
+            assert self.world.store.prepared == {}
+
+
+TestVirtualMover = VirtualMoverMachine.TestCase
+TestVirtualMover.settings = settings(max_examples=150, stateful_step_count=40)
