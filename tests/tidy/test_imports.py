@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[2]
 
 WITHOUT_TORCH = ("quire.errors", "quire.spec.model", "quire.plan.budget", "quire.prefix.radix_cache")
 WITHOUT_TORCH += ("quire.memory.allocator", "quire.memory.frames", "quire.observe.events", "quire.cache")
-WITHOUT_TORCH += ("quire.sim.trace", "quire.sim.ideal", "quire.memory.record", "quire.memory.host_pool")
+WITHOUT_TORCH += (
+    "quire.sim.trace",
+    "quire.sim.ideal",
+    "quire.memory.record",
+    "quire.memory.host_pool",
+    "quire.plan.host",
+)
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,32 +1,50 @@
-"""What this process may still take of the host's memory: the smaller of what is free and what its container leaves."""
+"""What this process may still take of the host's memory: the least of what is free and what its containers leave.
+
+A control group limits everything below it, so a process has as many limits as its group has ancestors. What a group is
+charged for includes files that the system has read and would drop at once; they are not in the way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
 
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
 _UNLIMITED = 2**60
+
+
+class _Version(NamedTuple):
+    """The files of one version of control groups: limits, what is charged, and the dropped-at-once part of it."""
+
+    limits: tuple[str, ...]
+    usage: str
+    inactive: tuple[str, ...]
+
+
+_VERSION_1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "inactive_file"))
+_VERSION_2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Bytes. `limit` is the container's, None where it has none; `available` respects it."""
+    """Bytes. `limit` is the smallest of the containers around this process, None without any; `available` respects all
+    of them."""
 
     total: int
     available: int
     limit: int | None
 
 
-def host_memory() -> HostMemory:
-    """Read now from the system and from the control group, version 1 or 2."""
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read now from the system, and from the control groups of this process and all their ancestors, version 1 or 2.
+
+    `root` is where the system's files start.
+    """
     memory = psutil.virtual_memory()
-    limits = [found for paths in _CGROUPS if (found := _limit(*paths)) is not None]
+    limits = list(_limits(root))
     left = min((limit - used for limit, used in limits), default=int(memory.available))
     return HostMemory(
         total=int(memory.total),
@@ -35,9 +53,74 @@ def host_memory() -> HostMemory:
     )
 
 
-def _limit(limit: Path, usage: Path) -> tuple[int, int] | None:
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Each limit, and what of it is used."""
+    for version, mount, folder in _groups(root):
+        while True:
+            yield from _limits_of(folder, version)
+            if folder == mount:
+                break
+            folder = folder.parent
+
+
+def _limits_of(folder: Path, version: _Version) -> Iterator[tuple[int, int]]:
+    used = _number(folder / version.usage)
+    if used is None:
+        return
+    found = [most for name in version.limits if (most := _number(folder / name)) is not None and most < _UNLIMITED]
+    if found:
+        yield min(found), max(0, used - _inactive(folder / "memory.stat", version.inactive))
+
+
+def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+    """Of each hierarchy that may limit memory: where it is mounted, and the folder of this process's group in it."""
+    paths = dict(_own_paths(root))
+    for line in _lines(root / "proc/self/mountinfo"):
+        # 32 31 0:29 /docker/1f /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), (after.split() + [""] * 3)[:3]
+        if kind == "cgroup2":
+            version = _VERSION_2
+        elif kind == "cgroup" and "memory" in options.split(","):
+            version = _VERSION_1
+        else:
+            continue
+        if version in paths and len(fields) > 4:
+            mount = root / fields[4].lstrip("/")
+            yield version, mount, _below(mount, fields[3], paths[version])
+
+
+def _own_paths(root: Path) -> Iterator[tuple[_Version, str]]:
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield _VERSION_2, path
+        elif "memory" in controllers.split(","):
+            yield _VERSION_1, path
+
+
+def _below(mount: Path, mounted: str, path: str) -> Path:
+    """The folder of the group at `path` where the group `mounted` is at `mount`; `mount` if it is not below that."""
+    found, top = PurePosixPath(path), PurePosixPath(mounted)
+    if ".." in found.parts or not found.is_relative_to(top):
+        return mount
+    folder = mount / found.relative_to(top)
+    return folder if folder.is_dir() else mount
+
+
+def _inactive(path: Path, names: tuple[str, ...]) -> int:
+    found = dict(line.split()[:2] for line in _lines(path) if len(line.split()) == 2)
+    return next((int(found[name]) for name in names if found.get(name, "").isdigit()), 0)
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        most, used = limit.read_text().strip(), usage.read_text().strip()
+        return path.read_text().splitlines()
     except OSError:
-        return None
-    return (int(most), int(used)) if most.isdigit() and int(most) < _UNLIMITED else None
+        return []

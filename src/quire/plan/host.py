@@ -1,0 +1,93 @@
+"""Host memory: how much of it the records may take in all, and how many frames of each group that holds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from quire.errors import HostMemoryError, PlanError
+from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
+from quire.spec.record_size import records_bytes
+
+_AUTO_DEVICES = 2  # times the bytes of the device's pools, when nobody says how much
+_AUTO_SHARE = 0.5  # of what may be had; others on the machine start after us
+_ROOM_SHARE = 1 / 16  # of what is available, for the process itself
+_LEAST_ROOM = 64 * 2**20
+_MOST_ROOM = 4 * 2**30
+_SLACK_SHARE = 1 / 64  # below the largest size, for what is available changes a little from one start to the next
+
+
+def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
+    """Host frames of each group, as `HostPool` takes them, for `num_bytes` bytes of one rank's host memory.
+
+    The host holds the same mix as the device, so that what is dropped there fits here: for each frame of the group with
+    the most, the others have their share, rounded down, and at least one. Headers, strides and the padding row are in
+    the bytes; with one frame more of the largest group and its share of the others they would not fit. Raises PlanError
+    with the smallest size that works.
+    """
+
+    def frames(count: int) -> tuple[int, ...]:
+        return tuple(max(1, count * each // largest) for each in on_device)
+
+    def size(count: int) -> int:
+        return records_bytes(plan.groups, frames(count))
+
+    on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
+    largest = max(on_device)
+    if size(1) > num_bytes:
+        raise PlanError(
+            f"{format_bytes(num_bytes)} of host memory hold no page: one frame of each group takes "
+            f"{format_bytes(size(1))}.",
+            fix=f"use --host-memory {round_up_bytes(size(1)).replace(' ', '')} or more for each rank.",
+        )
+    fits, too_many = 1, 2
+    while size(too_many) <= num_bytes:
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if size(middle) <= num_bytes else (fits, middle)
+    return frames(fits)
+
+
+def host_budget(
+    asked: int | Literal["auto"],
+    *,
+    available: int,
+    limit: int | None,
+    total: int,
+    device_bytes: int,
+    ranks: int = 1,
+    to_come: int = 0,
+) -> int:
+    """Bytes of host memory for the records of all groups and all `ranks`; a rank has `num_bytes // ranks`.
+
+    `available`, `limit` (the container's) and `total` are this machine's, as `engine.host_memory` reads them.
+    `device_bytes` are those of one rank's device pools; "auto" takes twice as much for each rank, or half of what may
+    be had if that is less. `to_come` bytes of what is available will be taken by others of ours: the pools of a CPU
+    device, which are memory of the same machine and not there yet. Room for the process is left in any case. Raises
+    HostMemoryError with the largest size that fits, where more was asked for.
+    """
+    most = largest_host_bytes(available - to_come)
+    if asked == "auto":
+        return min(_AUTO_DEVICES * device_bytes * ranks, int(most * _AUTO_SHARE))
+    if asked <= most:
+        return asked
+    limited = f"the container's limit is {format_bytes(limit)}" if limit is not None else "no container limits it"
+    needed = f", of which the KV pools of this process will take {format_bytes(to_come)}" if to_come else ""
+    suggested = _rounded_down(int(most * (1 - _SLACK_SHARE)))
+    raise HostMemoryError(
+        f"{format_bytes(asked)} of host memory were asked for; {format_bytes(available)} of {format_bytes(total)} are "
+        f"available and {limited}{needed}. The largest size that fits is {suggested or 'none'}.",
+        fix=f"use --host-memory {suggested}." if suggested else "free memory on this machine, or go without.",
+    )
+
+
+def largest_host_bytes(available: int) -> int:
+    """The most that `host_budget` grants where so much is available: the rest is room for the process."""
+    room = min(max(int(available * _ROOM_SHARE), _LEAST_ROOM), _MOST_ROOM)
+    return max(0, available - room)
+
+
+def _rounded_down(size: int) -> str:
+    """`size` or a little less, to be given back to `parse_bytes`; empty where it is less than a unit."""
+    unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
+    return f"{size // unit}{name}" if size >= unit else ""

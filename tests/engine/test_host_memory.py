@@ -1,0 +1,202 @@
+"""What may be had of the host's memory: control groups made of files, and a real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quire.engine.host_memory import host_memory
+
+MIB = 2**20
+GIB = 2**30
+
+
+def tree(root: Path, mounts: str, own: str, files: dict[str, str]) -> Path:
+    """A system's files below `root`."""
+    for name, text in {"proc/self/mountinfo": mounts, "proc/self/cgroup": own, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def group_2(folder: str, most: str | int, used: int, inactive: int = 0, high: str | int = "max") -> dict[str, str]:
+    return {
+        f"{folder}/memory.max": f"{most}\n",
+        f"{folder}/memory.high": f"{high}\n",
+        f"{folder}/memory.current": f"{used}\n",
+        f"{folder}/memory.stat": f"anon 5\nfile {inactive}\ninactive_file {inactive}\nactive_file 7\n",
+    }
+
+
+def group_1(folder: str, most: int, used: int, inactive: int = 0) -> dict[str, str]:
+    return {
+        f"{folder}/memory.limit_in_bytes": f"{most}\n",
+        f"{folder}/memory.usage_in_bytes": f"{used}\n",
+        f"{folder}/memory.stat": f"cache 9\ninactive_file 1\ntotal_inactive_file {inactive}\n",
+    }
+
+
+MOUNT_2 = "29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+MOUNT_1 = "32 31 0:29 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+OTHER = "33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n24 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+NO_LIMIT = 9223372036854771712
+
+
+def test_without_a_limit_the_machine_is_all_there_is(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/cgroup.procs": "", **group_2("sys/fs/cgroup/a", "max", 5)}
+    found = host_memory(tree(tmp_path, MOUNT_2 + OTHER, "0::/a\n", files))
+    assert found.limit is None
+    assert found.total == psutil.virtual_memory().total
+    assert 0 < found.available <= found.total
+
+
+def test_a_system_without_control_groups(tmp_path: Path) -> None:
+    assert host_memory(tmp_path).limit is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit", "available"),
+    [
+        ({"a": (64, 10), "a/b": (32, 9), "a/b/c": (48, 8)}, 32, 23),
+        ({"a": (64, 60), "a/b": (32, 9), "a/b/c": (48, 8)}, 32, 4),  # a sibling has most of what the parent has
+        ({"a": ("max", 10), "a/b": ("max", 9), "a/b/c": (48, 8)}, 48, 40),
+        ({"a": (16, 10), "a/b": ("max", 9), "a/b/c": ("max", 8)}, 16, 6),
+        ({"a": (16, 20), "a/b": ("max", 9), "a/b/c": ("max", 8)}, 16, 0),
+    ],
+)
+def test_every_ancestor_limits(
+    tmp_path: Path, limits: dict[str, tuple[int | str, int]], limit: int, available: int
+) -> None:
+    files: dict[str, str] = {}
+    for folder, (most, used) in limits.items():
+        scaled = most * MIB if isinstance(most, int) else most
+        files |= group_2(f"sys/fs/cgroup/{folder}", scaled, used * MIB)
+    found = host_memory(tree(tmp_path, OTHER + MOUNT_2, "0::/a/b/c\n", files))
+    assert (found.limit, found.available) == (limit * MIB, available * MIB)
+
+
+def test_groups_beside_the_own_do_not_matter(tmp_path: Path) -> None:
+    files = group_2("sys/fs/cgroup/other", MIB, MIB) | group_2("sys/fs/cgroup/own", 64 * MIB, MIB)
+    found = host_memory(tree(tmp_path, MOUNT_2, "0::/own\n", files))
+    assert (found.limit, found.available) == (64 * MIB, 63 * MIB)
+
+
+def test_files_that_would_be_dropped_are_available(tmp_path: Path) -> None:
+    files = group_2("sys/fs/cgroup/a", 64 * MIB, 60 * MIB, inactive=50 * MIB)
+    assert host_memory(tree(tmp_path, MOUNT_2, "0::/a\n", files)).available == 54 * MIB
+
+
+def test_more_files_than_usage_is_no_more_than_the_limit(tmp_path: Path) -> None:
+    files = group_2("sys/fs/cgroup/a", 64 * MIB, 6 * MIB, inactive=50 * MIB)
+    assert host_memory(tree(tmp_path, MOUNT_2, "0::/a\n", files)).available == 64 * MIB
+
+
+def test_where_a_group_is_slowed_down_is_a_limit_too(tmp_path: Path) -> None:
+    files = group_2("sys/fs/cgroup/a", 64 * MIB, 6 * MIB, high=32 * MIB)
+    found = host_memory(tree(tmp_path, MOUNT_2, "0::/a\n", files))
+    assert (found.limit, found.available) == (32 * MIB, 26 * MIB)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    own = "5:cpu,cpuacct:/elsewhere\n4:memory:/a/b\n0::/\n"
+    files = group_1("sys/fs/cgroup/memory", NO_LIMIT, GIB)
+    files |= group_1("sys/fs/cgroup/memory/a", 64 * MIB, 40 * MIB, inactive=10 * MIB)
+    files |= group_1("sys/fs/cgroup/memory/a/b", 48 * MIB, 8 * MIB)
+    found = host_memory(tree(tmp_path, OTHER + MOUNT_1.format(root="/"), own, files))
+    assert (found.limit, found.available) == (48 * MIB, 34 * MIB)
+
+
+def test_a_container_sees_its_group_where_others_see_the_root(tmp_path: Path) -> None:
+    """Without a namespace of its own, the paths are the host's and the mount starts at the container's group."""
+    own = "4:memory:/docker/1f/worker\n"
+    files = group_1("sys/fs/cgroup/memory", 64 * MIB, 8 * MIB)
+    files |= group_1("sys/fs/cgroup/memory/worker", 32 * MIB, 8 * MIB)
+    mounts = MOUNT_1.format(root="/docker/1f")
+    assert host_memory(tree(tmp_path, mounts, own, files)).available == 24 * MIB
+
+
+@pytest.mark.parametrize("own", ["0::/../../init\n", "0::/gone\n", "0::/\n"])
+def test_a_path_that_is_not_to_be_found_leaves_the_mounted_group(tmp_path: Path, own: str) -> None:
+    files = group_2("sys/fs/cgroup", 64 * MIB, 8 * MIB)
+    assert host_memory(tree(tmp_path, MOUNT_2, own, files)).available == 56 * MIB
+
+
+# -- a real group
+
+PROGRAM = """
+import os, re, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+from quire.engine.host_memory import host_memory
+from quire.errors import HostMemoryError
+from quire.memory.host_pool import HostPool
+from quire.plan.budget import MemoryPlan, parse_bytes
+from quire.plan.host import host_budget, host_frames
+from quire.spec.group import GroupSpec
+from quire.spec.layout import DType, Field, PageLayout
+
+field = Field(name="k", shape=(64,), dtype=DType.BFLOAT16, layers=(0, 1, 2, 3))
+group = GroupSpec(name="full", layout=PageLayout(256, (field,)))
+plan = MemoryPlan(page_size=256, groups=(group,), num_pages=1000, context=1000, max_requests=1)
+memory = host_memory()
+known = dict(available=memory.available, limit=memory.limit, total=memory.total, device_bytes=plan.pool_bytes)
+try:
+    host_budget(parse_bytes("8GiB"), **known)
+except HostMemoryError as error:
+    print(error)
+    named = parse_bytes(re.findall(r"--host-memory (\\w+)", str(error))[0])
+again = host_memory()
+known |= dict(available=again.available)
+size = host_budget(named, **known)
+pool = HostPool(plan.groups, host_frames(plan, size))
+print("reserved", pool.num_bytes, "of", size, "left", host_memory().available)
+pool.close()
+print("closed", host_memory().available)
+"""
+
+
+@pytest.fixture
+def four_gib() -> Iterator[Path]:
+    """A control group of 4 GiB below that of this process, or below the root; removed afterwards."""
+    if sys.platform != "linux" or os.getuid() != 0:
+        pytest.skip("only root may make a control group")
+    if psutil.virtual_memory().available < 6 * GIB:
+        pytest.skip("this machine has no 4 GiB to spare")
+    own = dict(line.strip().split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    first, limit = Path("/sys/fs/cgroup/memory" + own.get("memory", "")), "memory.limit_in_bytes"
+    if "memory" not in own:
+        first, limit = Path("/sys/fs/cgroup"), "memory.max"
+    folder = first / f"quire-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        try:
+            (folder / limit).write_text(str(4 * GIB))
+        except OSError as error:
+            pytest.skip(f"control groups here do not limit memory: {error}")
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+@pytest.mark.slow
+def test_4_gib_refuse_8_and_hold_what_the_refusal_names(four_gib: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(four_gib)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    refused, reserved, closed = found.stdout.splitlines()
+    assert "the container's limit is 4.00 GiB" in refused
+    assert "8.00 GiB of host memory were asked for" in refused
+    taken, granted, left = (int(word) for word in reserved.split() if word.isdigit())
+    assert 3.4 * GIB < taken <= granted < 4 * GIB
+    assert 0 < left < GIB / 2
+    assert int(closed.split()[1]) > left + 0.95 * taken

@@ -1,0 +1,149 @@
+"""Host memory: what is granted, what it holds, and that a refusal names a size that is then accepted."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import HostMemoryError, PlanError
+from quire.memory.host_pool import HostPool
+from quire.plan.budget import MemoryPlan, parse_bytes
+from quire.plan.host import host_budget, host_frames, largest_host_bytes
+from quire.spec.group import GroupSpec
+from quire.spec.layout import DType, Field, PageLayout
+
+GIB = 2**30
+
+
+def plan_of(*groups: tuple[int, int]) -> MemoryPlan:
+    """A plan of `(bytes per frame, device frames)` groups."""
+    specs = tuple(
+        GroupSpec(
+            name=f"g{index}",
+            layout=PageLayout(1, (Field(name="k", shape=(size,), dtype=DType.UINT8, layers=(0,)),)),
+        )
+        for index, (size, _) in enumerate(groups)
+    )
+    frames = tuple(count for _, count in groups)
+    return MemoryPlan(page_size=1, groups=specs, num_pages=max(frames), context=10, max_requests=1, frames=frames)
+
+
+def bytes_of(plan: MemoryPlan, frames: tuple[int, ...]) -> int:
+    """By hand: header and payload up to a line, or to a block where frames are large; regions up to a block."""
+    total = 0
+    for group, count in zip(plan.groups, frames, strict=True):
+        payload = group.layout.bytes_per_frame
+        step = 4096 if payload >= 65536 else 64
+        stride = (64 + payload + step - 1) // step * step
+        total += (stride * (count + 1) + 4095) // 4096 * 4096
+    return total
+
+
+def mix(plan: MemoryPlan, count: int) -> tuple[int, ...]:
+    most = max(plan.frames)
+    return tuple(max(1, count * frames // most) for frames in plan.frames)
+
+
+groups = st.lists(
+    st.tuples(
+        st.one_of(st.integers(1, 300), st.integers(4000, 5000), st.integers(65000, 70000), st.integers(1, 2**22)),
+        st.integers(1, 5000),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups, st.integers(0, 2**33))
+def test_frames_fill_what_is_given_and_never_exceed_it(sizes: list[tuple[int, int]], given_bytes: int) -> None:
+    plan = plan_of(*sizes)
+    least = bytes_of(plan, mix(plan, 1))
+    if given_bytes < least:
+        with pytest.raises(PlanError) as error:
+            host_frames(plan, given_bytes)
+        named = parse_bytes(re.findall(r"--host-memory (\w+)", str(error.value))[0])
+        assert least <= named < least + 2**20 * 11
+        assert bytes_of(plan, host_frames(plan, named)) <= named
+        return
+    frames = host_frames(plan, given_bytes)
+    count = max(frames)
+    assert frames == mix(plan, count) and min(frames) >= 1
+    assert bytes_of(plan, frames) <= given_bytes < bytes_of(plan, mix(plan, count + 1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups, st.integers(2**12, 2**24))
+def test_the_pool_takes_what_was_planned(sizes: list[tuple[int, int]], given_bytes: int) -> None:
+    plan = plan_of(*sizes)
+    try:
+        frames = host_frames(plan, given_bytes)
+    except PlanError:
+        return
+    with closing(HostPool(plan.groups, frames, threads=1)) as pool:
+        assert pool.num_bytes == bytes_of(plan, frames) <= given_bytes
+
+
+def test_a_plan_without_frames_of_its_own_has_as_many_for_each_group() -> None:
+    plan = plan_of((100, 5), (5000, 5))
+    plain = MemoryPlan(page_size=1, groups=plan.groups, num_pages=5, context=10, max_requests=1)
+    assert host_frames(plain, 10**6) == host_frames(plan, 10**6) == (187, 187)
+
+
+# -- the budget
+
+
+def budget(asked: int | str, available: int, *, limit: int | None = None, **more: int) -> int:
+    device_bytes = more.pop("device_bytes", 10 * GIB)
+    return host_budget(asked, available=available, limit=limit, total=64 * GIB, device_bytes=device_bytes, **more)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**38), st.integers(1, 2**38), st.integers(0, 2**34))
+def test_a_refusal_names_a_size_that_is_accepted(available: int, asked: int, to_come: int) -> None:
+    try:
+        granted = budget(asked, available, limit=available + 5, to_come=to_come)
+    except HostMemoryError as error:
+        assert asked > largest_host_bytes(available - to_come)
+        named = re.findall(r"use --host-memory (\w+)", str(error))
+        if named:
+            size = parse_bytes(named[0])
+            assert budget(size, available, to_come=to_come) == size
+            # Also if a little less is there by then; and it is not far from all there is.
+            assert budget(size, available - (available - to_come) // 200, to_come=to_come) == size
+            assert size >= largest_host_bytes(available - to_come) * 0.98 - 2**20
+        else:
+            assert largest_host_bytes(available - to_come) < 2048
+    else:
+        assert granted == asked <= max(0, available - to_come)
+
+
+def test_a_container_is_named() -> None:
+    with pytest.raises(HostMemoryError, match=r"8.00 GiB .* were asked for; 3.90 GiB of 64.00 GiB") as error:
+        budget(8 * GIB, int(3.9 * GIB), limit=4 * GIB)
+    assert "the container's limit is 4.00 GiB" in str(error.value)
+    assert "Fix: use --host-memory 3685MiB." in str(error.value)
+    with pytest.raises(HostMemoryError, match="no container limits it"):
+        budget(8 * GIB, 4 * GIB)
+    with pytest.raises(HostMemoryError, match=r"is none.* go without"):
+        budget(8 * GIB, 1000, limit=4 * GIB)
+    with pytest.raises(HostMemoryError, match=r"pools of this process will take 3.00 GiB"):
+        budget(4 * GIB, 6 * GIB, to_come=3 * GIB)
+
+
+def test_auto_is_twice_the_device_or_half_of_what_there_is() -> None:
+    assert budget("auto", 60 * GIB, device_bytes=GIB) == 2 * GIB
+    assert budget("auto", 60 * GIB, device_bytes=GIB, ranks=4) == 8 * GIB
+    assert budget("auto", 16 * GIB, device_bytes=10 * GIB) == 15 * GIB // 2
+    assert budget("auto", 16 * GIB, device_bytes=10 * GIB, to_come=16 * GIB) == 0
+    assert budget("auto", 0) == 0
+
+
+@given(st.integers(0, 2**40))
+def test_auto_is_always_granted_when_it_is_asked_for(available: int) -> None:
+    size = budget("auto", available)
+    assert budget(size, available) == size
