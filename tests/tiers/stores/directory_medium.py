@@ -21,7 +21,12 @@ class DirectoryMedium:
             return connection.execute(sql, values).fetchall()
 
     def slab(self, number: int) -> Path:
-        return self.path / "slabs" / f"{number:08d}.slab"
+        return self.path / "slabs" / f"{number:012x}.slab"
+
+    def slab_of(self, key: StoreKey) -> Path:
+        where = self._where(key)
+        assert where is not None
+        return self.slab(where[0])
 
     def read(self, key: StoreKey) -> bytes | None:
         where = self._where(key)
@@ -45,6 +50,7 @@ class DirectoryMedium:
             os.fsync(file.fileno())
 
     def delete(self, key: StoreKey) -> None:
+        self.query("INSERT INTO free SELECT slot_bytes, slab, slot FROM records WHERE name = ?", key.pack())
         self.query("DELETE FROM records WHERE name = ?", key.pack())
 
     def keys(self) -> set[StoreKey]:
@@ -67,7 +73,7 @@ class DirectoryMedium:
             assert given == list(range(fresh)), f"slab {slab}: slots {given} of {fresh} handed out"
         assert {of for of, *_ in free} | {of for of, *_ in records} <= {slab for slab, *_ in slabs}
         assert all(num_bytes <= slot_bytes for _, _, slot_bytes, num_bytes in records)
-        on_disk = {int(path.stem) for path in (self.path / "slabs").glob("*.slab")}
+        on_disk = {int(path.stem, 16) for path in (self.path / "slabs").glob("*.slab")}
         assert on_disk == {slab for slab, *_ in slabs}, "files without a slab, or slabs without a file"
 
     def disk_bytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -28,8 +28,8 @@ _BATCH = 256
 _SCHEMA = """
 CREATE TABLE settings (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE slabs (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, slot_bytes INTEGER NOT NULL, num_slots INTEGER NOT NULL,
-    num_bytes INTEGER NOT NULL, fresh INTEGER NOT NULL DEFAULT 0
+    id INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL, num_slots INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+    fresh INTEGER NOT NULL
 );
 CREATE TABLE free (
     slot_bytes INTEGER NOT NULL, slab INTEGER NOT NULL, slot INTEGER NOT NULL, PRIMARY KEY (slot_bytes, slab, slot)
@@ -85,22 +85,29 @@ class Index:
             ) from error
 
     @contextmanager
-    def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other process writes beside. Raises Busy, having changed nothing; with `wait` False
-        without waiting for others."""
+    def writing(
+        self, settle: Callable[[bool], None] | None = None, *, wait: bool = True
+    ) -> Iterator[sqlite3.Connection]:
+        """A transaction that no other process writes beside, then `settle(committed)`.
+
+        Raises Busy, having changed nothing; with `wait` False without waiting for others.
+        """
         if not self._writes.acquire(blocking=wait):
             raise Busy("another thread is writing")
         try:
             if not wait:
                 self._writer.execute("PRAGMA busy_timeout = 0")
             self._writer.execute("BEGIN IMMEDIATE")
+            committed = False
             try:
                 yield self._writer
                 self._writer.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
+                committed = True
+            finally:
+                if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
-                raise
+                if settle is not None:
+                    settle(committed)
         except sqlite3.Error as error:
             raise Busy(str(error)) from error
         finally:

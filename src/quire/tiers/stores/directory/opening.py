@@ -45,7 +45,7 @@ def open_directory(
         index = Index(path / INDEX, busy_seconds=busy_seconds, durable=durable)
         room = Room(files, slab_bytes)
         try:
-            with index.writing() as connection:
+            with index.writing(room.settle) as connection:
                 reclaimed = _put_in_order(connection, path, files, owners, room, capacity)
             owners.bury()
         except Busy as error:

@@ -4,11 +4,13 @@ Records lie in slots of equal size within a slab. A size that has no slot left t
 then the slots of its own records that were not used for longest; and a slab of another size if all of it is colder than
 those. So what is forgotten follows use, and a size that is no longer written gives its bytes back.
 
-Every method runs inside a transaction of the index, which no other process writes beside.
+Every method but `settle` runs inside a transaction of the index, which no other process writes beside. Files are
+removed by `settle`, after it: a transaction that is rolled back has lost nothing.
 """
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
@@ -42,11 +44,18 @@ class Room:
     """Takes slots for one opened store. `evicted` counts what it has forgotten."""
 
     def __init__(self, files: SlabFiles, slab_bytes: int | None) -> None:
-        """`slab_bytes` None: a 64th of the capacity, and 4 MiB at least."""
+        """`slab_bytes` None: a 64th of the capacity; of a small one up to an 8th, for slabs of 1 MiB."""
         self._files = files
         self._slab_bytes = slab_bytes
         self._since_look: Counter[int] = Counter()
+        self._made: list[int] = []
+        self._dropped: list[int] = []
         self.evicted = 0
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether there is room after this transaction that could not be taken in it."""
+        return bool(self._dropped)
 
     def take(
         self, index: sqlite3.Connection, slot_bytes: int, count: int, flush: Callable[[sqlite3.Connection], None]
@@ -64,15 +73,28 @@ class Room:
         if len(taken) < count:
             flush(index)
         while len(taken) < count:
-            if self._take_colder_slab(index, slot_bytes, capacity):
-                self._grow(index, slot_bytes, capacity)
-                more = self._ready(index, slot_bytes, count - len(taken))
-            else:
-                more = self._evict(index, slot_bytes, count - len(taken))
-                if not more:
+            slab = self._colder_slab(index, slot_bytes, capacity)
+            if slab is None:
+                evicted = self._evict(index, slot_bytes, count - len(taken))
+                if not evicted:
                     break
-            taken += more
+                taken += evicted
+            elif slab.num_bytes >= slot_bytes:
+                self._convert(index, slab, slot_bytes)
+                taken += self._ready(index, slot_bytes, count - len(taken))
+            else:
+                self.drop(index, slab.id, slab.slot_bytes)
+                if capacity - _sum(index) >= slot_bytes:
+                    break  # to be taken in the next transaction, when the file has gone
         return taken
+
+    def settle(self, committed: bool) -> None:
+        """After a transaction, before another thread's: remove the files of slabs that were dropped, or, if it was
+        rolled back, of those that were made."""
+        dropped, made = self._dropped, self._made
+        self._dropped, self._made = [], []
+        for slab in dropped if committed else made:
+            self._files.drop(slab)
 
     def shrink(self, index: sqlite3.Connection, capacity: int) -> None:
         """Drop the coldest slabs until what is left fits."""
@@ -83,12 +105,12 @@ class Room:
             self.drop(index, slab.id, slab.slot_bytes)
 
     def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
-        """Forget a slab and remove its file."""
+        """Forget a slab and everything in it."""
         (count,) = index.execute("SELECT COUNT(*) FROM records WHERE slab = ?", (slab,)).fetchone()
         self.evicted += count
         empty_slab(index, slab, slot_bytes)
         index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
-        self._files.drop(slab)  # if this is rolled back after all, its records are found missing
+        self._dropped.append(slab)
 
     # -- from what there is
 
@@ -114,20 +136,20 @@ class Room:
 
     def _grow(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
         """A new slab of this size, if the capacity and the disk allow it."""
-        slab_bytes = max(4 << 20, capacity // 64) if self._slab_bytes is None else self._slab_bytes
+        if self._dropped:
+            return False  # their files are still there
+        slab_bytes = self._slab_bytes or max(capacity // 64, min(capacity // 8, 1 << 20))
         num_slots = min(max(1, slab_bytes // slot_bytes), (capacity - _sum(index)) // slot_bytes)
         if num_slots < 1:
             return False
         num_bytes = num_slots * slot_bytes
-        slab = index.execute(
-            "INSERT INTO slabs (slot_bytes, num_slots, num_bytes) VALUES (?, ?, ?)", (slot_bytes, num_slots, num_bytes)
-        ).lastrowid
-        assert slab is not None
+        slab = secrets.randbits(48)  # no counter, which a transaction that is rolled back would give out again
         try:
             self._files.make(slab, num_bytes)
         except OSError:
-            index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
             return False
+        self._made.append(slab)
+        index.execute("INSERT INTO slabs VALUES (?, ?, ?, ?, 0)", (slab, slot_bytes, num_slots, num_bytes))
         return True
 
     # -- from what is used least
@@ -143,29 +165,25 @@ class Room:
         self._since_look[slot_bytes] += len(rows)
         return sorted((slab, slot) for _, slab, slot in rows)
 
-    def _take_colder_slab(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
-        """Make a slab of another size one of this size, where everything in it is older than all we have."""
+    def _colder_slab(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> _Slab | None:
+        """A slab of another size in which everything is older than all records of this one."""
         (oldest, slots) = index.execute(
             "SELECT (SELECT MIN(used) FROM records WHERE slot_bytes = ?1 AND owner IS NULL),"
             " (SELECT MAX(num_slots) FROM slabs WHERE slot_bytes = ?1)",
             (slot_bytes,),
         ).fetchone()
         if oldest is not None and 0 < self._since_look[slot_bytes] < max(slots, _LOOK_EVERY):
-            return False  # looking at all records is for once in a slab's worth of them
-        self._since_look[slot_bytes] = 1
+            return None  # looking at all records is for once in a slab's worth of them
         coldest = _coldest(index, f"s.slot_bytes != {slot_bytes}")
         if coldest is None or (oldest is not None and coldest.used >= oldest):
-            return False
-        if coldest.num_bytes >= slot_bytes:
-            self._convert(index, coldest, slot_bytes)
-            return True
+            self._since_look[slot_bytes] = 1
+            return None
+        self._since_look[slot_bytes] = 0
         (kept,) = index.execute(
             "SELECT COALESCE(SUM(num_bytes), 0) FROM slabs WHERE id IN (SELECT slab FROM records WHERE owner NOT NULL)"
         ).fetchone()
-        if capacity - kept < slot_bytes:
-            return False
-        self.drop(index, coldest.id, coldest.slot_bytes)
-        return True
+        can_help = coldest.num_bytes >= slot_bytes or capacity - kept >= slot_bytes
+        return coldest if can_help else None
 
     def _convert(self, index: sqlite3.Connection, slab: _Slab, slot_bytes: int) -> None:
         """The file stays, so that this cannot run out of disk."""

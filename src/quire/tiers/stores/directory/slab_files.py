@@ -51,11 +51,11 @@ class SlabFiles:
 
     def path(self, slab: int) -> Path:
         """Where a slab lies."""
-        return self._folder / f"{slab:08d}.slab"
+        return self._folder / f"{slab:012x}.slab"
 
     def numbers(self) -> set[int]:
         """All slab files in the folder."""
-        return {int(path.stem) for path in self._folder.glob("*.slab") if path.stem.isdigit()}
+        return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
 
     def make(self, slab: int, num_bytes: int) -> None:
         """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""

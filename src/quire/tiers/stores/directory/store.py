@@ -101,21 +101,33 @@ class DirectoryStore:
         with self._gate.entered() as is_open:
             if not is_open or not keys:
                 return self._retries(len(keys))
-            names = [key.pack() for key in keys]
-            try:
-                with self._writing() as index:
-                    answers, rows = self._reserve(index, names, sizes)
-            except Busy:
-                return self._retries(len(keys))
-            with self._lock:
-                for at, row in rows.items():
-                    self._prepared[keys[at]] = _Prepared(row)
+            answers = [RETRY] * len(keys)
+            left = list(range(len(keys)))
+            more_room = True
+            while more_room and left:
+                try:
+                    more_room = self._reserve([keys[at] for at in left], [sizes[at] for at in left], answers, left)
+                except Busy:
+                    break
+                left = [at for at in left if answers[at] is RETRY]
             self._files.let_go()
         self.statistics.add(retries=answers.count(RETRY))
         return answers
 
-    def _reserve(
-        self, index: sqlite3.Connection, names: list[bytes], sizes: Sequence[int]
+    def _reserve(self, keys: list[StoreKey], sizes: list[int], answers: list[Answer], positions: Sequence[int]) -> bool:
+        """One transaction; fills in the answers at these positions. True: those with RETRY may be tried again."""
+        with self._writing() as index:
+            found, rows = self._reserve_in(index, [key.pack() for key in keys], sizes)
+            more_room = self._room.has_dropped
+        with self._lock:
+            for at, row in rows.items():
+                self._prepared[keys[at]] = _Prepared(row)
+        for at, answer in zip(positions, found, strict=True):
+            answers[at] = answer
+        return more_room
+
+    def _reserve_in(
+        self, index: sqlite3.Connection, names: list[bytes], sizes: list[int]
     ) -> tuple[list[Answer], dict[int, Row]]:
         """What to answer, and the rows that were made, by position."""
         found = find_rows(index, names)
@@ -143,8 +155,9 @@ class DirectoryStore:
                 for at, (slab, slot), used in zip(positions, places, self._uses.now(len(places)), strict=False)
             ]
             rows.update(zip(positions, insert_rows(index, made), strict=False))
-            for at in positions[len(places) :]:
-                answers[at] = RETRY
+            refused = {names[at] for at in positions[len(places) :]}
+            if refused:  # wherever they stand in the batch
+                answers = [RETRY if name in refused else said for name, said in zip(names, answers, strict=True)]
         return answers, rows
 
     def _take(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[tuple[int, int]]:
@@ -233,7 +246,7 @@ class DirectoryStore:
         """A transaction, in which what could not be dropped before is dropped."""
         with self._lock:
             left = set(self._left)
-        with self._index.writing() as index:
+        with self._index.writing(self._room.settle) as index:
             release(index, left, owner=self._owners.name)
             yield index
         with self._lock:
@@ -314,7 +327,7 @@ class DirectoryStore:
     def _forget_lost(self, rows: list[Row]) -> None:
         """Records that the medium does not hold in full, and slabs whose file is gone."""
         self.statistics.add(lost=len(rows))
-        with self._index.writing() as index:
+        with self._writing() as index:
             release(index, (row.id for row in rows))
             for slab, slot_bytes in {(row.slab, row.slot_bytes) for row in rows}:
                 if self._files.size(slab) is None:
