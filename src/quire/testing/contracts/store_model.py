@@ -46,6 +46,9 @@ class StoreModel:
         """Everything that may be there is there in full, or, where the store forgets, not at all."""
         self._get(list(range(len(self.keys))))
 
+    def _or_retry(self, answer: Answer) -> tuple[Answer, ...]:
+        return (answer, Answer.RETRY) if self.forgets else (answer,)
+
     def _size(self, record: int) -> int:
         return self.sizes[record % len(self.sizes)]
 
@@ -56,7 +59,7 @@ class StoreModel:
         assert len(answers) == len(batch)
         for key, record, answer in zip(batch, records, answers, strict=True):
             if key in self.prepared:
-                assert answer is Answer.PENDING, "a prepared key was given to a second writer"
+                assert answer in self._or_retry(Answer.PENDING), "a prepared key was given to a second writer"
             elif answer is Answer.MISS:
                 assert self.forgets or key not in self.visible, "a record was forgotten"
                 self.visible.pop(key, None)
@@ -71,7 +74,7 @@ class StoreModel:
         contents = [make_record(record, self._size(record)) for record in records]
         answers = self.store.put([self.keys[key] for key in batch], contents)
         for key, record, answer in zip(batch, records, answers, strict=True):
-            assert answer is Answer.HIT or (answer is Answer.RETRY and self.forgets)
+            assert answer in self._or_retry(Answer.HIT)
             self.prepared[key] = (record, answer is Answer.HIT)
 
     def _complete(self, batch: list[int], ok: list[bool]) -> None:
@@ -79,7 +82,7 @@ class StoreModel:
         for key, good, answer in zip(batch, ok, answers, strict=True):
             record, was_put = self.prepared.pop(key)
             if good and was_put:
-                assert answer is Answer.HIT or (answer is Answer.RETRY and self.forgets)
+                assert answer in self._or_retry(Answer.HIT)
             if answer is Answer.HIT:
                 assert good and was_put, "a record without bytes, or given up, became visible"
                 self.visible[key] = record
