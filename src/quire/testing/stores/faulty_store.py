@@ -1,0 +1,145 @@
+"""FaultyStore: a store that fails, and one that lies. What is above it has to notice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from threading import RLock
+
+from typing_extensions import Buffer
+
+from quire.testing.fuzz.choices import Choices
+from quire.testing.stores.wrapped_store import WrappedStore
+from quire.tiers.store import Answer, Store, StoreKey
+
+
+class Fault(Enum):
+    """What can go wrong. The first five are lies, which only the digest of a record shows."""
+
+    TORN = "torn"
+    """`put` takes a record whose end never reaches the medium: zeros from some place on."""
+    TRUNCATED = "truncated"
+    """`get` fills the beginning of the buffer, leaves the rest as it was, and says HIT."""
+    EXCHANGED = "exchanged"
+    """`get` fills the buffer with another record of the same size, whole and sound, and says HIT."""
+    FLIPPED = "flipped"
+    """One bit of a record that was read is another one."""
+    STALE = "stale"
+    """`get` says HIT and has filled in nothing."""
+    PUT_FAILS = "put fails"
+    """`put` says RETRY."""
+    GET_FAILS = "get fails"
+    """`get` says RETRY."""
+    COMPLETE_FAILS = "complete fails"
+    """`complete` says RETRY; the record was dropped."""
+    FORGOTTEN = "forgotten"
+    """`complete` says HIT, and the record is gone at once. A store may do that."""
+    UNREACHABLE = "unreachable"
+    """`exists` and `prepare` say RETRY for all keys."""
+    FULL = "full"
+    """`prepare` says RETRY for one key."""
+
+
+LIES = (Fault.TORN, Fault.TRUNCATED, Fault.EXCHANGED, Fault.FLIPPED, Fault.STALE)
+
+
+class FaultyStore(WrappedStore):
+    """Faults of some kinds, each with a chance of `percent` wherever it can happen, drawn from `seed`.
+
+    `happened` counts them; `keys` has the keys that each lie was told about. Calls from several threads are drawn for
+    in the order in which they come. `percent` may be changed at any time.
+    """
+
+    def __init__(self, inner: Store, *, seed: int, kinds: Iterable[Fault] = tuple(Fault), percent: int = 10) -> None:
+        super().__init__(inner)
+        self.percent = percent
+        self.happened: Counter[Fault] = Counter()
+        self.keys: list[tuple[Fault, StoreKey]] = []
+        self._kinds = frozenset(kinds)
+        self._choices = Choices.seeded(seed)
+        self._lock = RLock()
+        self._seen: dict[int, tuple[StoreKey, bytes]] = {}  # a record of each size, to be returned for another one
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        """UNREACHABLE."""
+        if self._strikes(Fault.UNREACHABLE):
+            return [Answer.RETRY] * len(keys)
+        return super().exists(keys)
+
+    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
+        """UNREACHABLE, FULL."""
+        if self._strikes(Fault.UNREACHABLE):
+            return [Answer.RETRY] * len(keys)
+        answers = super().prepare(keys, sizes)
+        full = [at for at, said in enumerate(answers) if said is Answer.MISS and self._strikes(Fault.FULL)]
+        super().complete([keys[at] for at in full], [False] * len(full))
+        refused = {keys[at] for at in full}  # wherever they stand in the batch
+        return [Answer.RETRY if key in refused else said for key, said in zip(keys, answers, strict=True)]
+
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """TORN, PUT_FAILS."""
+        failing = [self._strikes(Fault.PUT_FAILS) for _ in keys]
+        given: list[Buffer] = []
+        for key, record in zip(keys, records, strict=True):
+            whole = bytes(record)
+            with self._lock:
+                self._seen.setdefault(len(whole), (key, whole))
+            torn = self._strikes(Fault.TORN, key, can=any(whole))
+            given.append(self._torn(whole) if torn else record)
+        put = [at for at, fails in enumerate(failing) if not fails]
+        answers = [Answer.RETRY] * len(keys)
+        for at, said in zip(put, super().put([keys[at] for at in put], [given[at] for at in put]), strict=True):
+            answers[at] = said
+        return answers
+
+    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
+        """COMPLETE_FAILS, FORGOTTEN."""
+        failing = [good and self._strikes(Fault.COMPLETE_FAILS, key) for key, good in zip(keys, ok, strict=True)]
+        answers = super().complete(keys, [good and not fails for good, fails in zip(ok, failing, strict=True)])
+        for at, key in enumerate(keys):
+            if failing[at]:
+                answers[at] = Answer.RETRY
+            elif answers[at] is Answer.HIT and self._strikes(Fault.FORGOTTEN, key):
+                super().remove([key])
+        return answers
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """TRUNCATED, EXCHANGED, FLIPPED, STALE, GET_FAILS."""
+        before = [bytes(record) for record in records]
+        answers = super().get(keys, records)
+        for at, (key, record) in enumerate(zip(keys, records, strict=True)):
+            if answers[at] is Answer.HIT:
+                if self._strikes(Fault.GET_FAILS, key):
+                    answers[at] = Answer.RETRY
+                else:
+                    self._lie(key, memoryview(record).cast("B"), before[at])
+        return answers
+
+    def _lie(self, key: StoreKey, record: memoryview, before: bytes) -> None:
+        whole, size = bytes(record), len(record)
+        with self._lock:
+            other, content = self._seen.setdefault(size, (key, whole))
+            if self._strikes(Fault.EXCHANGED, key, can=other != key and content != whole):
+                record[:] = content
+            elif self._strikes(Fault.STALE, key, can=before != whole):
+                record[:] = before
+            elif self._strikes(Fault.TRUNCATED, key, can=before[size // 2 :] != whole[size // 2 :]):
+                record[size // 2 :] = before[size // 2 :]
+            elif self._strikes(Fault.FLIPPED, key):
+                record[self._choices.below(size)] ^= 1 << self._choices.below(8)
+
+    def _torn(self, whole: bytes) -> bytes:
+        """Cut before the last byte that is not zero, so that it is another record."""
+        with self._lock:
+            cut = self._choices.below(len(whole.rstrip(b"\0")))
+        return whole[:cut] + bytes(len(whole) - cut)
+
+    def _strikes(self, fault: Fault, key: StoreKey | None = None, *, can: bool = True) -> bool:
+        with self._lock:
+            if fault not in self._kinds or not can or not self._choices.chance(self.percent):
+                return False
+            self.happened[fault] += 1
+            if key is not None and fault in LIES:
+                self.keys.append((fault, key))
+            return True

@@ -1,0 +1,8 @@
+"""The embedded default: records in slab files of a local directory, read and written around the page cache."""
+
+from __future__ import annotations
+
+from quire.tiers.stores.directory.statistics import Statistics
+from quire.tiers.stores.directory.store import DirectoryStore
+
+__all__ = ["DirectoryStore", "Statistics"]

@@ -1,0 +1,106 @@
+"""Opening: a directory becomes a store, or is found to be one, and is put in order after whoever died in it."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import InvalidInput, StoreError
+from quire.tiers.stores.directory.index import Busy, Index, release
+from quire.tiers.stores.directory.owners import Owners
+from quire.tiers.stores.directory.room import Room, reclaim
+from quire.tiers.stores.directory.slab_files import SlabFiles
+
+INDEX = "index.sqlite"
+_OURS = {INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal", "slabs", "owners", "lost+found"}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The parts of an opened store, and how many records of dead writers were dropped."""
+
+    files: SlabFiles
+    owners: Owners
+    index: Index
+    room: Room
+    reclaimed: int
+
+
+def open_directory(
+    path: Path, capacity: int | None, *, slab_bytes: int | None, direct: bool | None, durable: bool, busy_seconds: float
+) -> Opened:
+    """Open or make it; see DirectoryStore. Raises StoreError, and InvalidInput for sizes that make no sense."""
+    if (capacity is not None and capacity < 1) or (slab_bytes is not None and slab_bytes < 1):
+        raise InvalidInput(
+            f"a store of {capacity} bytes in slabs of {slab_bytes} holds nothing.", fix="give sizes above zero."
+        )
+    try:
+        _check_folder(path, may_be_new=capacity is not None)
+        files = SlabFiles(path / "slabs", direct=direct)
+        owners = Owners(path / "owners")
+    except OSError as error:
+        raise StoreError(f"the store '{path}' cannot be used: {error}.") from error
+    try:
+        index = Index(path / INDEX, busy_seconds=busy_seconds, durable=durable)
+        room = Room(files, slab_bytes)
+        try:
+            with index.writing(room.settle) as connection:
+                reclaimed = _put_in_order(connection, path, files, owners, room, capacity)
+            owners.bury()
+        except Busy as error:
+            index.close()
+            raise StoreError(f"the store '{path}' cannot be used: {error}.") from error
+        except BaseException:
+            index.close()
+            raise
+    except BaseException:
+        files.close()
+        owners.close()
+        raise
+    return Opened(files, owners, index, room, reclaimed)
+
+
+def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
+    """Drop what dead writers had prepared; returns how many records that were. Inside a transaction."""
+    names = connection.execute("SELECT DISTINCT owner FROM records WHERE owner IS NOT NULL").fetchall()
+    return sum(reclaim(connection, name) for (name,) in names if name != owners.name and owners.is_dead(name))
+
+
+def _check_folder(path: Path, *, may_be_new: bool) -> None:
+    if may_be_new:
+        path.mkdir(parents=True, exist_ok=True)
+    if not may_be_new and not (path / INDEX).exists():
+        raise StoreError(f"there is no store in '{path}'.", fix="give the directory of one, or a capacity to make one.")
+    foreign = sorted({entry.name for entry in path.iterdir()} - _OURS)
+    if foreign and not (path / INDEX).exists():
+        raise StoreError(
+            f"'{path}' is not empty and is no store: it holds '{foreign[0]}'.", fix="give an empty directory."
+        )
+
+
+def _put_in_order(
+    connection: sqlite3.Connection, path: Path, files: SlabFiles, owners: Owners, room: Room, capacity: int | None
+) -> int:
+    """What died or was damaged while nobody looked is dropped; then the store fits its capacity."""
+    if capacity is not None:
+        connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))
+    elif connection.execute("SELECT 1 FROM settings").fetchone() is None:
+        raise StoreError(f"the store in '{path}' was never given a capacity.", fix="give one.")
+    reclaimed = reclaim_dead(connection, owners)
+    slabs = connection.execute("SELECT id, slot_bytes, num_bytes FROM slabs").fetchall()
+    for slab, slot_bytes, num_bytes in slabs:
+        size = files.size(slab)
+        if size is None:
+            room.drop(connection, slab, slot_bytes)
+        elif size < num_bytes:
+            cut = connection.execute(
+                "SELECT id FROM records WHERE slab = ? AND slot * slot_bytes + num_bytes > ? AND owner IS NULL",
+                (slab, size),
+            ).fetchall()
+            release(connection, (number for (number,) in cut))
+    for slab in files.numbers() - {slab for slab, *_ in slabs}:
+        files.drop(slab)  # made in a transaction that never ended
+    if capacity is not None:
+        room.shrink(connection, capacity)
+    return reclaimed

@@ -1,0 +1,74 @@
+"""Owners: who has the directory open. Each holds a lock on a file of its own, which ends with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+
+class Owners:
+    """One owner, and a look at the others.
+
+    A lock, not a process id: ids are used again, and mean nothing to a process in another container. A file is
+    unlinked only under its lock, and an owner whose file was unlinked before it had the lock takes another name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError where files cannot be made or locked."""
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        self.name, self._file = self._enter()
+
+    def _enter(self) -> tuple[str, int]:
+        while True:
+            name = secrets.token_hex(8)
+            file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                os.close(file)
+                (self._folder / name).unlink(missing_ok=True)
+                raise
+            if os.fstat(file).st_nlink:
+                return name, file
+            os.close(file)
+
+    def is_dead(self, name: str) -> bool:
+        """Whether the process of that owner has ended, or closed the store."""
+        try:
+            file = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        except OSError:  # cannot tell
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+
+    def bury(self) -> None:
+        """Remove the files of dead owners. Only after what they had prepared was dropped."""
+        for path in list(self._folder.iterdir()):
+            with suppress(OSError):
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                finally:
+                    os.close(file)
+
+    def count(self) -> int:
+        """How many have the directory open, this one included."""
+        return sum(not self.is_dead(path.name) for path in list(self._folder.iterdir()))
+
+    def close(self) -> None:
+        """Be dead to the others."""
+        with suppress(OSError):
+            (self._folder / self.name).unlink(missing_ok=True)
+            os.close(self._file)

@@ -1,0 +1,218 @@
+"""Room: where new records go. Hands out slots, makes slabs up to the capacity, and forgets what was used least lately.
+
+Records lie in slots of equal size within a slab. A size that has no slot left takes a new slab while there is capacity;
+then the slots of its own records that were not used for longest; and a slab of another size if all of it is colder than
+those. So what is forgotten follows use, and a size that is no longer written gives its bytes back.
+
+Every method but `settle` runs inside a transaction of the index, which no other process writes beside. Files are
+removed by `settle`, after it: a transaction that is rolled back has lost nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from quire.tiers.stores.directory.index import empty_slab, release
+from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles
+
+Place = tuple[int, int]
+"""A slab and a slot in it."""
+
+_LOOK_EVERY = 16
+"""Records that are forgotten at least between two looks at all slabs."""
+
+
+def slot_size(num_bytes: int) -> int:
+    """The slot for a record: whole blocks, and above 32 of them in steps of at most 1/32, so that sizes are few."""
+    blocks = -(-num_bytes // BLOCK)
+    step = 1 << max(0, (blocks - 1).bit_length() - 6)
+    return -(-blocks // step) * step * BLOCK
+
+
+class _Slab(NamedTuple):
+    id: int
+    slot_bytes: int
+    num_bytes: int
+    used: int
+
+
+class Room:
+    """Takes slots for one opened store. `evicted` counts what it has forgotten."""
+
+    def __init__(self, files: SlabFiles, slab_bytes: int | None) -> None:
+        """`slab_bytes` None: a 64th of the capacity; of a small one up to an 8th, for slabs of 1 MiB."""
+        self._files = files
+        self._slab_bytes = slab_bytes
+        self._since_look: Counter[int] = Counter()
+        self._made: list[int] = []
+        self._dropped: list[int] = []
+        self.evicted = 0
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether there is room after this transaction that could not be taken in it."""
+        return bool(self._dropped)
+
+    def take(
+        self, index: sqlite3.Connection, slot_bytes: int, count: int, flush: Callable[[sqlite3.Connection], None]
+    ) -> list[Place]:
+        """Up to `count` slots, fewer where everything else is being written or the disk is full.
+
+        `flush` writes down what was used lately, before something is forgotten.
+        """
+        (capacity,) = index.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
+        if slot_bytes > capacity:
+            return []
+        taken = self._ready(index, slot_bytes, count)
+        while len(taken) < count and self._grow(index, slot_bytes, capacity):
+            taken += self._ready(index, slot_bytes, count - len(taken))
+        if len(taken) < count:
+            flush(index)
+        while len(taken) < count:
+            slab = self._colder_slab(index, slot_bytes, capacity)
+            if slab is None:
+                evicted = self._evict(index, slot_bytes, count - len(taken))
+                if not evicted:
+                    break
+                taken += evicted
+            elif slab.num_bytes >= slot_bytes:
+                self._convert(index, slab, slot_bytes)
+                taken += self._ready(index, slot_bytes, count - len(taken))
+            else:
+                self.drop(index, slab.id, slab.slot_bytes)
+                if capacity - _sum(index) >= slot_bytes:
+                    break  # to be taken in the next transaction, when the file has gone
+        return taken
+
+    def settle(self, committed: bool) -> None:
+        """After a transaction, before another thread's: remove the files of slabs that were dropped, or, if it was
+        rolled back, of those that were made."""
+        dropped, made = self._dropped, self._made
+        self._dropped, self._made = [], []
+        for slab in dropped if committed else made:
+            self._files.drop(slab)
+
+    def shrink(self, index: sqlite3.Connection, capacity: int) -> None:
+        """Drop the coldest slabs until what is left fits."""
+        while _sum(index) > capacity:
+            slab = _coldest(index, "1")
+            if slab is None:
+                break
+            self.drop(index, slab.id, slab.slot_bytes)
+
+    def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
+        """Forget a slab and everything in it."""
+        (count,) = index.execute("SELECT COUNT(*) FROM records WHERE slab = ?", (slab,)).fetchone()
+        self.evicted += count
+        empty_slab(index, slab, slot_bytes)
+        index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
+        self._dropped.append(slab)
+
+    # -- from what there is
+
+    def _ready(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
+        """Slots that hold nothing: given back ones first, in order, so that batches lie side by side."""
+        free: list[Place] = index.execute(
+            "SELECT slab, slot FROM free WHERE slot_bytes = ? ORDER BY slab, slot LIMIT ?", (slot_bytes, count)
+        ).fetchall()
+        index.executemany(
+            "DELETE FROM free WHERE slot_bytes = ? AND slab = ? AND slot = ?", [(slot_bytes, *place) for place in free]
+        )
+        if len(free) < count:
+            slabs = index.execute(
+                "SELECT id, fresh, num_slots FROM slabs WHERE slot_bytes = ? AND fresh < num_slots", (slot_bytes,)
+            ).fetchall()
+            for slab, fresh, num_slots in slabs:
+                end = min(num_slots, fresh + count - len(free))
+                free += [(slab, slot) for slot in range(fresh, end)]
+                index.execute("UPDATE slabs SET fresh = ? WHERE id = ?", (end, slab))
+                if len(free) == count:
+                    break
+        return free
+
+    def _grow(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
+        """A new slab of this size, if the capacity and the disk allow it."""
+        if self._dropped:
+            return False  # their files are still there
+        slab_bytes = self._slab_bytes or max(capacity // 64, min(capacity // 8, 1 << 20))
+        num_slots = min(max(1, slab_bytes // slot_bytes), (capacity - _sum(index)) // slot_bytes)
+        if num_slots < 1:
+            return False
+        num_bytes = num_slots * slot_bytes
+        slab = secrets.randbits(48)  # no counter, which a transaction that is rolled back would give out again
+        try:
+            self._files.make(slab, num_bytes)
+        except OSError:
+            return False
+        self._made.append(slab)
+        index.execute("INSERT INTO slabs VALUES (?, ?, ?, ?, 0)", (slab, slot_bytes, num_slots, num_bytes))
+        return True
+
+    # -- from what is used least
+
+    def _evict(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
+        """The slots of this size that were not used for longest."""
+        rows = index.execute(
+            "SELECT id, slab, slot FROM records WHERE slot_bytes = ? AND owner IS NULL ORDER BY used LIMIT ?",
+            (slot_bytes, count),
+        ).fetchall()
+        index.executemany("DELETE FROM records WHERE id = ?", [(row[0],) for row in rows])
+        self.evicted += len(rows)
+        self._since_look[slot_bytes] += len(rows)
+        return sorted((slab, slot) for _, slab, slot in rows)
+
+    def _colder_slab(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> _Slab | None:
+        """A slab of another size in which everything is older than all records of this one."""
+        (oldest, slots) = index.execute(
+            "SELECT (SELECT MIN(used) FROM records WHERE slot_bytes = ?1 AND owner IS NULL),"
+            " (SELECT MAX(num_slots) FROM slabs WHERE slot_bytes = ?1)",
+            (slot_bytes,),
+        ).fetchone()
+        if oldest is not None and 0 < self._since_look[slot_bytes] < max(slots, _LOOK_EVERY):
+            return None  # looking at all records is for once in a slab's worth of them
+        coldest = _coldest(index, f"s.slot_bytes != {slot_bytes}")
+        if coldest is None or (oldest is not None and coldest.used >= oldest):
+            self._since_look[slot_bytes] = 1
+            return None
+        self._since_look[slot_bytes] = 0
+        (kept,) = index.execute(
+            "SELECT COALESCE(SUM(num_bytes), 0) FROM slabs WHERE id IN (SELECT slab FROM records WHERE owner NOT NULL)"
+        ).fetchone()
+        can_help = coldest.num_bytes >= slot_bytes or capacity - kept >= slot_bytes
+        return coldest if can_help else None
+
+    def _convert(self, index: sqlite3.Connection, slab: _Slab, slot_bytes: int) -> None:
+        """The file stays, so that this cannot run out of disk."""
+        (count,) = index.execute("SELECT COUNT(*) FROM records WHERE slab = ?", (slab.id,)).fetchone()
+        self.evicted += count
+        empty_slab(index, slab.id, slab.slot_bytes)
+        index.execute(
+            "UPDATE slabs SET slot_bytes = ?, num_slots = ?, fresh = 0 WHERE id = ?",
+            (slot_bytes, slab.num_bytes // slot_bytes, slab.id),
+        )
+
+
+def reclaim(index: sqlite3.Connection, owner: str) -> int:
+    """Drop what an owner had prepared and not completed; returns how many records that were."""
+    rows = index.execute("SELECT id FROM records WHERE owner = ?", (owner,)).fetchall()
+    release(index, (number for (number,) in rows))
+    return len(rows)
+
+
+def _sum(index: sqlite3.Connection) -> int:
+    (num_bytes,) = index.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM slabs").fetchone()
+    return int(num_bytes)
+
+
+def _coldest(index: sqlite3.Connection, condition: str) -> _Slab | None:
+    """The slab whose newest use is the oldest, and that nobody writes to. O(records)."""
+    row = index.execute(
+        "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
+        f" LEFT JOIN records r ON r.slab = s.id WHERE {condition}"
+        " GROUP BY s.id HAVING COUNT(r.owner) = 0 ORDER BY used LIMIT 1"
+    ).fetchone()
+    return None if row is None else _Slab(*row)

@@ -1,0 +1,153 @@
+"""SlabFiles: the files that records lie in, opened around the page cache where the filesystem allows it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+BLOCK = 4096
+"""What offsets, lengths and addresses are multiples of, as O_DIRECT asks for on every disk there is."""
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class SlabFile:
+    """An open slab. Its descriptor is closed with the last reference, so nothing that is on its way loses it."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the file was removed."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
+
+class SlabFiles:
+    """Slab files by number. Numbers are never used again, so an old file is never taken for a new one.
+
+    `direct` says whether the page cache is gone around. Methods may be called from any thread.
+    """
+
+    def __init__(self, folder: Path, *, direct: bool | None) -> None:
+        """`direct` None: where the filesystem can. Raises OSError where files cannot be made, or not as asked."""
+        self._folder = folder
+        self._lock = Lock()
+        self._files: dict[int, SlabFile] = {}
+        folder.mkdir(exist_ok=True)
+        possible = _can_be_direct(folder)
+        if direct and not possible:
+            raise OSError(errno.EINVAL, "this filesystem cannot read and write around the page cache")
+        self.direct = possible if direct is None else direct
+
+    def path(self, slab: int) -> Path:
+        """Where a slab lies."""
+        return self._folder / f"{slab:012x}.slab"
+
+    def numbers(self) -> set[int]:
+        """All slab files in the folder."""
+        return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
+
+    def make(self, slab: int, num_bytes: int) -> None:
+        """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""
+        file = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _allocate(file, num_bytes)
+        except OSError:
+            self.path(slab).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+
+    def size(self, slab: int) -> int | None:
+        """Bytes of the file; None where it is gone."""
+        try:
+            return self.path(slab).stat().st_size
+        except OSError:
+            return None
+
+    def open(self, slab: int) -> SlabFile | None:
+        """The file, for as long as the caller keeps it; None where it was removed."""
+        with self._lock:
+            file = self._files.get(slab)
+            if file is not None:
+                if not file.is_gone:
+                    return file
+                del self._files[slab]
+                return None
+            flags = os.O_RDWR | os.O_CLOEXEC | (_DIRECT if self.direct else 0)
+            try:
+                descriptor = os.open(self.path(slab), flags)
+            except OSError:
+                return None
+            file = self._files[slab] = SlabFile(descriptor)
+            return file
+
+    def drop(self, slab: int) -> None:
+        """Remove the file."""
+        with suppress(OSError):
+            self.path(slab).unlink(missing_ok=True)
+        with self._lock:
+            self._files.pop(slab, None)
+
+    def let_go(self) -> None:
+        """Forget files that another process has removed, whose blocks the disk keeps for as long as they are open."""
+        with self._lock:
+            for slab in [slab for slab, file in self._files.items() if file.is_gone]:
+                del self._files[slab]
+
+    def sync(self, slabs: set[int]) -> None:
+        """What was written to these slabs is on the disk. Raises OSError."""
+        for slab in slabs:
+            file = self.open(slab)
+            if file is None:
+                raise OSError(errno.ENOENT, f"slab {slab} is gone")
+            os.fdatasync(file.descriptor)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._files.clear()
+
+
+def _allocate(file: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, num_bytes)
+    else:
+        os.ftruncate(file, num_bytes)
+
+
+def _can_be_direct(folder: Path) -> bool:
+    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse."""
+    path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
+    block = mmap.mmap(-1, BLOCK)
+    if not _DIRECT:
+        path.touch()
+        path.unlink()
+        return False
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | _DIRECT, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+    try:
+        return os.pwritev(file, [block], 0) == BLOCK and os.preadv(file, [block], 0) == BLOCK
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    finally:
+        os.close(file)
+        block.close()

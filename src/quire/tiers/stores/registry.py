@@ -1,0 +1,69 @@
+"""Which URL means which storage backend. None is imported before its URL is met."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import NamedTuple
+
+from quire.errors import InvalidInput, StoreError
+from quire.tiers.store import Store
+
+
+class _Backend(NamedTuple):
+    module: str  # has `open(url, capacity) -> Store`
+    extra: str  # of the package, that installs what it needs
+
+
+_VALKEY = _Backend("quire.tiers.stores.valkey", "valkey")
+_BACKENDS = {
+    "valkey": _VALKEY,
+    "valkeys": _VALKEY,
+    "redis": _VALKEY,
+    "rediss": _VALKEY,
+    "unix": _VALKEY,
+    "s3": _Backend("quire.tiers.stores.s3", "s3"),
+    "mooncake": _Backend("quire.tiers.stores.mooncake", "mooncake"),
+}
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_DIRECTORY = "dir:"
+
+
+def directory_of(url: str) -> str | None:
+    """The path, where a URL means a local directory: `dir:PATH` or a path; else None."""
+    if url.startswith(_DIRECTORY):
+        return url.removeprefix(_DIRECTORY).removeprefix("//")
+    return None if _SCHEME.match(url) else url
+
+
+def open_store(url: str, *, capacity: int | None = None) -> Store:
+    """Open the store that a URL or a path names; the caller closes it.
+
+    `capacity` is in bytes. A directory that does not exist is made where it is given; None opens only what is there,
+    as it is. Servers take it as a hint, or have their own.
+
+    Raises StoreError where it cannot be opened, or needs a package that is not installed, and InvalidInput for a URL
+    that means nothing.
+    """
+    path = directory_of(url)
+    if path is not None:
+        from quire.tiers.stores.directory import DirectoryStore
+
+        if not path:
+            raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
+        return DirectoryStore(path, capacity)
+    scheme = url.partition(":")[0].lower()
+    backend = _BACKENDS.get(scheme)
+    if backend is None:
+        raise InvalidInput(
+            f"there is no store for '{scheme}://'.",
+            fix=f"give a directory, or one of {', '.join(f'{name}://' for name in _BACKENDS)}.",
+        )
+    try:
+        store: Store = import_module(backend.module).open(url, capacity)
+    except ImportError as error:
+        raise StoreError(
+            f"a store at {scheme}:// needs a package that is not installed: {error}.",
+            fix=f'pip install "quire[{backend.extra}]".',
+        ) from error
+    return store

@@ -1,0 +1,309 @@
+"""The directory store: the contract of all stores, and what only a directory can go through."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidInput, StoreError
+from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
+from quire.testing.contracts.store import StoreContract
+from quire.tiers.store import Answer, StoreKey
+from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.stores.directory.room import slot_size
+from tests.tiers.stores.directory_medium import DirectoryMedium
+
+
+class TestDirectory(StoreContract):
+    direct: bool | None = None
+
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "store"
+
+    def make_store(self, capacity: int | None) -> DirectoryStore:
+        return DirectoryStore(self.path, capacity, direct=self.direct)
+
+    def open_again(self) -> DirectoryStore:
+        return DirectoryStore(self.path, None, direct=self.direct)
+
+    def medium(self) -> DirectoryMedium:
+        return DirectoryMedium(self.path)
+
+    @pytest.fixture(autouse=True)
+    def conserved(self, place: None, opened: None) -> Iterator[None]:
+        """After every test, no slot of the directory is lost and none has two records."""
+        yield
+        if self._opened:
+            self.medium().check()
+
+
+class TestDirectoryThroughThePageCache(TestDirectory):
+    """What a filesystem without O_DIRECT gets."""
+
+    direct = False
+
+
+# -- what lies below
+
+
+def open_in(path: Path, capacity: int | None = 1 << 20, **settings: Any) -> DirectoryStore:
+    return DirectoryStore(path, capacity, **settings)
+
+
+def filled(store: DirectoryStore, count: int, size: int = 30_000) -> list[StoreKey]:
+    keys = make_keys(count)
+    assert write(store, keys, [make_record(number, size) for number in range(count)]) == [Answer.HIT] * count
+    return keys
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("how", ["shortened", "removed"])
+def test_a_slab_that_changes(tmp_path: Path, how: str, is_open: bool) -> None:
+    """Records that are gone are misses and their rows go; the others stay, and all can be stored again."""
+    store = open_in(tmp_path, slab_bytes=128 << 10)  # 4 records of 8 blocks each
+    keys = filled(store, 12)
+    medium = DirectoryMedium(tmp_path)
+    slab = medium.slab_of(keys[5])
+    if not is_open:
+        store.close()
+    if how == "removed":
+        slab.unlink()
+    else:
+        os.truncate(slab, 2 * 32768 + 30_000 - 1)
+    if not is_open:
+        store = open_in(tmp_path, None, slab_bytes=128 << 10)
+    kept = [read(store, key, 30_000) is not None for key in keys]
+    assert kept == [True] * 4 + [how == "shortened"] * 2 + [False] * 2 + [True] * 4
+    assert medium.keys() == {key for key, is_there in zip(keys, kept, strict=True) if is_there}
+    again = write(store, keys, [make_record(number, 30_000) for number in range(12)])
+    assert again == [Answer.HIT] * 12
+    assert [read(store, key, 30_000) for key in keys] == [make_record(number, 30_000) for number in range(12)]
+    store.close()
+    medium.check()
+
+
+def test_a_slab_that_goes_while_a_record_is_prepared(tmp_path: Path) -> None:
+    with closing(open_in(tmp_path)) as store:
+        (key,) = make_keys(1)
+        for before_put in (True, False):
+            assert store.prepare([key], [5000]) == [Answer.MISS]
+            if before_put:
+                for path in (tmp_path / "slabs").iterdir():
+                    path.unlink()
+            answers = store.put([key], [make_record(0, 5000)])
+            assert answers == [Answer.RETRY if before_put else Answer.HIT]
+            done = store.complete([key], [True])
+            if before_put:
+                assert done == [Answer.RETRY]
+                assert read(store, key, 5000) is None
+                store.close()
+                store = open_in(tmp_path)
+        assert read(store, key, 5000) == make_record(0, 5000)
+        store.close()
+
+
+def test_a_slot_that_is_given_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader finds other bytes than it looked for, and says MISS."""
+    with closing(open_in(tmp_path)) as reader, closing(open_in(tmp_path)) as writer:
+        old, new = make_keys(2)
+        assert write(reader, [old], [make_record(0, 5000)]) == [Answer.HIT]
+        really = reader._transfer.read
+
+        def late(places: Any) -> list[bool]:
+            assert writer.remove([old]) == 1
+            assert write(writer, [new], [make_record(1, 5000)]) == [Answer.HIT]
+            return really(places)
+
+        monkeypatch.setattr(reader._transfer, "read", late)
+        buffer = bytearray(5000)
+        assert reader.get([old], [buffer]) == [Answer.MISS]
+        assert bytes(buffer) == make_record(1, 5000), "the slot was to be reused for this test"
+        assert reader.statistics["overtaken"] == 1 and reader.statistics["hits"] == 0
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """Records that do not fit are RETRY, what is there stays, and with room it goes on."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    try:
+        with closing(open_in(place, 64 << 20, slab_bytes=256 << 10)) as store:
+            keys = make_keys(500)
+            answers = [write(store, [key], [make_record(n, 30_000)])[0] for n, key in enumerate(keys)]
+            assert set(answers) <= {Answer.HIT, Answer.RETRY}
+            assert len(list(store.entries())) > 150
+            for n, key in enumerate(keys):
+                assert read(store, key, 30_000) in (make_record(n, 30_000), None)
+            (place / "ballast").write_bytes(bytes(shutil.disk_usage(place).free))
+            kept = list(store.entries())
+            late = write(store, keys[:30], [make_record(n, 30_000) for n in range(30)])
+            assert set(late) <= {Answer.HIT, Answer.RETRY}
+            large = make_key(1000)
+            assert write(store, [large], [make_record(7, 3_000_000)])[0] in (Answer.RETRY, Answer.HIT)
+            for entry in kept:
+                n = keys.index(entry.key)
+                assert read(store, entry.key, 30_000) in (make_record(n, 30_000), None)
+            (place / "ballast").unlink()
+            store.remove([large])
+            assert write(store, [large], [make_record(7, 3_000_000)]) == [Answer.HIT]
+            assert read(store, large, 3_000_000) == make_record(7, 3_000_000)
+            assert write(store, keys[:30], [make_record(n, 30_000) for n in range(30)]) == [Answer.HIT] * 30
+        DirectoryMedium(place).check()
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """As on a full disk, where nothing can be mounted: no slab can be made, and nothing else changes."""
+    with closing(open_in(tmp_path, 64 << 20, slab_bytes=8 << 20)) as store:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, hard))
+        try:
+            assert store.prepare(make_keys(2), [5000, 50_000]) == [Answer.RETRY] * 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert store.exists(make_keys(2)) == [Answer.MISS] * 2
+        filled(store, 2)
+    DirectoryMedium(tmp_path).check()
+
+
+def test_an_index_that_is_busy(tmp_path: Path) -> None:
+    """While another process writes, writing is RETRY and reading goes on. What could not be dropped goes later."""
+    with closing(open_in(tmp_path, busy_seconds=0.05)) as store:
+        keys = filled(store, 2)
+        late = make_key(50)
+        assert store.prepare([late], [4000]) == [Answer.MISS]
+        assert store.put([late], [make_record(50, 4000)]) == [Answer.HIT]
+        with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert store.prepare([make_key(51)], [4000]) == [Answer.RETRY]
+            assert store.complete([late], [True]) == [Answer.RETRY]
+            assert store.remove(keys) == 0
+            assert store.exists(keys) == [Answer.HIT, Answer.HIT]
+            assert read(store, keys[0], 30_000) == make_record(0, 30_000)
+            other.execute("ROLLBACK")
+        assert store.prepare([make_key(51)], [4000]) == [Answer.MISS]
+        assert store.prepare([late], [4000]) == [Answer.MISS], "dropped with the first transaction"
+    DirectoryMedium(tmp_path).check()
+
+
+# -- opening
+
+
+def test_another_version(tmp_path: Path) -> None:
+    open_in(tmp_path).close()
+    DirectoryMedium(tmp_path).query("PRAGMA user_version = 2")
+    with pytest.raises(StoreError, match="has version 2, and this is for version 1"):
+        open_in(tmp_path)
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one.txt").write_text("dear")
+    with pytest.raises(StoreError, match=r"holds 'one\.txt'"):
+        open_in(tmp_path / "letters")
+    with pytest.raises(StoreError, match="there is no store"):
+        open_in(tmp_path / "nothing", None)
+    assert not (tmp_path / "nothing").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be used"):
+        open_in(tmp_path / "file")
+    with pytest.raises(InvalidInput):
+        open_in(tmp_path / "empty", 0)
+    open_in(tmp_path / "broken").close()
+    (tmp_path / "broken" / "index.sqlite").write_bytes(make_record(0, 20_000))
+    with pytest.raises(StoreError, match="cannot be opened"):
+        open_in(tmp_path / "broken")
+    with closing(sqlite3.connect(tmp_path / "letters" / "index.sqlite")) as other, other:
+        other.execute("CREATE TABLE mine (number INTEGER)")
+    with pytest.raises(StoreError, match="not the index of a store"):
+        open_in(tmp_path / "letters")
+
+
+def test_a_smaller_capacity(tmp_path: Path) -> None:
+    """The coldest slabs go until it fits, for whoever opens it next."""
+    with closing(open_in(tmp_path, slab_bytes=128 << 10)) as store:
+        keys = filled(store, 20)
+        assert read(store, keys[0], 30_000) == make_record(0, 30_000)  # its slab is the warmest now
+    with closing(open_in(tmp_path, 256 << 10, slab_bytes=128 << 10)) as store:
+        assert [key for key, answer in zip(keys, store.exists(keys), strict=True) if answer is Answer.HIT] == [
+            *keys[:4],
+            *keys[16:],
+        ]
+        assert store.facts().capacity == 256 << 10
+        assert DirectoryMedium(tmp_path).disk_bytes() <= 256 << 10
+    with closing(open_in(tmp_path, None)) as store:
+        assert store.facts().capacity == 256 << 10
+
+
+def test_sizes_share_the_capacity(tmp_path: Path) -> None:
+    """A size that is no longer used gives its slabs to another one."""
+    with closing(open_in(tmp_path, slab_bytes=128 << 10)) as store:
+        small = filled(store, 32)
+        assert store.exists(small) == [Answer.HIT] * 32
+        large = [make_key(100 + number) for number in range(20)]
+        for number, key in enumerate(large):
+            assert write(store, [key], [make_record(number, 200_000)]) == [Answer.HIT]
+        assert store.exists(large[-3:]) == [Answer.HIT] * 3
+        DirectoryMedium(tmp_path).check()
+        for turn in range(4):
+            keys = [make_key(1000 + 28 * turn + number) for number in range(28)]
+            records = [make_record(number, 30_000) for number in range(28)]
+            assert write(store, keys, records) == [Answer.HIT] * 28
+        assert store.exists(keys).count(Answer.HIT) > 16
+        assert DirectoryMedium(tmp_path).disk_bytes() <= 1 << 20
+    DirectoryMedium(tmp_path).check()
+
+
+def test_last_use_outlives_the_process(tmp_path: Path) -> None:
+    with closing(open_in(tmp_path, 128 << 10)) as store:
+        keys = filled(store, 4)
+        assert read(store, keys[0], 30_000) is not None
+    with closing(open_in(tmp_path, 128 << 10)) as store:
+        assert write(store, [make_key(9)], [make_record(9, 30_000)]) == [Answer.HIT]
+        assert store.exists(keys) == [Answer.HIT, Answer.MISS, Answer.HIT, Answer.HIT]
+
+
+def test_facts(tmp_path: Path) -> None:
+    with closing(open_in(tmp_path, slab_bytes=128 << 10)) as store, closing(open_in(tmp_path, None)):
+        filled(store, 5)
+        store.prepare([make_key(77)], [100])
+        facts = store.facts()
+        assert (facts.capacity, facts.num_slabs, facts.num_prepared, facts.num_owners) == (1 << 20, 3, 1, 2)
+        assert facts.slab_bytes == 3 * (128 << 10)
+        assert facts.free_bytes == (1 << 20) - 5 * 32768 - 4096
+        assert facts.direct is store.direct
+        assert store.statistics["stored"] == 5 and store.statistics["written_bytes"] == 150_000
+
+
+def test_around_the_page_cache(tmp_path: Path) -> None:
+    """Where the filesystem can; where it cannot, asking for it is refused."""
+    with closing(open_in(tmp_path, direct=False)) as store:
+        assert not store.direct
+    try:
+        with closing(open_in(tmp_path, direct=True)) as store:
+            assert store.direct
+    except StoreError:
+        with closing(open_in(tmp_path, direct=None)) as store:
+            assert not store.direct
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 4097, 65_600, 131_072, 131_073, (1 << 20) + 64, 40 << 20])
+def test_slots_waste_little(num_bytes: int) -> None:
+    slot = slot_size(num_bytes)
+    assert slot % 4096 == 0 and num_bytes <= slot
+    assert slot - num_bytes < max(4096, num_bytes / 32 + 4096)
