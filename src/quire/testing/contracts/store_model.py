@@ -13,7 +13,7 @@ from quire.testing.contracts.records import make_key, make_record
 from quire.testing.fuzz.choices import Choices
 from quire.tiers.store import Answer, Store
 
-OPERATIONS = ("prepare", "prepare", "put", "complete", "complete", "get", "get", "exists", "remove", "entries")
+OPERATIONS = ("prepare", "put", "put", "complete", "get", "get", "exists", "remove", "entries")
 
 
 class StoreModel:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import Empty, LifoQueue
 from threading import Lock
 from typing import Any, TypeAlias
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlencode
 
 import redis
 from redis.connection import parse_url
 from redis.exceptions import RedisError, ResponseError
 
 from quire.errors import InvalidInput, StoreError
+from quire.tiers.stores.failures import Failures
+from quire.tiers.stores.options import Options
 from quire.tiers.stores.resp import Reply, ReplyReader
 
 Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"
 
 _SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}
-_OWN_OPTIONS = ("timeout", "connections", "pending")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,28 +37,18 @@ class Settings:
     @classmethod
     def parse(cls, url: str) -> Settings:
         """Understand a URL, or raise InvalidInput."""
-        parts = urlsplit(url)
+        options = Options(url, ("timeout", "connections", "pending", "db", "ssl_*"))
+        parts, where = options.parts, options.where
         if parts.scheme not in _SCHEMES:
             raise InvalidInput(f"a Valkey URL begins with valkey://, redis:// or unix://, not {parts.scheme!r}.")
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        own = {name: _number(name, options.pop(name)) for name in _OWN_OPTIONS if name in options}
-        unknown = sorted(name for name in options if name != "db" and not name.startswith("ssl_"))
-        if unknown:
-            known = ", ".join([*_OWN_OPTIONS, "db", "ssl_..."])
-            raise InvalidInput(f"a Valkey URL has no option {unknown[0]!r}.", fix=f"use one of {known}.")
-        where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        theirs = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path}?{urlencode(options)}"
+        timeout, connections = options.number("timeout", 2.0), math.ceil(options.number("connections", 8))
+        pending = options.number("pending", 30.0)
+        theirs = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path}?{urlencode(options.rest())}"
         try:
             connection = parse_url(theirs)  # type: ignore[no-untyped-call]
         except ValueError as error:
             raise InvalidInput(f"{where} cannot be understood: {error}") from error
-        return cls(
-            where=where,
-            connection=connection,
-            timeout=own.get("timeout", 2.0),
-            connections=math.ceil(own.get("connections", 8)),
-            pending=own.get("pending", 30.0),
-        )
+        return cls(where=where, connection=connection, timeout=timeout, connections=connections, pending=pending)
 
 
 class Connections:
@@ -70,7 +60,7 @@ class Connections:
 
     def __init__(self, settings: Settings) -> None:
         self.where = settings.where
-        self.failures: Counter[str] = Counter()
+        self.failures = Failures()
         self._settings = settings
         self._closed = False
         self._closing = Lock()
@@ -112,7 +102,7 @@ class Connections:
             self._idle.put(line)
         for reply in replies if counted else ():
             if isinstance(reply, ResponseError) and not isinstance(reply, _Lost):
-                self.failures[str(reply).partition(" ")[0] or "ERR"] += 1
+                self.failures.note(str(reply).partition(" ")[0] or "ERR")
         return replies
 
     def close(self) -> None:
@@ -125,7 +115,7 @@ class Connections:
                 self._idle.put(line)
 
     def _lost(self, count: int, kind: str, reason: str) -> list[Reply]:
-        self.failures[kind] += 1
+        self.failures.note(kind)
         return [_Lost(f"{kind}: {reason}") for _ in range(count)]
 
 
@@ -166,13 +156,3 @@ class _Line:
     def close(self) -> None:
         """Close it; it can be used again."""
         self._connection.disconnect()
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise InvalidInput(f"option {name!r} of a Valkey URL is a number above 0, not {text!r}.")
-    return number

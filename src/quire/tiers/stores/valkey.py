@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -114,7 +113,7 @@ class ValkeyStore:
     """
 
     def __init__(self, connections: Connections, *, pending_seconds: float = 30.0) -> None:
-        self.failures: Counter[str] = connections.failures
+        self.failures = connections.failures
         self._connections = connections
         self._pending_ms = b"%d" % max(1, int(pending_seconds * 1000))
         self._token = secrets.token_hex(8).encode()
