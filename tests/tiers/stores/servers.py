@@ -138,3 +138,45 @@ def listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@cache
+def mooncake_master() -> str:
+    """The program of Mooncake's master, its library importable from now on. Raises NotHere."""
+    site = os.environ.get("QUIRE_MOONCAKE_SITE")
+    if site and site not in sys.path:
+        sys.path.append(site)
+    try:
+        import mooncake.store
+    except (ImportError, OSError) as error:
+        raise NotHere(f"Mooncake's client library cannot be imported: {error}") from error
+    program = Path(mooncake.store.__file__).with_name("mooncake_master")
+    if not program.exists():
+        raise NotHere(f"Mooncake's master is not at {program}")
+    return str(program)
+
+
+def mooncake(port: int, metrics: int, *options: str) -> Server:
+    """Mooncake's master, on 127.0.0.1 alone. It holds no records: `mooncake_node` does. Raises NotHere."""
+    listening = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}"]
+    command = [mooncake_master(), *listening, "--metrics_host=127.0.0.1", "--default_kv_lease_ttl=500", *options]
+    return Server(command, lambda: listens(port) and listens(metrics))
+
+
+NODE = """
+import os, sys, time
+sys.path.append(sys.argv[1])
+os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[3]), 1 << 20, "tcp", "", "127.0.0.1:" + sys.argv[2]) == 0
+open(sys.argv[4], "w").close()
+time.sleep(3600)
+"""
+
+
+def mooncake_node(port: int, num_bytes: int, ready: Path) -> Server:
+    """A process that gives so much memory to the pool of a master; it says so by making the file `ready`."""
+    ready.unlink(missing_ok=True)
+    site = str(Path(mooncake_master()).parents[1])
+    return Server([sys.executable, "-c", NODE, site, str(port), str(num_bytes), str(ready)], ready.exists)
