@@ -90,7 +90,7 @@ def _install(package: str) -> None:
         if lock.tell():
             return
         lock.write("tried\n")
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # 1: start no service
         install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", package]
         for command in (install, ["apt-get", "update", "-qq"], install):
             try:

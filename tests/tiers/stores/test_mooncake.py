@@ -218,6 +218,20 @@ def test_a_record_that_was_just_read_is_removed(shared_pool: Pool) -> None:
     store.close()
 
 
+def test_a_key_twice_in_one_read(shared_pool: Pool) -> None:
+    """The library fills one of the two buffers and says that it filled both."""
+    store, keys, size = shared_pool.open_store(), make_keys(2), 9000
+    records = [make_record(number, size) for number in range(2)]
+    assert write(store, keys, records) == [HIT, HIT]
+    order = [0, 1, 0, 0, 1]
+    for others in ([1, 1, 1, 1, 1], order):
+        buffers = [bytearray(size) for _ in others]
+        assert store.get([keys[number] for number in others], buffers) == [HIT] * 5
+        assert buffers == [records[number] for number in others]
+    assert store.remove(keys) == 2
+    store.close()
+
+
 def test_of_two_writers_the_first_stays(shared_pool: Pool) -> None:
     first, second = shared_pool.open_store(), shared_pool.open_store()
     keys = make_keys(20)

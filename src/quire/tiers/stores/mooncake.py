@@ -18,6 +18,7 @@ What the pool does not tell, and what this store does about it:
     fewer replicas than asked for                         looks at one record of each batch: `failures["replicas"]`
     a master that is gone: -900 after seconds             RETRY, and for two seconds RETRY at once, without asking
     a new master knows nothing, and that is a MISS        as the port wants it
+    a key twice in one read fills one buffer of the two   asks for each key once
     remove of a record that was just read is refused      removed by force
     calls after close end the process                     calls are counted out before
 """
@@ -276,17 +277,22 @@ class MooncakeStore:
 
     def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]
+        asked = list({key: at for at, key in reversed(list(enumerate(keys)))}.values())  # each key once
         with self._bounce.lane() as lane:
             places = lane.places(sizes)
-            addresses = [lane.address + place for place in places]
-            codes = self._ask(len(keys), self._client.batch_get_into, _names(keys), addresses, sizes)
-            for place, buffer, code in zip(places, buffers, codes, strict=True):
+            codes = self._ask(
+                len(asked),
+                self._client.batch_get_into,
+                _names([keys[at] for at in asked]),
+                [lane.address + places[at] for at in asked],
+                [sizes[at] for at in asked],
+            )
+            got = {keys[at]: (places[at], code) for at, code in zip(asked, codes, strict=True)}
+            for key, buffer in zip(keys, buffers, strict=True):
+                place, code = got[key]
                 if code == buffer.nbytes:
                     buffer[:] = lane.memory[place : place + code]
-        return [
-            Answer.HIT if code == size else Answer.MISS if code >= 0 or code in (_UNKNOWN, _TOO_SMALL) else Answer.RETRY
-            for code, size in zip(codes, sizes, strict=True)
-        ]
+        return [_answer(got[key][1], size) for key, size in zip(keys, sizes, strict=True)]
 
     def _described(self, names: list[str]) -> Iterator[Entry]:
         with self._open() as usable:
@@ -300,6 +306,13 @@ class MooncakeStore:
             if copies:
                 key = StoreKey(bytes.fromhex(scope), bytes.fromhex(page), int(part))
                 yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
+
+
+def _answer(code: int, num_bytes: int) -> Answer:
+    """What the code of a read into so many bytes says."""
+    if code == num_bytes:
+        return Answer.HIT
+    return Answer.MISS if code >= 0 or code in (_UNKNOWN, _TOO_SMALL) else Answer.RETRY
 
 
 def _names(keys: Sequence[StoreKey]) -> list[str]:
