@@ -1,0 +1,319 @@
+"""MooncakeStore: records in a Mooncake Store, memory of many machines under one master.
+
+    mooncake://127.0.0.1:50051?segment=512MiB    a master, and this process gives 512 MiB to the pool
+    mooncake://127.0.0.1:50051                    the same without giving any: others do
+
+Further options: `host` (this process' address for its peers, 127.0.0.1), `metrics` (the port of the master's HTTP
+server, needed to list records), `replicas` (1), `bounce` (memory that records pass through, 64MiB; a record may have
+half of it) and `timeout` (seconds the master has for an answer, 2; settled by the first store of a process).
+
+Start the master with `--rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: it listens everywhere by default. The client
+library opens ports on every address whatever `host` says, and asks for no credentials: whoever reaches them can write
+to the pool. Keep them behind a firewall; records carry digests for what gets through.
+
+What the pool does not tell, and what this store does about it:
+
+    put of a key that is there keeps the old record       as the port wants it
+    a full pool evicts after it has refused               asks again for a while, then RETRY
+    fewer replicas than asked for                         looks at one record of each batch: `failures["replicas"]`
+    a master that is gone: -900 after seconds             RETRY, and for two seconds RETRY at once, without asking
+    a new master knows nothing, and that is a MISS        as the port wants it
+    a key twice in one read fills one buffer of the two   asks for each key once
+    remove of a record that was just read is refused      removed by force
+    calls after close end the process                     calls are counted out before
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition
+from typing import Any
+
+from typing_extensions import Buffer
+
+from quire.errors import InvalidInput, StoreError
+from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.stores.bounce import Bounce
+from quire.tiers.stores.failures import Failures
+from quire.tiers.stores.options import Options
+from quire.tiers.stores.prepared import Prepared, bytes_of
+
+_PREFIX = "quire/"
+_MOST_PIECES = 1024  # the transport refuses a batch of more than 2048, and for a while everything after it
+_LOCAL_BYTES = 16 << 20  # the library's own buffer, for verbs that are not used here
+_REST_SECONDS = 2.0
+_WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
+_NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600, -703, -704, -900, -901
+
+
+def open(url: str, capacity: int | None = None) -> MooncakeStore:  # noqa: A001 - what every backend's is called
+    """Join the pool of `url`; `capacity` are bytes given to it, if the URL does not say.
+
+    Raises InvalidInput for settings that do not exist, StoreError if it fails.
+    """
+    options = Options(url, ("segment", "host", "metrics", "replicas", "bounce", "timeout"))
+    parts = options.parts
+    if parts.scheme != "mooncake" or not parts.hostname:
+        raise InvalidInput(f"a Mooncake URL looks like mooncake://host:port, not {options.where}.")
+    segment = options.size("segment", -1)
+    if capacity is not None and segment >= 0:
+        raise InvalidInput(
+            f"{options.where} gives {segment} bytes to the pool and the capacity is {capacity}.",
+            fix="say one of them.",
+        )
+    timeout, host = options.number("timeout", 2.0), options.text("host", "127.0.0.1")
+    master = f"{parts.hostname}:{parts.port or 50051}"
+    metrics, replicas = int(options.number("metrics", 0)), math.ceil(options.number("replicas", 1))
+    bounce = options.size("bounce", 64 << 20)
+    client, replication = _joined(master, host, segment if segment >= 0 else capacity or 0, timeout)
+    replication.replica_num = replicas
+    return MooncakeStore(
+        client,
+        replication,
+        options.where,
+        bounce_bytes=bounce,
+        listing=f"http://{parts.hostname}:{metrics}/get_all_keys" if metrics else "",
+    )
+
+
+def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, Any]:
+    """The library's client, and its settings for replicas."""
+    os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)  # read by the library, as are the others
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(timeout * 1000)))
+    os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(min(timeout, 1.0) * 1000)))
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+    except (ImportError, OSError) as error:
+        raise StoreError(
+            f"the Mooncake store needs its client library, which cannot be imported: {error}.",
+            fix="pip install 'quire[mooncake]', and apt-get install libibverbs1.",
+        ) from error
+    fix = "start mooncake_master, or correct the address."
+    try:  # the library would try for long
+        socket.create_connection((master.rpartition(":")[0], int(master.rpartition(":")[2])), timeout).close()
+    except OSError as error:
+        raise StoreError(f"the Mooncake master at {master} cannot be reached: {error}.", fix=fix) from error
+    client = MooncakeDistributedStore()
+    code = client.setup(host, "P2PHANDSHAKE", segment, _LOCAL_BYTES, "tcp", "", master)
+    if code != 0:
+        raise StoreError(f"the Mooncake master at {master} does not take part: code {code}.", fix=fix)
+    return client, ReplicateConfig()
+
+
+class MooncakeStore:
+    """The store port on a Mooncake pool. Owns the client and the memory that records pass through; made by `open`.
+
+    `failures` counts what went wrong, by the library's code. Writers in other processes are not told of each other.
+    """
+
+    def __init__(self, client: Any, replication: Any, where: str, *, bounce_bytes: int, listing: str) -> None:
+        self.failures = Failures()
+        self._client = client
+        self._replication = replication
+        self._where = where
+        self._listing = listing
+        self._prepared = Prepared()
+        self._rests_until = 0.0
+        self._calls = 0
+        self._closed = False
+        self._changed = Condition()
+        self._bounce = Bounce(bounce_bytes, 2)
+        if client.register_buffer(self._bounce.address, self._bounce.num_bytes) != 0:
+            self.close()
+            raise StoreError(f"{where} does not register {self._bounce.num_bytes} bytes.", fix="lower `bounce`.")
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        """HIT or MISS; it keeps what is there from being evicted for the master's lease."""
+        answers: list[Answer] = []
+        for start in range(0, len(keys), _MOST_PIECES):
+            names = _names(keys[start : start + _MOST_PIECES])
+            codes = self._ask(len(names), self._client.batch_is_exist, names)
+            answers += [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes]
+        return answers
+
+    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
+        """MISS where nothing is yet; RETRY for a record that is too long for `bounce`."""
+
+        def ask(mine: list[StoreKey], sizes: list[int]) -> list[Answer]:
+            fits = [size <= self._bounce.lane_bytes for size in sizes]
+            return [answer if good else Answer.RETRY for answer, good in zip(self.exists(mine), fits, strict=True)]
+
+        return self._prepared.announce(keys, sizes, ask)
+
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """Refer to the records; nothing is sent before `complete`."""
+        return self._prepared.hold(keys, records)
+
+    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
+        """Send what is good. HIT also where another writer was faster: its record stays."""
+        taken = self._prepared.take(keys)
+        answers = [Answer.MISS] * len(keys)
+        sending: list[int] = []
+        records: list[memoryview] = []
+        for index, announced in enumerate(taken):
+            if announced is not None and ok[index]:
+                answers[index] = Answer.RETRY
+                if announced.record is not None:
+                    sending.append(index)
+                    records.append(announced.record)
+        for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES):
+            codes = self._send([keys[sending[at]] for at in batch], [records[at] for at in batch])
+            for at, code in zip(batch, codes, strict=True):
+                answers[sending[at]] = Answer.HIT if code == 0 else Answer.RETRY
+        return answers
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """Read into the buffers, through memory of this store. A record of another size than its buffer is a MISS."""
+        buffers = [bytes_of(record) for record in records]
+        answers = [Answer.MISS if not buffer.nbytes else Answer.RETRY for buffer in buffers]
+        filled = [index for index, buffer in enumerate(buffers) if buffer.nbytes]
+        for batch in self._bounce.batches([buffers[index].nbytes for index in filled], _MOST_PIECES):
+            indices = [filled[at] for at in batch]
+            got = self._receive([keys[index] for index in indices], [buffers[index] for index in indices])
+            for index, answer in zip(indices, got, strict=True):
+                answers[index] = answer
+        return answers
+
+    def remove(self, keys: Sequence[StoreKey]) -> int:
+        """Forget records, leased or not; those of a master that does not answer are not counted."""
+        removed = 0
+        for start in range(0, len(keys), _MOST_PIECES):
+            names = list(dict.fromkeys(_names(keys[start : start + _MOST_PIECES])))
+            codes = self._ask(len(names), self._client.batch_remove, names, True)
+            removed += codes.count(0)
+        return removed
+
+    def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
+        """Visible records, as the master lists them. Raises StoreError where it does not, or `metrics` is not set."""
+        if not self._listing or self._closed:
+            raise StoreError(f"{self._where} cannot be listed.", fix="add metrics=PORT, of the master's HTTP server.")
+        try:
+            with urllib.request.urlopen(self._listing, timeout=10) as page:
+                names = page.read().decode().split()
+        except (OSError, UnicodeError) as error:
+            raise StoreError(f"{self._where} cannot be listed: {error}.") from error
+        wanted = _PREFIX + (f"{scope.hex()}/" if scope else "")
+        ours = [name for name in names if name.startswith(wanted)]
+        for start in range(0, len(ours), _MOST_PIECES):
+            yield from self._described(ours[start : start + _MOST_PIECES])
+
+    def close(self) -> None:
+        """Leave the pool, once calls in other threads have ended. What this process gave to the pool is gone."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(lambda: self._calls == 0)
+        self._prepared.take(self._prepared.keys())
+        self._client.unregister_buffer(self._bounce.address)
+        self._client.close()
+
+    @contextmanager
+    def _open(self) -> Iterator[bool]:
+        """Whether the client may be called in the block: it is open and did not just find the master gone."""
+        with self._changed:
+            usable = not self._closed and time.monotonic() >= self._rests_until
+            self._calls += 1
+        try:
+            yield usable
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _ask(self, count: int, verb: Callable[..., Sequence[int]], *arguments: object) -> list[int]:
+        """The client's codes, -900 for all where it may not be called."""
+        with self._open() as usable:
+            if not usable:
+                return [_NO_MASTER] * count
+            codes = list(verb(*arguments))
+            failed = [code for code in codes if code < 0 and code not in (_UNKNOWN, _NOT_READY, _TOO_SMALL)]
+            for code in failed:
+                self.failures.note(str(code))
+            if _NO_MASTER in failed or _NO_ANSWER in failed:
+                self._rests_until = time.monotonic() + _REST_SECONDS
+            return codes if len(codes) == count else [_NO_MASTER] * count
+
+    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[int]:
+        with self._bounce.lane() as lane:
+            places = lane.places([record.nbytes for record in records])
+            for place, record in zip(places, records, strict=True):
+                lane.memory[place : place + record.nbytes] = record
+            names, addresses = _names(keys), [lane.address + place for place in places]
+            codes = [_NO_ROOM] * len(keys)
+            for wait in (0.0, *_WAITS_FOR_ROOM):
+                time.sleep(wait)
+                left = [at for at, code in enumerate(codes) if code == _NO_ROOM]
+                again = self._ask(
+                    len(left),
+                    self._client.batch_put_from,
+                    [names[at] for at in left],
+                    [addresses[at] for at in left],
+                    [records[at].nbytes for at in left],
+                    self._replication,
+                )
+                for at, code in zip(left, again, strict=True):
+                    codes[at] = code
+                if _NO_ROOM not in codes:
+                    break
+        self._count_replicas(names[0], codes[0])
+        return codes
+
+    def _count_replicas(self, name: str, code: int) -> None:
+        wanted = self._replication.replica_num
+        if wanted < 2 or code != 0:
+            return
+        with self._open() as usable:
+            if usable and len(self._client.get_replica_desc(name)) < wanted:
+                self.failures.note("replicas")
+
+    def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
+        sizes = [buffer.nbytes for buffer in buffers]
+        asked = list({key: at for at, key in reversed(list(enumerate(keys)))}.values())  # each key once
+        with self._bounce.lane() as lane:
+            places = lane.places(sizes)
+            codes = self._ask(
+                len(asked),
+                self._client.batch_get_into,
+                _names([keys[at] for at in asked]),
+                [lane.address + places[at] for at in asked],
+                [sizes[at] for at in asked],
+            )
+            got = {keys[at]: (places[at], code) for at, code in zip(asked, codes, strict=True)}
+            for key, buffer in zip(keys, buffers, strict=True):
+                place, code = got[key]
+                if code == buffer.nbytes:
+                    buffer[:] = lane.memory[place : place + code]
+        return [_answer(got[key][1], size) for key, size in zip(keys, sizes, strict=True)]
+
+    def _described(self, names: list[str]) -> Iterator[Entry]:
+        with self._open() as usable:
+            described = self._client.batch_get_replica_desc(names) if usable else {}
+        if not described:
+            raise StoreError(f"{self._where} lists records and does not describe them.")
+        for name in names:
+            copies = [copy for copy in described.get(name, ()) if copy.is_memory_replica()]
+            scope, _, rest = name.removeprefix(_PREFIX).partition("/")
+            page, _, part = rest.partition(".")
+            if copies:
+                key = StoreKey(bytes.fromhex(scope), bytes.fromhex(page), int(part))
+                yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
+
+
+def _answer(code: int, num_bytes: int) -> Answer:
+    """What the code of a read into so many bytes says."""
+    if code == num_bytes:
+        return Answer.HIT
+    return Answer.MISS if code >= 0 or code in (_UNKNOWN, _TOO_SMALL) else Answer.RETRY
+
+
+def _names(keys: Sequence[StoreKey]) -> list[str]:
+    return [f"{_PREFIX}{key}" for key in keys]

@@ -1,0 +1,55 @@
+"""Options: the settings behind the `?` of a store's URL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from quire.errors import InvalidInput
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Options:
+    """A URL taken apart: `parts` as urllib has them, and options to be asked for by name.
+
+    `known` are the names there are, with a `*` at the end for names that begin so. Raises InvalidInput for any other.
+    """
+
+    def __init__(self, url: str, known: Collection[str]) -> None:
+        self.parts: SplitResult = urlsplit(url)
+        self.where = f"{self.parts.scheme}://{self.parts.netloc.rpartition('@')[2]}{self.parts.path}"
+        self._given = dict(parse_qsl(self.parts.query, keep_blank_values=True))
+        for name in self._given:
+            if name not in known and not any(name.startswith(start[:-1]) for start in known if start.endswith("*")):
+                raise InvalidInput(
+                    f"a {self.parts.scheme} URL has no option {name!r}.", fix=f"use one of {', '.join(known)}."
+                )
+
+    def number(self, name: str, default: float) -> float:
+        """A number above 0."""
+        text = self._given.pop(name, "")
+        if not text:
+            return default
+        if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or float(text) <= 0:
+            raise InvalidInput(f"option {name!r} of {self.where} is a number above 0, not {text!r}.")
+        return float(text)
+
+    def size(self, name: str, default: int) -> int:
+        """Bytes, as in 512MiB; 0 is a size too."""
+        text = self._given.pop(name, "")
+        if not text:
+            return default
+        parts = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text)
+        if parts is None or parts[2] not in _UNITS:
+            raise InvalidInput(f"option {name!r} of {self.where} is a size like 512MiB, not {text!r}.")
+        return int(parts[1]) * _UNITS[parts[2]]
+
+    def text(self, name: str, default: str = "") -> str:
+        """Any text."""
+        return self._given.pop(name, default)
+
+    def rest(self) -> dict[str, str]:
+        """What was not asked for yet."""
+        return dict(self._given)

@@ -1,0 +1,279 @@
+"""ValkeyStore: records in a Valkey or Redis server, for everybody who reaches it.
+
+    valkey://user:password@host:6379/0    also redis://; with TLS valkeys:// or rediss://
+    unix:///run/valkey.sock?db=0
+
+Options after `?`: `timeout` (seconds that one answer may take, 2), `connections` (at most so many at once, 8),
+`pending` (seconds for which a prepared record waits for its writer, 30), and redis-py's for TLS (`ssl_ca_certs=...`).
+
+    quire/SCOPE/PAGE.PART           a record, as it is
+    quire.pending/SCOPE/PAGE.PART   somebody prepared it: the writer's token. It expires by itself
+    quire.written/.../TOKEN         a record on its way. Named as the record in the script that checks the token
+
+The server decides what is forgotten: set `maxmemory` and `maxmemory-policy allkeys-lru`. Without a policy a full server
+refuses, which is RETRY here. Everything that goes wrong is RETRY and counted in `failures`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from typing_extensions import Buffer
+
+from quire.errors import InvalidInput, StoreError
+from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.stores.prepared import Prepared, bytes_of
+
+if TYPE_CHECKING:
+    from quire.tiers.stores.connections import Command, Connections
+    from quire.tiers.stores.resp import Reply
+
+_RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
+_BATCH_KEYS = 256
+_BATCH_BYTES = 8 << 20  # what one pipeline carries: as much again waits in the server for a slow reader
+_NAME = re.compile(rb"quire/([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})")
+
+_EXISTS = b"""
+local found = {}
+for i = 1, #KEYS, 2 do
+  if redis.call('EXISTS', KEYS[i]) == 1 then found[#found + 1] = 1
+  elseif redis.call('EXISTS', KEYS[i + 1]) == 1 then found[#found + 1] = 2
+  else found[#found + 1] = 0 end
+end
+return found"""
+
+# A mark of our own is left by a call whose answer was lost.
+_PREPARE = b"""
+local found = {}
+for i = 1, #KEYS, 2 do
+  if redis.call('EXISTS', KEYS[i]) == 1 then found[#found + 1] = 1
+  else
+    local owner = redis.call('GET', KEYS[i + 1])
+    if owner and owner ~= ARGV[1] then found[#found + 1] = 2
+    else
+      redis.call('SET', KEYS[i + 1], ARGV[1], 'PX', ARGV[2])
+      found[#found + 1] = 0
+    end
+  end
+end
+return found"""
+
+# A mark that expired or was evicted stops nobody, another's does.
+_COMMIT = b"""
+local found = {}
+for i = 1, #KEYS, 3 do
+  local record, mark, written = KEYS[i], KEYS[i + 1], KEYS[i + 2]
+  local owner = redis.call('GET', mark)
+  local there = redis.call('EXISTS', record)
+  if there == 0 and (not owner or owner == ARGV[1]) and redis.call('EXISTS', written) == 1 then
+    redis.call('RENAME', written, record)
+    redis.call('PERSIST', record)
+    there = 1
+  else
+    redis.call('UNLINK', written)
+  end
+  if owner == ARGV[1] then redis.call('DEL', mark) end
+  found[#found + 1] = there
+end
+return found"""
+
+_DROP = b"""
+for i = 1, #KEYS do
+  if redis.call('GET', KEYS[i]) == ARGV[1] then redis.call('DEL', KEYS[i]) end
+end
+return {}"""
+
+
+def open(url: str, capacity: int | None = None) -> ValkeyStore:  # noqa: A001 - what every backend's is called
+    """Connect to the server of `url`. Raises InvalidInput for settings that do not exist, StoreError if it fails."""
+    if capacity is not None:
+        raise InvalidInput(
+            f"a Valkey server bounds itself, so {capacity} bytes cannot be asked of it.",
+            fix="set `maxmemory` and `maxmemory-policy allkeys-lru` in the server, and leave the capacity out.",
+        )
+    try:
+        from quire.tiers.stores.connections import Connections, Settings
+    except ImportError as error:
+        raise StoreError(
+            f"the Valkey store needs redis-py, which cannot be imported: {error}.", fix="pip install 'quire[valkey]'."
+        ) from error
+    settings = Settings.parse(url)
+    return ValkeyStore(Connections(settings), pending_seconds=settings.pending)
+
+
+class ValkeyStore:
+    """The store port on a server that speaks RESP. Owns its connections; made by `open`.
+
+    A prepared record is marked in the server, so that writers in other processes leave it alone. `complete` sends the
+    bytes under a name of this writer's own and one script gives them their name, so nobody finds half a record whatever
+    dies. `failures` counts what went wrong, by kind.
+    """
+
+    def __init__(self, connections: Connections, *, pending_seconds: float = 30.0) -> None:
+        self.failures = connections.failures
+        self._connections = connections
+        self._pending_ms = b"%d" % max(1, int(pending_seconds * 1000))
+        self._token = secrets.token_hex(8).encode()
+        self._prepared = Prepared()
+        connections.open()
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        """HIT, MISS, or PENDING where somebody prepared it; does not count as use."""
+        return self._ask(_EXISTS, keys)
+
+    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
+        """Mark the records as this writer's. The server makes room when the bytes come, not now."""
+        return self._prepared.announce(
+            keys, sizes, lambda mine, _: self._ask(_PREPARE, mine, self._token, self._pending_ms)
+        )
+
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """Refer to the records; nothing is sent before `complete`."""
+        return self._prepared.hold(keys, records)
+
+    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
+        """Send what is good and take away the marks. RETRY also where another writer holds the record by now.
+
+        What was not prepared is MISS.
+        """
+        taken = self._prepared.take(keys)
+        answers = [
+            Answer.RETRY if good and announced is not None else Answer.MISS
+            for good, announced in zip(ok, taken, strict=True)
+        ]
+        dropped: list[StoreKey] = []
+        sending: list[tuple[int, memoryview]] = []
+        for index, announced in enumerate(taken):
+            if announced is None:
+                continue
+            if ok[index] and announced.record is not None:
+                sending.append((index, announced.record))
+            else:
+                dropped.append(keys[index])
+        self._drop(dropped)
+        for batch in _batches([record.nbytes for _, record in sending]):
+            for (index, _), answer in zip(sending[batch], self._send(keys, sending[batch]), strict=True):
+                answers[index] = answer
+        return answers
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """Read into the buffers as the bytes arrive. A record of another size than its buffer is a MISS."""
+        buffers = [bytes_of(record) for record in records]
+        answers: list[Answer] = []
+        for batch in _batches([buffer.nbytes for buffer in buffers]):
+            targets = buffers[batch]
+            replies = self._connections.call([(b"GET", _name(_RECORD, key)) for key in keys[batch]], targets)
+            for target, reply in zip(targets, replies, strict=True):
+                if reply is None:
+                    answers.append(Answer.MISS)
+                elif isinstance(reply, int):
+                    answers.append(Answer.HIT if reply == target.nbytes else Answer.MISS)
+                else:
+                    answers.append(Answer.RETRY)
+        return answers
+
+    def remove(self, keys: Sequence[StoreKey]) -> int:
+        """Forget records; those of a server that does not answer are not counted, and may still be there."""
+        removed = 0
+        for start in range(0, len(keys), _BATCH_KEYS):
+            names = [_name(_RECORD, key) for key in keys[start : start + _BATCH_KEYS]]
+            (reply,) = self._connections.call([(b"UNLINK", *names)])
+            removed += reply if isinstance(reply, int) else 0
+        return removed
+
+    def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
+        """Visible records by SCAN. Raises StoreError when the server stops answering."""
+        pattern = _RECORD + (b"*" if scope is None else scope.hex().encode() + b"/*")
+        seen: set[bytes] = set()
+        cursor: Reply = b"0"
+        while True:
+            (reply,) = self._connections.call([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")])
+            if not isinstance(reply, list):
+                raise StoreError(f"the records of {self._connections.where} cannot be listed: {reply!s}.")
+            cursor, names = reply
+            assert isinstance(names, list)
+            fresh = [name for name in names if isinstance(name, bytes) and name not in seen]
+            seen.update(fresh)
+            yield from self._described(fresh)
+            if cursor == b"0":
+                return
+
+    def close(self) -> None:
+        """Take away the marks of what was not completed, and let the connections go."""
+        keys = self._prepared.keys()
+        self._prepared.take(keys)
+        self._drop(keys)
+        self._connections.close()
+
+    def _ask(self, script: bytes, keys: Sequence[StoreKey], *arguments: bytes) -> list[Answer]:
+        """The script's number for each key: 0 MISS, 1 HIT, 2 PENDING."""
+        answers: list[Answer] = []
+        for start in range(0, len(keys), _BATCH_KEYS):
+            batch = keys[start : start + _BATCH_KEYS]
+            names = [name for key in batch for name in (_name(_RECORD, key), _name(_PENDING, key))]
+            (reply,) = self._connections.call([_script(script, names, *arguments)])
+            if isinstance(reply, list) and len(reply) == len(batch):
+                answers += [_ANSWERS[found] if isinstance(found, int) else Answer.RETRY for found in reply]
+            else:
+                answers += [Answer.RETRY] * len(batch)
+        return answers
+
+    def _send(self, keys: Sequence[StoreKey], sending: Sequence[tuple[int, memoryview]]) -> list[Answer]:
+        commands: list[Command] = []
+        names: list[bytes] = []
+        for index, record in sending:
+            written = _name(_WRITTEN, keys[index]) + b"/" + self._token
+            commands.append((b"SET", written, record, b"PX", self._pending_ms))
+            names += [_name(_RECORD, keys[index]), _name(_PENDING, keys[index]), written]
+        reply = self._connections.call([*commands, _script(_COMMIT, names, self._token)])[-1]
+        if not isinstance(reply, list) or len(reply) != len(sending):
+            return [Answer.RETRY] * len(sending)
+        return [Answer.HIT if found == 1 else Answer.RETRY for found in reply]
+
+    def _drop(self, keys: Sequence[StoreKey]) -> None:
+        for start in range(0, len(keys), _BATCH_KEYS):
+            names = [_name(_PENDING, key) for key in keys[start : start + _BATCH_KEYS]]
+            self._connections.call([_script(_DROP, names, self._token)])
+
+    def _described(self, names: list[bytes]) -> Iterator[Entry]:
+        # Asking for a length counts as use; newer servers can be told that it does not, older ones refuse that.
+        commands: list[Command] = [(b"CLIENT", b"NO-TOUCH", b"ON")]
+        for name in names:
+            commands += [(b"OBJECT", b"IDLETIME", name), (b"STRLEN", name)]
+        replies = self._connections.call([*commands, (b"CLIENT", b"NO-TOUCH", b"OFF")], counted=False)
+        for name, idle, length in zip(names, replies[1:-1:2], replies[2:-1:2], strict=True):
+            parts = _NAME.fullmatch(name)
+            if parts is None:
+                continue  # somebody else's
+            if not isinstance(length, int):
+                raise StoreError(f"the records of {self._connections.where} cannot be read: {length!s}.")
+            if length:
+                scope, page, part = parts.groups()
+                key = StoreKey(bytes.fromhex(scope.decode()), bytes.fromhex(page.decode()), int(part))
+                yield Entry(key, length, float(idle) if isinstance(idle, int) else None)
+
+
+_ANSWERS = (Answer.MISS, Answer.HIT, Answer.PENDING)
+
+
+def _name(prefix: bytes, key: StoreKey) -> bytes:
+    return prefix + str(key).encode()
+
+
+def _script(script: bytes, names: Sequence[bytes], *arguments: bytes) -> Command:
+    return (b"EVAL", script, b"%d" % len(names), *names, *arguments)
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[slice]:
+    """Runs of records that one pipeline may carry."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and (total + size > _BATCH_BYTES or index - start == _BATCH_KEYS):
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))

@@ -1,0 +1,68 @@
+"""Options of URLs, and records between their two phases."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import InvalidInput
+from quire.testing.contracts.records import make_keys
+from quire.tiers.store import Answer, StoreKey
+from quire.tiers.stores.options import Options
+from quire.tiers.stores.prepared import Prepared
+
+HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
+
+
+def test_options_are_understood() -> None:
+    options = Options(
+        "valkey://me:secret@host:1/2?timeout=.5&size=2MiB&none=&ssl_a=b", ("timeout", "size", "none", "ssl_*")
+    )
+    assert options.where == "valkey://host:1/2"
+    assert options.number("timeout", 3) == 0.5
+    assert options.size("size", 0) == 2 << 20
+    assert options.number("none", 7) == 7
+    assert options.text("absent", "as is") == "as is"
+    assert options.rest() == {"ssl_a": "b"}
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9", "soon", "."])
+def test_what_is_no_number(text: str) -> None:
+    with pytest.raises(InvalidInput, match="a number above 0"):
+        Options(f"valkey://host?timeout={text}", ("timeout",)).number("timeout", 1)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5GiB", "2mib", "lots", "1 MB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InvalidInput, match="a size like"):
+        Options(f"mooncake://host?segment={text}", ("segment",)).size("segment", 1)
+
+
+def test_only_what_the_medium_does_not_have_is_announced() -> None:
+    prepared, (first, second, third) = Prepared(), make_keys(3)
+    asked: list[StoreKey] = []
+
+    def ask(keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        asked.extend(keys)
+        assert sizes == [9] * len(keys)
+        return [{first: MISS, second: HIT, third: RETRY}[key] for key in keys]
+
+    batch = [first, second, first, third, second, third]
+    assert prepared.announce(batch, [9] * 6, ask) == [MISS, HIT, PENDING, RETRY, HIT, RETRY]
+    assert asked == [first, second, third]
+    assert prepared.announce([first], [9], ask) == [PENDING]
+    assert prepared.keys() == [first]
+    assert prepared.hold([first, second], [b"123456789", b"123456789"]) == [HIT, RETRY]
+    assert prepared.hold([first], [b"12345678"]) == [RETRY]
+    taken = prepared.take([first, second, first])
+    assert taken[0] is not None and taken[0].record == b"123456789" and taken[1:] == [None, None]
+
+
+def test_a_medium_that_raises_leaves_nothing_announced() -> None:
+    prepared, keys = Prepared(), make_keys(2)
+
+    def ask(keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        prepared.announce(keys, [1, 1], ask)
+    assert prepared.keys() == []

@@ -1,0 +1,299 @@
+"""S3Store against moto's server: the contract, and what happens when the server dies, lags or refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidInput, StoreError
+from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
+from quire.testing.contracts.store import StoreContract
+from quire.tiers.store import Answer, StoreKey
+from quire.tiers.stores import s3 as s3_store
+from tests.tiers.stores.servers import NotHere, Server, free_port, s3
+
+obstore = pytest.importorskip("obstore")
+pytest.importorskip("moto.server")
+
+HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
+BUCKET = "quire-records"
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Where moto listens, with an empty bucket."""
+    chosen = free_port()
+    server = started(chosen)
+    yield chosen
+    server.close()
+
+
+def started(port: int) -> Server:
+    try:
+        server = s3(port)
+        server.start()
+    except NotHere as reason:
+        pytest.skip(str(reason))
+    make_bucket(port)
+    return server
+
+
+def make_bucket(port: int) -> None:
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name="us-east-1",
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+    )
+    client.create_bucket(Bucket=BUCKET)
+    client.close()
+
+
+def open_store(port: int, prefix: str, **options: object) -> s3_store.S3Store:
+    more = "".join(f"&{name}={value}" for name, value in options.items())
+    return s3_store.open(f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{port}{more}")
+
+
+class S3Medium:
+    """The objects under a prefix, by boto3: another client than the store's."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def read(self, key: StoreKey) -> bytes | None:
+        try:
+            body = self._client.get_object(Bucket=BUCKET, Key=f"{self._prefix}/{key}")["Body"]
+        except self._client.exceptions.NoSuchKey:
+            return None
+        with body:
+            content: bytes = body.read()
+        return content
+
+    def write(self, key: StoreKey, record: bytes) -> None:
+        self._client.put_object(Bucket=BUCKET, Key=f"{self._prefix}/{key}", Body=record)
+
+    def delete(self, key: StoreKey) -> None:
+        self._client.delete_object(Bucket=BUCKET, Key=f"{self._prefix}/{key}")
+
+    def keys(self) -> set[StoreKey]:
+        found = set()
+        for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{self._prefix}/"):
+            for entry in page.get("Contents", ()):
+                scope, name = entry["Key"].removeprefix(f"{self._prefix}/").split("/")
+                digits, part = name.split(".")
+                found.add(StoreKey(bytes.fromhex(scope), bytes.fromhex(digits), int(part)))
+        return found
+
+
+class TestS3(StoreContract):
+    """The contract, each test under a prefix of its own."""
+
+    bounded = False
+    exclusive = False
+    made = 0
+
+    @pytest.fixture(autouse=True)
+    def place(self, port: int) -> Iterator[None]:
+        import boto3
+
+        self.port = port
+        self.client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1")
+        yield
+        self.client.close()
+
+    def make_store(self, capacity: int | None) -> s3_store.S3Store:
+        type(self).made += 1
+        self.prefix = f"run/{self.made}"
+        return self.open_again()
+
+    def open_again(self) -> s3_store.S3Store:
+        return open_store(self.port, self.prefix)
+
+    def medium(self) -> S3Medium:
+        return S3Medium(self.client, self.prefix)
+
+
+# -- a server that dies, lags, refuses
+
+
+def test_a_server_killed_while_it_is_written_to() -> None:
+    """Moto forgets everything; what the store finds afterwards is right or nothing, and it writes again."""
+    port = free_port()
+    server = started(port)
+    store, size = open_store(port, "kill", timeout=2), 50_000
+    keys = make_keys(120)
+    answers: list[Answer] = []
+
+    def fill() -> None:
+        for start in range(0, 120, 4):
+            records = [make_record(number, size) for number in range(start, start + 4)]
+            answers.extend(write(store, keys[start : start + 4], records))
+            if RETRY in answers:
+                return
+
+    writer = threading.Thread(target=fill)
+    writer.start()
+    while answers.count(HIT) < 8:
+        time.sleep(0.005)
+    server.kill()
+    writer.join()
+    assert RETRY in answers
+    assert store.get(keys[:1], [bytearray(size)]) == store.exists(keys[:1]) == store.prepare(keys[-1:], [9]) == [RETRY]
+    assert store.remove(keys[:2]) == 0
+    with pytest.raises(StoreError, match="cannot be listed"):
+        list(store.entries())
+    assert sum(store.failures.values()) >= 4
+    server.start()
+    make_bucket(port)
+    found = [read(store, key, size) for key in keys[:12]]
+    assert all(record in (None, make_record(number, size)) for number, record in enumerate(found))
+    assert write(store, keys[-1:], [make_record(119, size)]) == [HIT]
+    assert read(store, keys[-1], size) == make_record(119, size)
+    store.close()
+    server.close()
+
+
+class Trouble(BaseHTTPRequestHandler):
+    """A server of S3 that lists an empty bucket and else does what `mood` says."""
+
+    mood = "busy"
+    asked = 0
+
+    def do_GET(self) -> None:
+        if "list-type" in self.path:
+            listing = b"<ListBucketResult><IsTruncated>false</IsTruncated><KeyCount>0</KeyCount></ListBucketResult>"
+            self.answer(200, listing)
+        else:
+            self.trouble()
+
+    def trouble(self) -> None:
+        type(self).asked += 1
+        if self.mood == "slow":
+            time.sleep(1.0)
+            self.close_connection = True
+        elif self.mood == "short":
+            self.send_response(200)
+            self.send_header("Content-Length", "5000")
+            self.send_header("Last-Modified", "Sat, 21 Nov 2026 00:00:00 GMT")
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(make_record(0, 3000))
+            self.close_connection = True
+        else:
+            self.answer(503 if self.mood == "busy" else 403, b"<Error><Code>SlowDown</Code></Error>")
+
+    do_HEAD = do_PUT = do_POST = trouble  # noqa: N815 - named by the base class
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def trouble() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Trouble)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("mood", ["busy", "slow", "refusing", "short"])
+def test_trouble_is_an_answer(trouble: ThreadingHTTPServer, mood: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trouble, "mood", mood)
+    store = open_store(trouble.server_address[1], "any", timeout=0.3)
+    keys = make_keys(2)
+    assert store.get(keys, [bytearray(5000), bytearray(5000)]) == [RETRY, RETRY]
+    if mood != "short":
+        assert store.exists(keys) == [RETRY, RETRY]
+        assert store.prepare(keys, [5, 5]) == [RETRY, RETRY]
+        assert store.remove(keys) == 0
+    assert sum(store.failures.values()) >= 2
+    assert Trouble.asked <= 40, "it goes on asking"
+    store.close()
+
+
+# -- writers that die, or race
+
+
+def test_a_writer_that_dies_leaves_nothing(port: int) -> None:
+    """Nothing was sent before `complete`, so nobody waits for it."""
+    dead, store = open_store(port, "dies"), open_store(port, "dies")
+    key = make_key(0)
+    assert dead.prepare([key], [900]) == [MISS]
+    assert dead.put([key], [make_record(0, 900)]) == [HIT]
+    assert write(store, [key], [make_record(0, 900)]) == [HIT]
+    assert read(store, key, 900) == make_record(0, 900)
+    dead.close()
+    store.close()
+
+
+def test_of_two_uploads_the_first_stays(port: int) -> None:
+    first, second = open_store(port, "race"), open_store(port, "race")
+    keys = make_keys(20)
+    ours, theirs = ([make_record(number + shift, 900) for number in range(20)] for shift in (0, 100))
+    for store, records in ((first, ours), (second, theirs)):
+        assert store.prepare(keys, [900] * 20) == [MISS] * 20
+        assert store.put(keys, records) == [HIT] * 20
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(store.complete, keys, [True] * 20) for store in (first, second)]
+        assert [future.result() for future in done] == [[HIT] * 20] * 2
+    for number, key in enumerate(keys):
+        stays = read(first, key, 900)
+        assert stays in (ours[number], theirs[number])
+        assert read(second, key, 900) == stays
+    first.close()
+    second.close()
+
+
+# -- opening
+
+
+def test_nobody_there(port: int) -> None:
+    with pytest.raises(StoreError, match="cannot be reached"):
+        open_store(free_port(), "any", timeout=1)
+    with pytest.raises(StoreError, match="cannot be reached"):
+        s3_store.open(f"s3://another-bucket?endpoint=http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("s3:///prefix", "looks like"),
+        ("file://bucket", "looks like"),
+        ("s3://bucket?secret=1", "no option 'secret'"),
+        ("s3://bucket?timeout=-1", "'timeout'"),
+    ],
+)
+def test_urls_that_say_nothing(wrong: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        s3_store.open(wrong)
+
+
+def test_a_bucket_has_no_capacity() -> None:
+    with pytest.raises(InvalidInput, match="lifecycle"):
+        s3_store.open(f"s3://{BUCKET}", 1 << 30)
