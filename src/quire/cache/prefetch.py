@@ -125,9 +125,9 @@ class Prefetcher:
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting. Where it should not, no more is fetched for it."""
-        if prefetch.done or self._tiering.break_even.is_off(Link.FETCH):
-            return False
         settings = self._tiering.settings
+        if prefetch.done or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
+            return False
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:
             return True
         if settings.prefetch is PrefetchPolicy.BEST_EFFORT:
@@ -191,7 +191,9 @@ class Prefetcher:
             for group, size in zip(self._groups, self._record_bytes, strict=True)
         )
         even, mover = self._tiering.break_even, self._tiering.mover
-        if not even.worth(Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)):
+        if not self._tiering.settings.always and not even.worth(
+            Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)
+        ):
             self._tiering.counters.declined_tokens += tokens
             return
         prefetch.wanted = wanted

@@ -38,13 +38,14 @@ class PrefetchPolicy(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """`host_frames` and bytes of a record, both by group; `mover` moves bytes and is the engine's to close; with
-    `stores`, it has a store."""
+    `stores`, it has a store. `always` uses what the tiers have without asking whether it is quicker."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
     mover: Mover
     break_even: BreakEven
     write: WritePolicy = WritePolicy.THROUGH
+    always: bool = False
     stores: bool = False
     prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
     prefetch_seconds: float = 2.0

@@ -135,7 +135,11 @@ class Tiering:
         loads = list(map(len, self.missing(pages[:far])))
         num_bytes = sum(count * size for count, size in zip(loads, self.settings.record_bytes, strict=True))
         tokens = (far - near) * self._page_size
-        if not num_bytes or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD)):
+        if (
+            not num_bytes
+            or self.settings.always
+            or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD))
+        ):
             return Choice(far, limited_far, loads, far - near)
         return Choice(near, "", declined_pages=far - near)
 
@@ -162,7 +166,7 @@ class Tiering:
             self.counters.host_hit_tokens += choice.host_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
         if self.settings.write is WritePolicy.SELECTIVE:
-            self.save(namespace, node, pages, ends=True)
+            self.save(namespace, node, pages, ends=(len(pages),))
 
     def committed(self, kv: RequestKV, tokens: Ids, pages: Ids, start: int, new: int) -> None:
         """A request's `tokens` are cached in `pages`: from page `start` on since now, from `new` on in pages of its
@@ -173,12 +177,12 @@ class Tiering:
             above = int(pages[new - 1]) if new else 0
             self.name(kv.namespace, above, tokens[new * self._page_size :], pages[new:])
         if self.settings.write is not WritePolicy.SELECTIVE:
-            self.save(kv.namespace, kv.lease.node, pages, ends=False)
+            self.save(kv.namespace, kv.lease.node, pages, ends=tuple(kv.marks))
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
         """A request that ends has left these pages cached. `returns` where it will go on, and will want them."""
         if returns or self.settings.write is not WritePolicy.SELECTIVE:
-            self.save(kv.namespace, kv.lease.node, pages, ends=True)
+            self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
 
     def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
         """Keep what the device has of single frames that a request needs to begin behind `pages`."""
@@ -219,11 +223,11 @@ class Tiering:
     # -- saving
 
     def save(
-        self, namespace: Namespace, node: Node, pages: Ids, *, ends: bool, first: int = 0, goes: bool = False
+        self, namespace: Namespace, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
     ) -> Move | None:
         """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
-        end. `ends` where requests begin behind it: what they read in part goes with it. What `WritePolicy.BACK` keeps
-        for later is saved only where it `goes`.
+        end. `ends` are numbers of pages behind which requests may begin: what they read in part goes with it. What
+        `WritePolicy.BACK` keeps for later is saved only where it `goes`.
         """
         if not len(pages):
             return None
@@ -251,16 +255,17 @@ class Tiering:
             return None
         return self._submit(Link.SAVE, moving)
 
-    def _unsaved(self, group: GroupCache, pages: Ids, ends: bool) -> np.ndarray:
+    def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         lacks = ~self.hosts[group.index].resident(pages) & ~self._saving[group.index, pages] & ~self.bad[pages]
         lacks &= self._arriving[group.index, pages] == 0
         lacks &= group.frames.resident(pages)
         if group.shelf is not None:
             useful: Bools = group.shelf.ranks(pages) >= Rank.MARKED
-            if ends:
-                needed = group.reach.needed(len(pages))
-                useful[needed.start : needed.stop] = True
+            for end in ends:
+                if end <= len(pages):
+                    needed = group.reach.needed(end)
+                    useful[needed.start : needed.stop] = True
             lacks &= useful
         places: np.ndarray = lacks.nonzero()[0]
         return places
@@ -286,7 +291,7 @@ class Tiering:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
         if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
             pages = self.path(node)
-            move = self.save(node.namespace, node, pages, ends=True, first=node.depth, goes=True)
+            move = self.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True)
             if move is not None:
                 while move not in self._ended:
                     self.mover.wait(_WAIT_S)

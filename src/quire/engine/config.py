@@ -36,8 +36,9 @@ class EngineConfig(BaseModel):
 
     Below the device: `host_memory` is one total in bytes for all groups (`auto`: as much as is useful and there; None:
     none, or `auto` where there is `storage`); `storage` is a directory or a URL (`quire.tiers.stores.registry`), and
-    `storage_size` what may be kept there. `write_policy` says when a cached page is copied to the host, `prefetch` how
-    long a request waits for what is stored, `prefetch_seconds` so with `timeout`.
+    `storage_size` what may be kept there. `write_policy` says when a cached page is copied to the host, `load` whether
+    it is loaded only where that is quicker than to compute it, as measured, and `prefetch` how long a request waits
+    for what is stored, `prefetch_seconds` so with `timeout`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -67,6 +68,7 @@ class EngineConfig(BaseModel):
     storage: str | None = None
     storage_size: int | None = None
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    load: Literal["break_even", "always"] = "break_even"
     prefetch: Literal["break_even", "best_effort", "wait_complete", "timeout"] = "break_even"
     prefetch_seconds: float = Field(default=2.0, ge=0)
     explain: bool = True

@@ -70,6 +70,7 @@ class EngineTiers:
             mover=self.mover,
             break_even=self.break_even,
             write=WritePolicy(config.write_policy),
+            always=config.load == "always",
             stores=self.store is not None,
             prefetch=PrefetchPolicy(config.prefetch),
             prefetch_seconds=config.prefetch_seconds,
