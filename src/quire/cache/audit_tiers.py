@@ -2,7 +2,7 @@
 
 a node that is here has parents that are; one that is not is kept   a prefix is loaded from its front
 a page is kept, as the tree counts it, where it has host frames     what is loaded is there
-host frames out = pages' + moves' + quarantined                     every frame has exactly one owner
+host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
 a host frame's pins are the moves that read it
 """
 
@@ -57,7 +57,7 @@ def _frames(picture: Picture, host: HostGroup) -> Iterator[str]:
     moving = tiers.host_frames_of_moves(host.index).tolist()
     if cache.prefetcher is not None:
         moving += cache.prefetcher.host_frames(host.index).tolist()
-    used = sorted([column[page] for page in resident] + moving + host.quarantined)
+    used = sorted([column[page] for page in resident] + moving + host.quarantined + host.left)
     out = host.frames.is_out(_ALL).nonzero()[0].tolist()
     name = f"host group '{host.name}'"
     if used != out:

@@ -26,6 +26,8 @@ class HostGroup:
         self.frames = frames
         self.shelf = None if whole else Shelf(len(frames.column) - 1)
         self._quarantined: deque[int] = deque()
+        self._busy = np.zeros(frames.num_frames + 1, dtype=np.int32)  # moves that read a frame, whoever has it
+        self._left: set[int] = set()  # frames that are nobody's, and read still
         self.dropped_frames = 0
 
     @property
@@ -81,17 +83,43 @@ class HostGroup:
                     self.shelf.put(part, rank)
 
     def drop(self, pages: Ids) -> None:
-        """Free the frames of these pages, which nobody moves; pages without one are passed over."""
+        """Free the frames of these pages, or once no move reads them any more; pages without one are passed over."""
         if self.shelf is not None:
             self.shelf.remove(pages)
+        self._give_back(pages)
+
+    def _give_back(self, pages: Ids) -> None:
+        if self._busy[self.column[pages]].any():
+            frames = self.column[pages]
+            busy = self._busy[frames] > 0
+            self._left.update(frames[busy].tolist())
+            self.frames.frames.unbind(self.frames.tier, self.index, pages[busy])
+            pages = pages[~busy]
         self.frames.drop(pages)
+
+    def begin_reading(self, frames: Ids) -> None:
+        """A move reads these frames; they are not used for anything else until `end_reading`."""
+        self._busy[frames] += 1
+
+    def end_reading(self, frames: Ids) -> None:
+        """It does no more."""
+        self._busy[frames] -= 1
+        free = [frame for frame in frames.tolist() if frame in self._left and not self._busy[frame]]
+        if free:
+            self._left.difference_update(free)
+            self.untake(np.array(sorted(free), dtype=np.int32))
+
+    @property
+    def left(self) -> list[int]:
+        """Frames that are nobody's and read still."""
+        return sorted(self._left)
 
     def evict(self, num_frames: int) -> int:
         """Free up to that many frames of pages that stay; returns how many."""
         if self.shelf is None:
             return 0
         pages = self.shelf.evict(num_frames)
-        self.frames.drop(pages)
+        self._give_back(pages)
         self.dropped_frames += len(pages)
         return len(pages)
 
@@ -109,7 +137,11 @@ class HostGroup:
         """Set frames aside that a move has, or that were taken from their pages (`take_away`)."""
         self._quarantined.extend(frames.tolist())
         while len(self._quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
-            self.untake(np.array([self._quarantined.popleft()], dtype=np.int32))
+            frame = self._quarantined.popleft()
+            if self._busy[frame]:
+                self._left.add(frame)
+            else:
+                self.untake(np.array([frame], dtype=np.int32))
 
     def take_away(self, pages: Ids) -> Ids:
         """The frames of these pages, which have none any more, are the caller's."""

@@ -369,6 +369,11 @@ class KVCache(RunningTables):
         """Start to fetch what of a prompt is in storage and not cached; None where there is nothing to wait for."""
         return self.prefetcher.begin(tokens, namespace) if self.prefetcher is not None else None
 
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether there is storage, and another request may read ahead from it now."""
+        return self.prefetcher is not None and self.prefetcher.has_room
+
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting for it."""
         return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch)
@@ -553,7 +558,9 @@ class KVCache(RunningTables):
             held = self.tiers.hold(pages)
             try:
                 self._free_up(list(map(len, missing)), 0, cause)
-                self.tiers.load(namespace, lease.node, pages, missing)
+                if self.tiers.load(namespace, lease.node, pages, missing) is None:
+                    waits = "loads that are on their way take all there is room for"
+                    raise OutOfPages(group="loads", wanted=sum(map(len, missing)), free=0, held_by=waits)
             except OutOfPages:
                 self.tree.release(lease)
                 raise

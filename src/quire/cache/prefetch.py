@@ -28,6 +28,8 @@ from quire.tiers.moves import MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
 _PIECE_BYTES = 8 << 20
+_MOST_AT_ONCE = 16
+"""Requests that read ahead: each keeps the prefix that it has already, which others could not use then."""
 
 
 class Prefetch:
@@ -87,6 +89,11 @@ class Prefetcher:
         tiering.fetched = self._ended
 
     @property
+    def has_room(self) -> bool:
+        """Whether another request may read ahead now."""
+        return len(self._running) < _MOST_AT_ONCE
+
+    @property
     def in_flight(self) -> tuple[Prefetch, ...]:
         """Those that have not ended."""
         return tuple(self._running.values())
@@ -103,6 +110,8 @@ class Prefetcher:
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
         tiering = self._tiering
+        if not self.has_room:
+            return None
         limit = max(0, len(tokens) - 1) // self._size
         found = self._tree.match(namespace, tokens)
         start = min(found.num_pages, limit)

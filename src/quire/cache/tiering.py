@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.groups import GroupCache
+from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.cache.moving import Moving, Part
 from quire.cache.prefix_hit import Choice
@@ -38,6 +38,7 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 KEY_BYTES = 32
+_NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
@@ -70,6 +71,7 @@ class Tiering:
         self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
         self.num_bad = 0
         self.moving: dict[Move, Moving] = {}
+        self.archiving: dict[Move, list[Part]] = {}
         self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
         self._groups = groups
         self._tree = tree
@@ -183,6 +185,8 @@ class Tiering:
         """A request that ends has left these pages cached. `returns` where it will go on, and will want them."""
         if returns or self.settings.write is not WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
+        if self.settings.stores:
+            self.archive(kv.namespace, pages)
 
     def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
         """Keep what the device has of single frames that a request needs to begin behind `pages`."""
@@ -433,7 +437,8 @@ class Tiering:
         for part in moving.parts:
             self._bind(part, moving.lease)
         if self.settings.stores:
-            self._archive(moving)
+            node = moving.lease.node
+            self.archive(node.namespace, self.path(node))
         self._tree.unpin(moving.lease)
 
     def _bind(self, part: Part, lease: Lease) -> None:
@@ -450,62 +455,42 @@ class Tiering:
         host.bind(part.pages[good], part.host[good], ranks)
         self.counters.saved_frames += int(np.count_nonzero(good))
 
-    def _archive(self, saved: Moving) -> None:
-        """Store what was saved, and what could not be stored before."""
+    def archive(self, namespace: Namespace, pages: Ids) -> None:
+        """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
+        being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
-        for part in saved.parts:
-            host = self.hosts[part.group]
-            keeps = host.resident(part.pages) & ~self._stored[part.group, part.pages]
-            if keeps.any():
-                pages = part.pages[keeps]
-                nothing = np.empty(0, dtype=np.int32)
-                parts.append(Part(part.group, pages, part.at[keeps], nothing, host.column[pages]))
-        if parts:
-            lease = self._tree.pin(saved.lease.node)
-            moving = Moving(lease, parts, saved.scope, on_device=False, on_host=True)
-            if self._submit(Link.ARCHIVE, moving) is None:
-                self.counters.unstored_frames += sum(len(part.pages) for part in parts)
+        for host in self.hosts:
+            at = (host.resident(pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
+            if len(at):
+                parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
+        if not parts:
+            return
+        move = self._move(Link.ARCHIVE, parts, self.scope(namespace))
+        if not self.mover.submit(move):
+            self.counters.unstored_frames += sum(len(part.pages) for part in parts)
+            return
+        self.archiving[move] = parts
+        for part in parts:
+            self.hosts[part.group].begin_reading(part.host)
+            self._stored[part.group, part.pages] = True
 
     def _archived(self, move: Move) -> None:
-        moving = self._release(move)
+        parts = self.archiving.pop(move)
         self.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
-        if move.error:
-            self.counters.failed_moves += 1
-        for part, defects in zip(moving.parts, move.defects, strict=True):
-            good = np.array([not defect for defect in defects], dtype=np.bool_)
-            self._stored[part.group, part.pages[good]] = True
+        self.counters.failed_moves += bool(move.error)
+        for part, defects in zip(parts, move.defects, strict=True):
+            host = self.hosts[part.group]
+            good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in _NOT_DAMAGED for defect in defects], dtype=np.bool_)
+            same = host.column[part.pages] == part.host  # of pages that still are what they were
+            self._stored[part.group, part.pages[same & ~good]] = False
             self.counters.archived_frames += int(np.count_nonzero(good))
             self.counters.archived_bytes += int(np.count_nonzero(good)) * self.settings.record_bytes[part.group]
-            wrong = np.array([defect not in (GOOD, MISSING, REFUSED, FAILED) for defect in defects], dtype=np.bool_)
             self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
             if wrong.any():
-                self._lose(part, wrong, moving.lease, defects)
-        self._tree.unpin(moving.lease)
-
-    def _lose(self, part: Part, wrong: Bools, lease: Lease, defects: Sequence[str]) -> None:
-        """Host frames turned out to hold something else than they should."""
-        self.counters.corrupt(Tier.HOST, [defect for defect, bad in zip(defects, wrong, strict=True) if bad])
-        host, pages = self.hosts[part.group], part.pages[wrong]
-        host.quarantine(host.take_away(pages))
-        if host.shelf is not None:
-            self._num_condemned += 1
-            return
-        for page, at in zip(pages.tolist(), part.at[wrong].tolist(), strict=True):
-            if self._tree.lose(lease, at) is not None:
-                self._condemn(np.array([page], dtype=np.int32), lease.node, at)
-        for each in self.hosts:
-            if each.shelf is None:  # aside rather than free: another move may read them still
-                each.quarantine(each.take_away(self._uncounted(lease)))
-
-    def _uncounted(self, lease: Lease) -> Ids:
-        """Pages of a path whose copies do not count any more, and are there still."""
-        runs = []
-        node: Node | None = lease.node
-        while node is not None and node.parent is not None:
-            if node.here and node.kept < node.num_pages:
-                runs.append(node.pages[node.kept :])
-            node = node.parent
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
+                self._mark_bad(part.pages[wrong & same])
+            host.end_reading(part.host)
 
     def _loaded(self, move: Move) -> None:
         moving = self._release(move)
@@ -531,10 +516,13 @@ class Tiering:
 
     def _condemn(self, pages: Ids, node: Node, first: int) -> None:
         """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
+        self._mark_bad(pages)
+        self.condemned.append((self._tree.pin(node), first))
+
+    def _mark_bad(self, pages: Ids) -> None:
         self.bad[pages] = True
         self.num_bad = int(np.count_nonzero(self.bad))
         self._num_condemned += 1
-        self.condemned.append((self._tree.pin(node), first))
 
     def _discard(self) -> None:
         waiting, self.condemned = self.condemned, []
@@ -553,13 +541,7 @@ class Tiering:
 
     def _submit(self, link: Link, moving: Moving) -> Move | None:
         """Start a move. None, and what was taken for it is given back, where too much is on its way."""
-        nothing = np.empty(0, dtype=np.int32)
-        units = tuple(
-            Units(part.group, part.device if moving.on_device else nothing, part.host, self.keys_of(part.pages))
-            for part in moving.parts
-        )
-        num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in moving.parts)
-        move = Move(link, units, moving.scope, num_bytes, moving)
+        move = self._move(link, moving.parts, moving.scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             if link is Link.SAVE:
@@ -573,6 +555,11 @@ class Tiering:
         moving.pin(self._groups, self.hosts)
         self.moving[move] = moving
         return move
+
+    def _move(self, link: Link, parts: Sequence[Part], scope: bytes) -> Move:
+        units = [Units(part.group, part.device, part.host, self.keys_of(part.pages)) for part in parts]
+        num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in parts)
+        return Move(link, units, scope, num_bytes)
 
     def _release(self, move: Move) -> Moving:
         """A move has ended; its frames may go, its path may not yet."""

@@ -102,19 +102,6 @@ class TieredRadixCache(RadixCache):
                 removed.append(self._cut(node, node.num_pages - taken, eviction))
         return Evicted(join_ids(removed), join_ids(moved))
 
-    def lose(self, lease: Lease, page: int) -> Node | None:
-        """The copy of the page at that place of a pinned path is no good, and with it those behind it on its edge do
-        not count. Returns the node, where the page was nowhere else."""
-        node: Node | None = lease.node
-        while node is not None and node.depth > page:
-            node = node.parent
-        assert node is not None and node.parent is not None
-        if not node.here:
-            return node
-        if node.kept > page - node.depth:
-            self._copied(node, page - node.depth)
-        return None
-
     def discard(self, node: Node, start: int) -> Ids | None:
         """Forget a node's pages from its page `start` on, and everything below; returns the ids of all of them. None,
         and nothing has changed, where a lease holds any."""

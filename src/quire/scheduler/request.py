@@ -57,6 +57,7 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
+        self.read_ahead = False  # whether storage was asked for its prompt
         self.prefetch: Prefetch | None = None  # what of its prompt comes from storage while it waits
         self.num_launched = 0
         self.num_settled = 0

@@ -69,7 +69,13 @@ class Scheduler:
         self._arrivals += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
-        request.prefetch = self._cache.prefetch(request.tokens, request.namespace)
+        self._read_ahead(request)
+
+    def _read_ahead(self, request: Request) -> None:
+        """Have what is stored of its prompt fetched, once; where too many do, later."""
+        if not request.read_ahead and self._cache.can_prefetch:
+            request.read_ahead = True
+            request.prefetch = self._cache.prefetch(request.tokens, request.namespace)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
@@ -223,6 +229,7 @@ class Scheduler:
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return not deferred
+            self._read_ahead(request)
             if request.prefetch is not None:
                 if self._cache.is_awaited(request.prefetch):
                     request.wait_reason = "waits for a part of its prompt that is in storage"
