@@ -37,13 +37,17 @@ class FollowedCache:
     checks. Raises AssertionError or AuditFailure where something is wrong.
     """
 
+    model_type: type[PlainCache] = PlainCache
+    device_type: type[Device] = Device
+    watch_type: type[Watch] = Watch
+
     def __init__(self, cache: KVCache, events: list[CacheEvent] | None, faults: Faults | None = None) -> None:
         self.cache = cache
         self.page_size = cache.page_size
         self.names = Names(cache.page_size)
-        self.model = PlainCache(self.names, cache.plan.num_pages, cache.page_size, shares=cache.share_prefixes)
-        self.device = Device(cache, self.names)
-        self.watch = Watch(cache, self.names, self.device, self.model)
+        self.model = self.model_type(self.names, cache.pages.num_pages, cache.page_size, shares=cache.share_prefixes)
+        self.device = self.device_type(cache, self.names)
+        self.watch = self.watch_type(cache, self.names, self.device, self.model)
         self.steps: list[Step] = []
         self.happened: Counter[str] = Counter()
         self.operations = 0

@@ -73,7 +73,7 @@ class Watch:
         """Name every edge, and say what its pages promise."""
         names, edges, known = self._names, self._edges, {}
         ends: dict[int, int] = {}
-        wanted: list[Page | None] = [None] * (self._cache.plan.num_pages + 1)
+        wanted: list[Page | None] = [None] * (self._cache.pages.num_pages + 1)
         for root in picture.tree.roots:
             known[root] = names.root(root.namespace)
         for node, pages in picture.tree.edges:
@@ -91,7 +91,8 @@ class Watch:
                 wanted[page] = content
                 ends[end] = page
         self.ends, self._promised = ends, wanted
-        self._leased = sorted([known[node] for node in picture.tree.ends if not node.is_root])
+        by_requests = len(picture.rows) + len(picture.waits.leases)
+        self._leased = sorted([known[node] for node in picture.tree.ends[:by_requests] if not node.is_root])
         if len(edges) > 4 * len(known) + 16:
             self._edges = {node: edge for node, edge in edges.items() if node in known}
 
