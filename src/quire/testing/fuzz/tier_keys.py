@@ -15,10 +15,11 @@ class PageKeys:
     `end`, and `end_of` has what was asked for before."""
 
     def __init__(self, names: Names, layouts: Sequence[str]) -> None:
-        self._names = names
+        self.names = names
         self._identity = _digest(b"quire-layouts-1", b"", *[layout.encode() for layout in layouts])
         self._head = b"quire-page-2" + struct.pack("<I", 4 * names.page_size)
         self._keys: dict[int, bytes] = {}
+        self.page_size = names.page_size
         self._scopes: dict[Namespace, bytes] = {}
         self.end_of: dict[bytes, int] = {}
 
@@ -26,9 +27,9 @@ class PageKeys:
         """32 bytes."""
         found = self._keys.get(end)
         if found is None:
-            ends, namespace = self._names.ends[end], self._names.namespaces[end]
+            ends, namespace = self.names.ends[end], self.names.namespaces[end]
             parent = self.key(ends[-2]) if len(ends) > 1 else self._seed(namespace)
-            tokens = self._names.data[end][-4 * self._names.page_size :]
+            tokens = self.names.data[end][-4 * self.names.page_size :]
             found = self._keys[end] = hashlib.sha256(self._head + parent + tokens).digest()
             self.end_of[found] = end
         return found

@@ -67,6 +67,10 @@ class Watch:
         column = self.picture.groups[group].column
         return {end for end, page in self.ends.items() if column[page]}
 
+    def name_of(self, node: Node) -> int:
+        """The last name of an edge that the last check saw."""
+        return self._edges[node][2]
+
     # -- the tree
 
     def _read_tree(self, picture: Picture) -> None:
