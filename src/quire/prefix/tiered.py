@@ -116,11 +116,6 @@ class TieredRadixCache(RadixCache):
         removed.append(self._cut(node, start, eviction))
         return join_ids(removed)
 
-    def clear(self) -> Ids:
-        """Forget everything that no lease holds, here and below, and return its pages; forget what was evicted."""
-        here, below = super().clear(), self.evict_lower(self.num_below).removed
-        return np.concatenate((here, below))
-
     # -- the tier below
 
     def arrive(self, lease: Lease, num_pages: int) -> None:
@@ -177,6 +172,10 @@ class TieredRadixCache(RadixCache):
         return set(self._lower.candidates())
 
     # -- inside
+
+    def _evict_all(self) -> Ids:
+        here = self.evict(self.num_pages)
+        return np.concatenate((here, self.evict_lower(self.num_below).removed))
 
     def _leave(self, node: Node) -> bytes:
         """An unleased node's pages, which have copies, are not on the device any more; returns their ids. It has no
