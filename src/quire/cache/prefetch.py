@@ -201,6 +201,8 @@ class Prefetcher:
             len(self._places(group, prefetch, wanted)) * size
             for group, size in zip(self._groups, self._record_bytes, strict=True)
         )
+        if not num_bytes:
+            return
         even, mover = self._tiering.break_even, self._tiering.mover
         if not self._tiering.settings.always and not even.worth(
             Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)

@@ -55,7 +55,7 @@ class TieredPlain(PlainCache):
 
 
 class TieredWatch(Watch):
-    """Frames that a load is to fill hold nothing yet."""
+    """Frames that a load is to fill hold nothing yet, and nobody begins on pages that are known to be bad."""
 
     def _check_pages(self, group: GroupPicture, wanted: list[Page | None]) -> None:
         arriving = self._arriving(group)
@@ -78,7 +78,7 @@ class TieredWatch(Watch):
     def _arriving(self, group: GroupPicture) -> set[int]:
         tiers = self._cache.tiers
         assert tiers is not None
-        return {
+        arriving = {
             page
             for moving in tiers.moving.values()
             if moving.on_device and moving.on_host
@@ -86,6 +86,7 @@ class TieredWatch(Watch):
             if part.group == group.group.index
             for page in part.pages.tolist()
         }
+        return arriving.union(tiers.bad.nonzero()[0].tolist()) if tiers.num_bad else arriving
 
 
 class TieredCache(FollowedCache):
@@ -236,7 +237,7 @@ class TieredCache(FollowedCache):
         """As the cache's."""
         found = self.cache.prefetch(tokens, namespace)
         self.happened["prefetch"] += found is not None
-        self._check("prefetch")
+        self._check("")
         return found
 
     def count(self) -> None:
@@ -257,7 +258,7 @@ class TieredCache(FollowedCache):
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
         assert not self.model.live and not cache.retired, "memory is held for nobody"
-        assert not tiers.moving and not tiers.condemned and not tiers._loads, "something moves for ever"
+        assert not (tiers.moving or tiers.archiving or tiers.condemned or tiers._loads), "something moves for ever"
         assert cache.prefetcher is None or not cache.prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
         assert not held, "a prefix is held for nobody"
@@ -279,7 +280,7 @@ class TieredCache(FollowedCache):
 
     def _check(self, operation: str) -> None:
         self.operations += 1
-        self.happened[operation] += 1
+        self.happened[operation] += bool(operation)
         self.watch.check()
         wrong = self.world.wrong()
         assert not wrong, wrong[0]

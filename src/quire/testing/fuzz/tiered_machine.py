@@ -20,14 +20,17 @@ from quire.testing.fuzz.watched_mover import WatchedMover
 
 TIERED_WEIGHTS = {
     **WEIGHTS,
-    "begin": 10,
-    "commit": 10,
-    "finish": 8,
-    "evict": 3,
-    "clear": 2,
-    "tick": 16,
+    "begin": 4,
+    "extend": 6,
+    "launch": 8,
+    "execute": 8,
+    "settle": 8,
+    "finish": 6,
+    "look": 1,
+    "tick": 14,
+    "serve": 20,
     "prefetch": 6,
-    "give_up": 2,
+    "give_up": 4,
     "spoil": 4,
 }
 _DRAWN = tuple(name for name, weight in TIERED_WEIGHTS.items() for _ in range(weight))
@@ -76,10 +79,8 @@ class TieredMachine(CacheMachine):
     def end(self) -> None:
         """Everything ends: steps, requests, what moves; then all memory can be had."""
         self.did = ("end",)
-        last = Choices(lambda n: 0)
         while self.cache.steps:
-            self.execute(last)
-            self.settle(last)
+            self._finish_step()
         for s in list(self.model.live):
             self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
         come_to_rest(self.cache)
@@ -102,11 +103,41 @@ class TieredMachine(CacheMachine):
                 self.cache.finish(s.kv, returns=True)
         return self.did
 
+    def serve(self, choices: Choices) -> Did:
+        """A request from its beginning to its end, as far as there is room, while others are where they are."""
+        if len(self.model.live) == self.cache.plan.max_requests:
+            return self.finish(choices)
+        name = self._prompt(choices)
+        self.did = "serve", self.names.tokens(name).tolist(), "in", self.names.namespaces[name]
+        try:
+            kv = self.cache.begin(self.names.tokens(name), self.names.namespaces[name], priority=choices.below(3))
+            self.cache.extend([kv], min(len(self.names.path[name]) + choices.below(3), self.context) - kv.num_cached)
+        except OutOfPages:
+            self.did += (": refused",)
+            return self.did
+        s = self.cache.followed(kv)
+        for _ in range(_MOST_TURNS):
+            if self.cache.cache.is_ready(kv) or self.cache.cache.has_failed(kv):
+                break
+            self._pass_time()
+        else:
+            raise AssertionError("a request waits for its prefix for ever")
+        while len(self.cache.steps) == MOST_IN_FLIGHT:
+            self._finish_step()
+        if self.cache.cache.is_ready(kv):
+            self._launch([s], Choices(lambda n: 0))
+            self.did += (": launched",)
+        while s.launched > s.settled:
+            self._finish_step()
+        self.did += (": finished with", s.settled, "tokens")
+        self.cache.finish(kv, self.names.tokens(self.names.prefix(s.name, s.settled)) if s.settled > s.begun else None)
+        return self.did
+
     def prefetch(self, choices: Choices) -> Did:
         """A request waits for what of its prompt is stored."""
         if len(self._prefetches) == _MOST_PREFETCHES:
             return self.give_up(choices)
-        known = sorted(self.model.ever)
+        known = sorted(self.model.ever - self.model.cached)
         name = choices.one_of(known) if known and choices.chance(70) else self._prompt(choices)
         if name in known and len(self.names.path[name]) < self.context:
             name = self.names.child(name, self._token(choices))
@@ -158,6 +189,12 @@ class TieredMachine(CacheMachine):
         return self._launch(batch, choices)
 
     # -- inside
+
+    def _finish_step(self) -> None:
+        """The oldest step is executed and settles."""
+        last = Choices(lambda n: n - 1)
+        self.execute(last)
+        self.settle(last)
 
     def _launchable(self) -> list[Sequence]:
         return [s for s in self.model.live if s.launched < s.allocated and self.cache.cache.is_ready(s.kv)]
