@@ -293,10 +293,14 @@ class Prefetcher:
         first = prefetch.limit
         if end > first:
             self._keep(prefetch, first, end)
+            self._tree.keep(prefetch.lease, first, end)  # what another request has cached meanwhile, too
         cached = tiering.path(prefetch.lease.node)
+        counted = self._tree.kept_on(prefetch.lease)
         for group, at, frames in fetching:
             host = tiering.hosts[group]
             good = at < min(end, len(cached))
+            if host.shelf is None:
+                good[good] = counted[at[good]]
             pages = cached[at[good]]
             fresh = ~host.resident(pages)
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if host.shelf is not None else None

@@ -19,7 +19,7 @@ import numpy as np
 from quire.prefix.ghosts import Eviction
 from quire.prefix.node import ID_BYTES, Lease, Node
 from quire.prefix.radix_cache import Insertion, Match, RadixCache, join_ids
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Bools, Ids, Tier
 
 
 class Evicted(NamedTuple):
@@ -145,6 +145,15 @@ class TieredRadixCache(RadixCache):
                 self._copied(node, end)
             start = node.depth + end
         return start
+
+    def kept_on(self, lease: Lease) -> Bools:
+        """Per page of a pinned path: whether it has a copy below that counts."""
+        runs = []
+        node: Node | None = lease.node
+        while node is not None:
+            runs.append(np.arange(node.num_pages) < node.kept)
+            node = node.parent
+        return np.concatenate(runs[::-1])
 
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) behind a pinned path, in pages that are below only, and move the pin there.

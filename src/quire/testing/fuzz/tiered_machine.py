@@ -27,6 +27,7 @@ TIERED_WEIGHTS = {
     "settle": 8,
     "finish": 6,
     "look": 1,
+    "clear": 3,
     "tick": 14,
     "serve": 20,
     "prefetch": 6,
@@ -179,6 +180,13 @@ class TieredMachine(CacheMachine):
         self.happened["damage"] += damage(self.world.records, fault, group, row, choices.one_of(rows), choices)
         self.cache._check("damage")
         return self.did
+
+    def clear(self, choices: Choices) -> Did:
+        """Often everything is forgotten that no request holds, but for what is stored."""
+        if choices.chance(40):
+            return self.evict(choices)
+        self.cache.clear()
+        return ("clear",)
 
     def launch(self, choices: Choices) -> Did:
         """As without tiers, for requests whose prefix is there or arriving."""
