@@ -526,7 +526,7 @@ class RadixCache:
         """Queue the last node with copies below, on the way up from this one, for their eviction if nobody needs
         them."""
         last: Node | None = node
-        while last is not None and not (last.kept or last.num_kept or last.level):
+        while last is not None and not (last.kept or last.level):
             last = last.parent
         if last is not None and last.kept and not last.level and not last.num_kept:
             self._lower.offered(last)
