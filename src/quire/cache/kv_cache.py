@@ -543,6 +543,7 @@ class KVCache(RunningTables):
             self._evictions += 1
             self.tiers.left_device(evicted.moved)
             self._give_back(evicted.removed)
+            self.tiers.free_ids(num_new)
         elif missing > 0:
             self.evict(missing, cause)
         for group, n in zip(self.groups, wanted, strict=True):

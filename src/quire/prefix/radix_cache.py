@@ -523,13 +523,13 @@ class RadixCache:
             self._policy.offered(above)
 
     def _offer_lower(self, node: Node) -> None:
-        """Queue the last node with copies below, on the way up from this one, for their eviction if nobody needs
-        them."""
-        last: Node | None = node
-        while last is not None and not (last.kept or last.level):
-            last = last.parent
-        if last is not None and last.kept and not last.level and not last.num_kept:
-            self._lower.offered(last)
+        """Queue this node and those above it, where they have copies below, for their eviction if nobody needs them.
+        There may be several on one path: not every page on it has a copy."""
+        above: Node | None = node
+        while above is not None and not above.level:
+            if above.kept and not above.num_kept:
+                self._lower.offered(above)
+            above = above.parent
 
     def _arrive_above(self, node: Node) -> None:
         """A node and all above it are on the device from now on."""
