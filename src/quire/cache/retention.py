@@ -26,8 +26,9 @@ import numpy as np
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import namespace_seed
+from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
-from quire.prefix.radix_cache import Match, RadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for

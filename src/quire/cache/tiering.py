@@ -29,8 +29,8 @@ from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import chain_pages, namespace_seed, scope_of
+from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
-from quire.prefix.radix_cache import Match
 from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace

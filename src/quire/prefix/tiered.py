@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.prefix.ghosts import Eviction
+from quire.prefix.match import Insertion, Match
 from quire.prefix.node import ID_BYTES, Lease, Node
-from quire.prefix.radix_cache import Insertion, Match, RadixCache, join_ids
+from quire.prefix.radix_cache import RadixCache, join_ids
 from quire.spec.ids import Ids, Tier
 
 
