@@ -28,6 +28,10 @@ from quire.tiers.moves import MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
 _PIECE_BYTES = 8 << 20
+_LEAST_PATIENCE = 0.02
+"""Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
+that was often the case: waiting must not cost what it seldom brings."""
+_LEARNS = 0.2
 _MOST_AT_ONCE = 16
 """Requests that read ahead: each keeps the prefix that it has already, which others could not use then."""
 
@@ -84,6 +88,7 @@ class Prefetcher:
         self._seconds = seconds
         self._size = pages.page_size
         self._record_bytes = tiering.settings.record_bytes
+        self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
         self._running: dict[Move, Prefetch] = {}
         self._first: set[bytes] = set()  # the first page that each one asks for
         tiering.fetched = self._ended
@@ -125,7 +130,8 @@ class Prefetcher:
         units = [Units(group.index, NO_PAGES, NO_PAGES, keys) for group in self._groups]
         prefetch = Prefetch(namespace, tokens, keys, start, self._tree.pin_path(found, start))
         prefetch.since = self._seconds()
-        prefetch.stop_at = prefetch.since + tiering.break_even.deadline((limit - start) * self._size, 0)
+        patience = max(_LEAST_PATIENCE, self._found)
+        prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         if not self._submit(prefetch, Move(Link.LOOK, units, tiering.scope(namespace))):
             self._tree.unpin(prefetch.lease)
             return None
@@ -192,6 +198,8 @@ class Prefetcher:
             usable &= group.reach.resumable(np.concatenate((self._resident(group, cached), found)))
         ends = np.flatnonzero(usable) + 1
         wanted = int(ends[-1]) if len(ends) else 0
+        share = max(0, wanted - prefetch.start) / len(prefetch.keys)
+        self._found += _LEARNS * (share - self._found)
         if wanted <= prefetch.start:
             return
         tokens = (wanted - prefetch.start) * self._size
