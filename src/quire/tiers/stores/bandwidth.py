@@ -22,6 +22,7 @@ from quire.tiers.stores.directory import DirectoryStore
 
 _BLOCK = 4096
 _ALONE = 30
+_MEMORY = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,15 @@ def measure_disk(folder: Path, record_bytes: int, total_bytes: int, threads: int
         file = os.open(path, flags, 0o600)
         try:
             os.posix_fallocate(file, 0, count * size)
-            with _Memory(threads, size) as memory, ThreadPoolExecutor(threads) as pool:
+            num_rows = max(threads, _MEMORY // size)  # as much as a batch takes: few rows would stay in the CPU's cache
+            with _Memory(num_rows, size) as memory, ThreadPoolExecutor(threads) as pool:
 
                 def run(move: Callable[[int, list[memoryview], int], int], numbers: Sequence[int]) -> float:
                     def work(thread: int) -> None:
-                        row = [memory.rows[thread]]
-                        for number in numbers[thread::threads]:
-                            move(file, row, number * size)
+                        for at in range(thread, count, threads):
+                            move(file, [memory.rows[at % num_rows]], numbers[at] * size)
 
+                    list(pool.map(bool, range(threads)))  # its threads are there
                     started = time.perf_counter()
                     list(pool.map(work, range(threads)))
                     return time.perf_counter() - started
