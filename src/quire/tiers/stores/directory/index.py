@@ -240,7 +240,6 @@ def _connect(path: Path, busy_seconds: float, *, durable: bool) -> sqlite3.Conne
         connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA cache_size = -16384")
-        connection.execute("PRAGMA mmap_size = 268435456")
         connection.execute("BEGIN IMMEDIATE")
         try:
             _make_or_check(connection, path)

@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -332,18 +332,15 @@ class DirectoryStore:
     def _forget_lost(self, rows: list[Row]) -> None:
         """Records that the medium does not hold in full, and slabs whose file is gone."""
         self.statistics.add(lost=len(rows))
-        with self._writing() as index:
+        with suppress(Busy), self._writing() as index:  # else they are found missing again
             release(index, (row.id for row in rows))
             for slab, slot_bytes in {(row.slab, row.slot_bytes) for row in rows}:
                 if self._files.size(slab) is None:
                     self._room.drop(index, slab, slot_bytes)
 
     def _flush_uses(self) -> None:
-        try:
-            with self._index.writing(wait=False) as index:
-                self._uses.flush(index)
-        except Busy:
-            pass  # another time
+        with suppress(Busy), self._index.writing(wait=False) as index:  # else another time
+            self._uses.flush(index)
 
     # -- the rest
 
@@ -406,12 +403,9 @@ class DirectoryStore:
         if not self._gate.shut():
             return
         self._transfer.close()
-        try:
-            with self._index.writing() as index:
-                self._uses.flush(index)
-                reclaim(index, self._owners.name)
-        except Busy:
-            pass  # the next one who opens it, or needs the room, sees that we are gone
+        with suppress(Busy), self._index.writing() as index:  # else whoever needs the room sees that we are gone
+            self._uses.flush(index)
+            reclaim(index, self._owners.name)
         self._prepared.clear()
         self._index.close()
         self._files.close()
