@@ -35,9 +35,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def port() -> Iterator[int]:
     """Where moto listens, with an empty bucket."""
     chosen = free_port()
-    server = started(chosen)
-    yield chosen
-    server.close()
+    with started(chosen):
+        yield chosen
 
 
 def started(port: int) -> Server:
@@ -132,10 +131,16 @@ class TestS3(StoreContract):
 # -- a server that dies, lags, refuses
 
 
-def test_a_server_killed_while_it_is_written_to() -> None:
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """One to break."""
+    with started(free_port()) as own:
+        yield own
+
+
+def test_a_server_killed_while_it_is_written_to(server: Server) -> None:
     """Moto forgets everything; what the store finds afterwards is right or nothing, and it writes again."""
-    port = free_port()
-    server = started(port)
+    port = server.port
     store, size = open_store(port, "kill", timeout=2), 50_000
     keys = make_keys(120)
     answers: list[Answer] = []
@@ -166,7 +171,6 @@ def test_a_server_killed_while_it_is_written_to() -> None:
     assert write(store, keys[-1:], [make_record(119, size)]) == [HIT]
     assert read(store, keys[-1], size) == make_record(119, size)
     store.close()
-    server.close()
 
 
 class Trouble(BaseHTTPRequestHandler):

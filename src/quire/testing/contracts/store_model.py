@@ -13,7 +13,7 @@ from quire.testing.contracts.records import make_key, make_record
 from quire.testing.fuzz.choices import Choices
 from quire.tiers.store import Answer, Store
 
-OPERATIONS = ("prepare", "put", "put", "complete", "get", "get", "exists", "remove", "entries")
+OPERATIONS = ("prepare", "prepare", "put", "put", "complete", "get", "get", "exists", "remove", "entries")
 
 
 class StoreModel:
@@ -32,7 +32,10 @@ class StoreModel:
     def step(self, choices: Choices) -> None:
         """One operation on a batch of keys."""
         operation = choices.one_of(OPERATIONS)
-        batch = [choices.below(len(self.keys)) for _ in range(choices.below(5))]
+        if operation in ("put", "complete"):
+            batch = choices.some_of(list(self.prepared))
+        else:
+            batch = [choices.below(len(self.keys)) for _ in range(choices.below(5))]
         if operation == "complete":
             self._complete(batch, [choices.chance(80) for _ in batch])
         else:
@@ -42,6 +45,9 @@ class StoreModel:
     def check(self) -> None:
         """Everything that may be there is there in full, or, where the store forgets, not at all."""
         self._get(list(range(len(self.keys))))
+
+    def _or_retry(self, answer: Answer) -> tuple[Answer, ...]:
+        return (answer, Answer.RETRY) if self.forgets else (answer,)
 
     def _size(self, record: int) -> int:
         return self.sizes[record % len(self.sizes)]
@@ -53,7 +59,7 @@ class StoreModel:
         assert len(answers) == len(batch)
         for key, record, answer in zip(batch, records, answers, strict=True):
             if key in self.prepared:
-                assert answer is Answer.PENDING, "a prepared key was given to a second writer"
+                assert answer in self._or_retry(Answer.PENDING), "a prepared key was given to a second writer"
             elif answer is Answer.MISS:
                 assert self.forgets or key not in self.visible, "a record was forgotten"
                 self.visible.pop(key, None)
@@ -64,21 +70,19 @@ class StoreModel:
                 assert answer is Answer.RETRY and self.forgets, f"{answer} for a key that nobody prepares"
 
     def _put(self, batch: list[int]) -> None:
-        batch = [key for key in dict.fromkeys(batch) if key in self.prepared]
         records = [self.prepared[key][0] for key in batch]
         contents = [make_record(record, self._size(record)) for record in records]
         answers = self.store.put([self.keys[key] for key in batch], contents)
         for key, record, answer in zip(batch, records, answers, strict=True):
-            assert answer is Answer.HIT or (answer is Answer.RETRY and self.forgets)
+            assert answer in self._or_retry(Answer.HIT)
             self.prepared[key] = (record, answer is Answer.HIT)
 
     def _complete(self, batch: list[int], ok: list[bool]) -> None:
-        chosen = {key: good for key, good in zip(batch, ok, strict=True) if key in self.prepared}
-        answers = self.store.complete([self.keys[key] for key in chosen], list(chosen.values()))
-        for key, good, answer in zip(chosen, chosen.values(), answers, strict=True):
+        answers = self.store.complete([self.keys[key] for key in batch], ok)
+        for key, good, answer in zip(batch, ok, answers, strict=True):
             record, was_put = self.prepared.pop(key)
             if good and was_put:
-                assert answer is Answer.HIT or (answer is Answer.RETRY and self.forgets)
+                assert answer in self._or_retry(Answer.HIT)
             if answer is Answer.HIT:
                 assert good and was_put, "a record without bytes, or given up, became visible"
                 self.visible[key] = record
