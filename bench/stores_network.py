@@ -37,6 +37,7 @@ from quire.tiers.store import Answer, Store, StoreKey
 
 SIZES = (64 << 10, 1 << 20)
 PIPELINE_BYTES = 8 << 20
+POOL_BYTES = 512 << 20
 Row = dict[str, Any]
 Verbs = dict[str, Callable[[list[int]], None]]
 """`put` and `get` of records by their numbers; `clear` forgets all that was put."""
@@ -213,7 +214,7 @@ def measure_mooncake(volume: int = 64 << 20, repeats: int = 7, sizes: tuple[int,
     with tempfile.TemporaryDirectory(prefix="quire-") as folder, ExitStack() as stack:
         stack.enter_context(_process([program, *listening, "--metrics_host=127.0.0.1"], lambda: _answers(port)))
         ready = Path(folder) / "ready"
-        arguments = [site, str(port), str(8 * volume), str(ready)]
+        arguments = [site, str(port), str(POOL_BYTES), str(ready)]
         stack.enter_context(_process([sys.executable, "-c", NODE, *arguments], ready.exists))
         client = MooncakeDistributedStore()
         assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{port}") == 0

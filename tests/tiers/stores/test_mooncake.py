@@ -340,7 +340,8 @@ def test_lanes_hold_their_batches() -> None:
     bounce = Bounce(1 << 20, 2)
     assert bounce.lane_bytes == 1 << 19
     sizes = [1 << 19, 100, 65, (1 << 19) + 1, (1 << 19) - 200, 64, 64, 64]
-    batches = list(bounce.batches(sizes, 3))
+    assert list(bounce.batches(sizes, 9, 200)) == [[0], [1], [2], [4], [5, 6, 7]]
+    batches = list(bounce.batches(sizes, 3, 1 << 30))
     assert batches == [[0], [1, 2], [4, 5, 6], [7]]
     with bounce.lane() as lane:
         for batch in batches:

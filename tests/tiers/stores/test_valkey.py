@@ -207,6 +207,12 @@ def test_a_server_that_hangs(directory: Path, server: Server) -> None:
     assert store.exists(keys[:2]) == [HIT, HIT]
     assert write(store, keys[2:], [make_record(2, 5000)]) == [HIT], "its own mark, whose answer was lost, stops nobody"
     assert store.failures["TimeoutError"] == 2
+    server.process.send_signal(signal.SIGSTOP)
+    many, buffers = make_keys(600), [bytearray(20_000) for _ in range(600)]
+    assert set(store.get(many, buffers)) == set(store.exists(many)) == set(store.prepare(many, [9] * 600)) == {RETRY}
+    assert store.remove(many) == 0
+    assert store.failures["TimeoutError"] == 6, "it waits for each batch of a call"
+    server.process.send_signal(signal.SIGCONT)
     store.close()
 
 
