@@ -44,6 +44,7 @@ class Prefetch:
         "done",
         "fetching",
         "keys",
+        "last",
         "lease",
         "limit",
         "move",
@@ -65,6 +66,7 @@ class Prefetch:
         self.lease = lease
         self.move: Move | None = None
         self.fetching: list[tuple[int, Ids, Ids]] = []  # (group, places on the path, host frames) of the piece
+        self.last = start  # the page behind that piece
         self.num_fetched = 0
         self.since = self.stop_at = 0.0
         self.done = self.stopped = False
@@ -207,6 +209,8 @@ class Prefetcher:
             len(self._places(group, prefetch, wanted)) * size
             for group, size in zip(self._groups, self._record_bytes, strict=True)
         )
+        if not num_bytes:
+            return
         even, mover = self._tiering.break_even, self._tiering.mover
         if not self._tiering.settings.always and not even.worth(
             Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)
@@ -232,18 +236,30 @@ class Prefetcher:
 
     def _fetch(self, prefetch: Prefetch) -> bool:
         """Fetch the next piece; False where there is no room for any of it."""
-        tiering, first = self._tiering, prefetch.limit
+        while prefetch.limit < prefetch.wanted and not prefetch.stopped:
+            last, places = self._piece(prefetch)
+            if last <= prefetch.limit or self._pages.num_free_pages < last - prefetch.limit:
+                return False
+            if any(map(len, places)):
+                return self._bring(prefetch, last, places)
+            self._keep(prefetch, prefetch.limit, last)  # whoever begins behind these pages reads nothing of them
+        return False
+
+    def _piece(self, prefetch: Prefetch) -> tuple[int, list[np.ndarray]]:
+        """The page behind the next piece, and by group the places of what has to come, for which there is room."""
         per_page = max(1, sum(self._record_bytes))
-        last = min(prefetch.wanted, first + max(1, _PIECE_BYTES // per_page))
+        last = min(prefetch.wanted, prefetch.limit + max(1, _PIECE_BYTES // per_page))
         places = [self._places(group, prefetch, prefetch.wanted) for group in self._groups]
         places = [at[at < last] for at in places]
-        for host, at in zip(tiering.hosts, places, strict=True):
-            room = tiering.host_room(host, len(at))
+        for host, at in zip(self._tiering.hosts, places, strict=True):
+            room = self._tiering.host_room(host, len(at))
             if room < len(at):
                 last = min(last, int(at[room]))
-        if last <= first or self._pages.num_free_pages < last - first:
-            return False
-        places = [at[at < last] for at in places]
+        return last, [at[at < last] for at in places]
+
+    def _bring(self, prefetch: Prefetch, last: int, places: list[np.ndarray]) -> bool:
+        """Start to fetch a piece; False where too much is on its way."""
+        tiering = self._tiering
         fetching: list[tuple[int, Ids, Ids]] = []
         units = []
         for group, host, at in zip(self._groups, tiering.hosts, places, strict=True):
@@ -252,7 +268,7 @@ class Prefetcher:
                 fetching.append((group.index, at, frames))
                 units.append(Units(group.index, NO_PAGES, frames, tuple(self._key(prefetch, i) for i in at.tolist())))
         num_bytes = sum(len(at) * self._record_bytes[group] for group, at, _ in fetching)
-        prefetch.fetching = fetching
+        prefetch.fetching, prefetch.last = fetching, last
         if not self._submit(prefetch, Move(Link.FETCH, units, tiering.scope(prefetch.namespace), num_bytes)):
             self._give_up(fetching)
             return False
@@ -273,22 +289,26 @@ class Prefetcher:
         tiering, fetching = self._tiering, prefetch.fetching
         prefetch.fetching = []
         tiering.break_even.moved(Link.FETCH, move.moved_bytes, move.seconds)
-        end = min(prefetch.wanted, max(int(at[-1]) + 1 for _, at, _ in fetching))
+        end = prefetch.last
         for (_, at, _), defects in zip(fetching, move.defects, strict=True):
             wrong = [place for place, defect in zip(at.tolist(), defects, strict=True) if defect]
             end = min([end, *wrong])
             tiering.counters.corrupt(Tier.STORAGE, [d for d in defects if d not in ("", MISSING, REFUSED, "failed")])
         if move.error:
             tiering.counters.failed_moves += 1
-        if end < max(int(at[-1]) + 1 for _, at, _ in fetching):
+        if end < prefetch.last:
             prefetch.wanted = prefetch.limit  # nothing behind it is of use
         first = prefetch.limit
         if end > first:
             self._keep(prefetch, first, end)
+            self._tree.keep(prefetch.lease, first, end)  # what another request has cached meanwhile, too
         cached = tiering.path(prefetch.lease.node)
+        counted = self._tree.kept_on(prefetch.lease)
         for group, at, frames in fetching:
             host = tiering.hosts[group]
             good = at < min(end, len(cached))
+            if host.shelf is None:
+                good[good] = counted[at[good]]
             pages = cached[at[good]]
             fresh = ~host.resident(pages)
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if host.shelf is not None else None

@@ -207,7 +207,7 @@ class Tiering:
 
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is."""
-        return bool(self.moving) and self.mover.wait(_WAIT_S)
+        return bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
@@ -261,7 +261,9 @@ class Tiering:
 
     def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
-        lacks = ~self.hosts[group.index].resident(pages) & ~self._saving[group.index, pages] & ~self.bad[pages]
+        host = self.hosts[group.index]
+        lacks = ~host.resident(pages) | host.is_distrusted(pages)
+        lacks &= ~self._saving[group.index, pages] & ~self.bad[pages]
         lacks &= self._arriving[group.index, pages] == 0
         lacks &= group.frames.resident(pages)
         if group.shelf is not None:
@@ -444,6 +446,7 @@ class Tiering:
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
         host = self.hosts[part.group]
+        host.let_go(part.pages)
         good = ~host.resident(part.pages)
         if host.shelf is None:
             for start, stop in _runs(part.at):
@@ -459,6 +462,9 @@ class Tiering:
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
         being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
+        there = [self._stored[host.index, pages] | host.resident(pages) for host in self.hosts if host.shelf is None]
+        if there:  # a page goes behind the one before it, or nobody would find it
+            pages = pages[: int(np.argmin(np.append(np.logical_and.reduce(there), False)))]
         for host in self.hosts:
             at = (host.resident(pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
             if len(at):
@@ -489,7 +495,9 @@ class Tiering:
             self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
-                self._mark_bad(part.pages[wrong & same])
+                damaged = part.pages[wrong & same]
+                host.distrust(damaged)
+                self._mark_bad(damaged[~self._groups[part.group].frames.resident(damaged)])
             host.end_reading(part.host)
 
     def _loaded(self, move: Move) -> None:
@@ -508,8 +516,7 @@ class Tiering:
             wrong = np.array([bool(defect) for defect in defects], dtype=np.bool_)
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect])
-                host = self.hosts[part.group]
-                host.quarantine(host.take_away(part.pages[wrong]))
+                self.hosts[part.group].distrust(part.pages[wrong])
         every = np.unique(np.concatenate([part.pages for part in moving.parts]))
         self._condemn(every, moving.lease.node, moving.first)
         self._tree.unpin(moving.lease)

@@ -66,6 +66,7 @@ class RadixCache:
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self._lower = LowerOrder()
+        self._has_copies = False  # whether a page ever had one below the device
         self.num_pages = 0  # on the device
         self.num_protected = 0  # of these, pages that at least one lease holds
         self.num_shared = 0  # of these, pages that at least two hold
@@ -230,9 +231,9 @@ class RadixCache:
 
     def clear(self) -> Ids:
         """Forget everything that no lease holds and return its pages; forget what was evicted."""
-        pages = self.evict(self.num_pages)
+        pages = self._evict_all()
         self.ghosts.clear()
-        if not self.num_pages and self._emit is not None:
+        if not self.num_pages and not self.num_below and self._emit is not None:
             self._emit(AllCleared())
         return pages
 
@@ -268,6 +269,9 @@ class RadixCache:
         return np.frombuffer(b"".join(runs[::-1]), dtype=np.int32)
 
     # -- inside
+
+    def _evict_all(self) -> Ids:
+        return self.evict(self.num_pages)
 
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
@@ -463,14 +467,29 @@ class RadixCache:
             if not node.children and not node.ghosts:
                 self._roots.pop(node.namespace, None)
             return
-        if node.here and not node.num_here:
+        if not node.here:
+            self._offer_above(node)
+        elif not node.num_here:
             self._policy.offered(node)
-        self._offer_lower(node)
+        if self._has_copies:
+            self._offer_lower(node)
+
+    def _offer_above(self, node: Node) -> None:
+        """The last node on the device before one that is not may have become a leaf there that nobody holds."""
+        above: Node | None = node
+        while above is not None and not above.here:
+            above = above.parent
+        if above is not None and above.parent is not None and not above.level and not above.num_here:
+            self._policy.offered(above)
 
     def _offer_lower(self, node: Node) -> None:
-        """Queue a node with copies below for their eviction if nobody needs them."""
-        if node.kept and not node.level and not node.num_kept:
-            self._lower.offered(node)
+        """Queue the last node with copies below, on the way up from this one, for their eviction if nobody needs
+        them."""
+        last: Node | None = node
+        while last is not None and not (last.kept or last.level):
+            last = last.parent
+        if last is not None and last.kept and not last.level and not last.num_kept:
+            self._lower.offered(last)
 
     def _arrive_above(self, node: Node) -> None:
         """A node and all above it are on the device from now on."""
@@ -501,6 +520,7 @@ class RadixCache:
     def _copied(self, node: Node, kept: int, *, told: bool = False) -> None:
         """The first `kept` pages of a node have copies below."""
         had, node.kept = node.kept, kept
+        self._has_copies = True
         parent = node.parent
         assert parent is not None
         if self._emit is not None and not told:
