@@ -204,6 +204,8 @@ class EngineCore:
             told = TokenOutput(
                 request_id=request.request_id,
                 num_cached_tokens=request.num_cached,
+                num_host_tokens=request.num_host,
+                num_storage_tokens=request.num_storage,
                 explanation=request.explanation,
             )
             outputs.append(told)
@@ -216,6 +218,8 @@ class EngineCore:
             token_ids=[int(request.tokens[-1])],
             logprobs=logprobs.get(request.request_id),
             num_cached_tokens=request.num_cached,
+            num_host_tokens=request.num_host,
+            num_storage_tokens=request.num_storage,
             finish_reason=request.finish_reason,
             stop_token=request.stop_token,
         )
