@@ -175,6 +175,8 @@ class KVCache(RunningTables):
         row = self._table.free.pop()
         kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
         kv.loads = loads
+        kv.num_storage = hit.choice.storage_pages * self.page_size
+        kv.num_host = hit.choice.host_pages * self.page_size - kv.num_storage
         self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)

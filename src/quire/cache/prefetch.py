@@ -49,7 +49,6 @@ class Prefetch:
         "limit",
         "move",
         "namespace",
-        "num_fetched",
         "since",
         "start",
         "stop_at",
@@ -67,7 +66,6 @@ class Prefetch:
         self.move: Move | None = None
         self.fetching: list[tuple[int, Ids, Ids]] = []  # (group, places on the path, host frames) of the piece
         self.last = start  # the page behind that piece
-        self.num_fetched = 0
         self.since = self.stop_at = 0.0
         self.done = self.stopped = False
 
@@ -187,7 +185,6 @@ class Prefetcher:
         prefetch.done = True
         self._first.discard(prefetch.keys[0])
         self._tree.unpin(prefetch.lease)
-        self._tiering.counters.storage_hit_tokens += prefetch.num_fetched * self._size
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """Decide how far to fetch: behind the last page where every group could resume."""
@@ -334,4 +331,3 @@ class Prefetcher:
             inserted.pages[mine:], prefetch.keys[first + mine - prefetch.start : end - prefetch.start]
         )
         prefetch.limit = end
-        prefetch.num_fetched += end - first - mine

@@ -19,7 +19,19 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = ("explanation", "label", "lease", "loads", "marks", "namespace", "num_cached", "num_prompt", "row")
+    __slots__ = (
+        "explanation",
+        "label",
+        "lease",
+        "loads",
+        "marks",
+        "namespace",
+        "num_cached",
+        "num_host",
+        "num_prompt",
+        "num_storage",
+        "row",
+    )
 
     def __init__(
         self,
@@ -35,6 +47,7 @@ class RequestKV:
         self.namespace = namespace
         self.lease = lease
         self.num_cached = num_cached  # tokens of the hit it began with
+        self.num_host = self.num_storage = 0  # tokens of these that came from host memory, and from storage
         self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
         self.label = label  # what others call it
         self.explanation = explanation  # why it was no more, where the cache explains

@@ -13,7 +13,6 @@ what depended on it is forgotten; whoever waited for it begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -83,6 +82,7 @@ class Tiering:
         self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
+        self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
         self._loads: dict[int, Move] = {}
         self._serial = 0
@@ -142,7 +142,8 @@ class Tiering:
             or self.settings.always
             or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD))
         ):
-            return Choice(far, limited_far, loads, far - near)
+            fetched = int(np.count_nonzero(self._fetched[pages[near:far]]))
+            return Choice(far, limited_far, loads, far - near, fetched)
         return Choice(near, "", declined_pages=far - near)
 
     def _resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
@@ -165,8 +166,10 @@ class Tiering:
     def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
         """A request has begun behind these pages."""
         if not resumed:
-            self.counters.host_hit_tokens += choice.host_pages * self._page_size
+            self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
+            self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
+        self._fetched[pages] = False
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(namespace, node, pages, ends=(len(pages),))
 
@@ -211,13 +214,8 @@ class Tiering:
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
-        counters = asdict(self.counters)
-        counters["defects"] = {f"{tier}:{defect}": count for (tier, defect), count in self.counters.defects.items()}
-        hosts = {
-            host.name: {"total": host.num_frames, "free": host.num_free, "quarantined": host.num_quarantined}
-            for host in self.hosts
-        }
-        return {**counters, "host": hosts, "host_pages": self._tree.num_below}
+        hosts = {host.name: host.statistics() for host in self.hosts}
+        return {**self.counters.to_dict(), "host": hosts, "host_pages": self._tree.num_below}
 
     @property
     def num_dropped(self) -> int:
@@ -303,6 +301,7 @@ class Tiering:
                     self.mover.wait(_WAIT_S)
                     self._ended += self.mover.finished()
                 self._ended.remove(move)
+                self.counters.ended(move)
                 self._saved(move)
         return node.kept
 
@@ -320,10 +319,11 @@ class Tiering:
             self.bad[pages] = False
             self.num_bad = int(np.count_nonzero(self.bad))
         self._stored[:, pages] = False
+        self._fetched[pages] = False
 
     def stored(self, group: int, pages: Ids) -> None:
-        """The store has the frames of these pages in that group."""
-        self._stored[group, pages] = True
+        """The frames of these pages in that group have come from the store."""
+        self._stored[group, pages] = self._fetched[pages] = True
 
     # -- loading
 
@@ -412,6 +412,7 @@ class Tiering:
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
+            self.counters.ended(move)
             if move.link is Link.SAVE:
                 self._saved(move)
             elif move.link is Link.LOAD:
