@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from quire.cache.flush import Flushed
 from quire.cache.retention import Granted
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
@@ -21,6 +22,7 @@ from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -103,6 +105,14 @@ class LLM:
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is nothing of that id, or not any more."""
         return self.engine.release(retention_id)
+
+    def flush(self, *, salt: str | None = None) -> Flushed:
+        """Forget what is cached under a salt ("" is that of prompts without one), or everything, in every tier."""
+        return self.engine.flush(None if salt is None else Namespace(salt=salt))
+
+    def set_weights_epoch(self, epoch: int) -> Flushed:
+        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""
+        return self.engine.set_weights_epoch(epoch)
 
     @property
     def plan(self) -> Plan:
