@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.cache import KVCache, RequestKV
-from quire.cache.retention import MOST_RETENTIONS, MOST_SECONDS, Granted, Retention
+from quire.cache.retention import MOST_RETENTIONS, MOST_SECONDS, Granted
 from quire.errors import InvalidInput, OutOfPages
 from quire.plan.budget import MemoryPlan
 from quire.spec.events import Namespace
@@ -225,7 +225,7 @@ def test_soft_retentions_make_room_in_order() -> None:
     assert cache.retention.num_soft == 16
     left = []
     for number in range(10, 14):
-        assert cache.retention.give_up(1) == 4
+        assert cache.retention.give_up(4) == 4
         flood(cache, 8, 4, first=100 * number)
         left.append([kept for kept in wishes if cache.cached(prompt(kept, 4))])
     assert left == [[1, 2, 3], [1, 2], [1], []]
@@ -298,7 +298,7 @@ def test_what_a_running_request_holds_is_not_given_up_for_nothing() -> None:
     assert cache.retention.give_up(99) == 4
     assert [kept.priority for kept in cache.retention.listing().retentions] == [1], "it would have brought nothing"
     cache.finish(kv)
-    assert cache.retention.num_soft == 4 and cache.retention.give_up(1) == 4
+    assert cache.retention.num_soft == 4 and cache.retention.give_up(4) == 4
 
 
 def test_letting_go_of_a_prefix_of_what_else_is_kept_would_bring_nothing() -> None:
@@ -308,9 +308,36 @@ def test_letting_go_of_a_prefix_of_what_else_is_kept_would_bring_nothing() -> No
     keep(cache, longer, priority=5)
     hit = cache.match(np.append(longer, 9).astype(np.int32), ALICE)
     assert [cache.retention.num_soft_of(hit.match, pages) for pages in (1, 2, 3, 6)] == [1, 2, 3, 6]
-    assert cache.retention.give_up(1) == 4
+    assert cache.retention.give_up(4) == 4
     assert [kept.priority for kept in cache.retention.listing().retentions] == [-5]
     cache.audit()
+
+
+def test_of_a_long_prefix_only_the_end_goes() -> None:
+    cache, tokens = small(20, share=0.9), prompt(1, 8)
+    cache.compute(tokens)
+    first = keep(cache, tokens)
+    assert cache.retention.give_up(3) == 3
+    [left] = cache.retention.listing().retentions
+    assert left.tokens == 5 * PAGE and cache.retention.num_pages == cache.retention.num_soft == 5
+    cache.audit()
+    again = keep(cache, tokens)
+    assert (again.granted_tokens, again.retention_id) == (8 * PAGE, first.retention_id)
+    flood(cache, 1, 15)
+    assert cache.cached(tokens) == 5 * PAGE == cache.retention.listing().retentions[0].tokens
+    assert cache.retention.release(first.retention_id)
+    flood(cache, 2, 15)
+    assert cache.cached(tokens) == 0
+
+
+def test_to_keep_is_not_to_use() -> None:
+    cache, tokens = small(), prompt(1, 4)
+    cache.compute(tokens)
+    before = [(node.hits, node.last_used, node.priority) for node in cache.tree.nodes()]
+    for _ in range(3):
+        keep(cache, tokens, priority=9)
+    cache.retention.forget(None)
+    assert [(node.hits, node.last_used, node.priority) for node in cache.tree.nodes()] == before
 
 
 def test_a_pin_does_not_grow_beyond_the_room_for_pins() -> None:
@@ -325,15 +352,14 @@ def test_a_pin_does_not_grow_beyond_the_room_for_pins() -> None:
 
 
 def test_who_is_told_that_something_went() -> None:
-    cache, calls = small(), []
-    kept = Retention(cache.tree, cache.plan, share=0.5, seconds=lambda: cache.now, on_let_go=lambda: calls.append(1))
+    cache = small()
     cache.compute(prompt(1, 4))
+    before = cache.num_changes
     for _ in range(2):
-        granted = kept.retain(prompt(1, 4), ALICE, ttl_seconds=5)
-        kept.release(granted.retention_id)
-    kept.retain(prompt(1, 4), ALICE, ttl_seconds=5)
+        cache.retention.release(keep(cache, prompt(1, 4), ttl_seconds=5).retention_id)
+    keep(cache, prompt(1, 4), ttl_seconds=5)
     cache.now = 6
-    assert kept.listing().retentions == () and len(calls) == 3
+    assert cache.retention.listing().retentions == () and cache.num_changes == before + 3
 
 
 # -- against a model
@@ -374,6 +400,12 @@ class RetentionMachine(RuleBasedStateMachine):
             _, _, expires, _, pinned = self.model.pop(key)
             assert not pinned or expires <= self.cache.now, "a pin went before its time"
             self.happened["went for a request"] += 1
+        for key, kept in self.model.items():
+            length = self.cache.retention._kept[key].lease.num_pages * PAGE
+            if length != len(kept[1]):
+                assert 0 < length < len(kept[1]) and not kept[4], "it may only become shorter, and no pin may"
+                self.model[key] = (kept[0], kept[1][:length], *kept[2:])
+                self.happened["lost its end"] += 1
 
     @rule(pages=pages, namespace=namespaces)
     def compute(self, pages: list[int], namespace: Namespace) -> None:
@@ -453,16 +485,17 @@ class RetentionMachine(RuleBasedStateMachine):
         gave = kept.give_up(num_pages)
         self.happened["gave up"] += gave > 0
         self.happened["gave up some"] += 0 < gave < could
-        assert min(num_pages, could) <= gave <= could
-        assert self.cache.num_available_pages == free + gave and kept.num_soft == could - gave
-        before = list(self.model.values())
-        gone = [kept for key, kept in self.model.items() if key not in self.cache.retention._kept]
+        assert gave == min(num_pages, could)
+        assert self.cache.num_available_pages == free and kept.num_soft == could - gave
+        assert self.cache.num_free_pages + self.cache.tree.num_evictable == free - could + gave
+        before = dict(self.model)
         self.sync()
-        left = [kept for kept in self.model.values() if not kept[4]]
+        gone = [kept for key, kept in before.items() if self.model.get(key) != kept]
+        left = [kept for key, kept in self.model.items() if before[key] == kept and not kept[4]]
         for _, _, expires, rank, _ in gone:
             for namespace, other, until, other_rank, _ in left:
                 if (other_rank, until) < (rank, expires):
-                    assert self.is_held_by_others(namespace, other, before), "what counts less was kept"
+                    assert self.is_held_by_others(namespace, other, list(before.values())), "what counts less was kept"
 
     def is_held_by_others(self, namespace: Namespace, tokens: tuple[int, ...], kept: list[_Wish]) -> bool:
         """Whether letting go of these would bring nothing: longer ones, pins or requests hold all of them."""
@@ -564,4 +597,4 @@ def test_two_hundred_lives() -> None:
             machine.what_is_kept_is_there()
         happened += machine.happened
         machine.teardown()
-    assert len(happened) == 9 and min(happened.values()) > 30, happened
+    assert len(happened) == 10 and min(happened.values()) > 30, happened

@@ -34,6 +34,7 @@ class Room:
     def make(self, rows: Rows, num_new: int, cause: str) -> None:
         """Evict until these rows can take so many new pages. Raises OutOfPages before anything is evicted."""
         cache = self._cache
+        cache.retention.expire()
         wanted = [group.wanted(rows, num_new) for group in cache.groups]
         while self._short(wanted, num_new) and (self._give_up(wanted, num_new) or self._wait()):
             wanted = [group.wanted(rows, num_new) for group in cache.groups]
@@ -84,7 +85,6 @@ class Room:
         if not len(retention):
             return False
         before = retention.num_let_go
-        retention.expire()
         short = [n - g.num_free - g.num_evictable for g, n in zip(cache.groups, wanted, strict=True)]
         whole = [n for n, group in zip(short, cache.groups, strict=True) if group.reach.whole]
         pages = num_new - cache.pages.num_free_pages - cache.tree.num_evictable - cache.tree.num_below
