@@ -41,6 +41,7 @@ class Prefetch:
     `stop_at` is when waiting stops being worth it."""
 
     __slots__ = (
+        "abandoned",
         "done",
         "fetching",
         "keys",
@@ -67,7 +68,7 @@ class Prefetch:
         self.fetching: list[tuple[int, Ids, Ids]] = []  # (group, places on the path, host frames) of the piece
         self.last = start  # the page behind that piece
         self.since = self.stop_at = 0.0
-        self.done = self.stopped = False
+        self.done = self.stopped = self.abandoned = False
 
 
 class Prefetcher:
@@ -115,7 +116,7 @@ class Prefetcher:
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
         tiering = self._tiering
-        if not self.has_room:
+        if not self.has_room or tiering.forgetting.covers(tiering.scope(namespace)):
             return None
         limit = max(0, len(tokens) - 1) // self._size
         found = self._tree.match(namespace, tokens)
@@ -141,7 +142,7 @@ class Prefetcher:
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting. Where it should not, no more is fetched for it."""
         settings = self._tiering.settings
-        if prefetch.done or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
+        if prefetch.done or prefetch.abandoned or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
             return False
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:
             return True
@@ -162,6 +163,13 @@ class Prefetcher:
         if prefetch.move is not None:
             prefetch.move.stop()
 
+    def abandon(self, namespace: Namespace | None) -> None:
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        for prefetch in self._running.values():
+            if namespace in (None, prefetch.namespace):
+                prefetch.abandoned = True
+                self.stop(prefetch)
+
     # -- inside
 
     def _submit(self, prefetch: Prefetch, move: Move) -> bool:
@@ -174,7 +182,10 @@ class Prefetcher:
     def _ended(self, move: Move) -> None:
         prefetch = self._running.pop(move)
         prefetch.move = None
-        if move.link is Link.LOOK:
+        if prefetch.abandoned:
+            self._give_up(prefetch.fetching)
+            prefetch.fetching = []
+        elif move.link is Link.LOOK:
             self._looked(prefetch, move)
         else:
             self._fetched(prefetch, move)

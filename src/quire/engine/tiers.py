@@ -12,7 +12,8 @@ from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.engine.tier_report import tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
-from quire.memory.host_pool import HostPool, Progress
+from quire.memory.host_pool import HostPool
+from quire.memory.mapping import Progress
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames

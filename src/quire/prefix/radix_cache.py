@@ -62,6 +62,7 @@ class RadixCache:
         self._seconds = seconds
         self._roots: dict[Namespace, Node] = {}
         self._beginnings: dict[bytes, dict[Node, None]] = {}  # which roots have a child with that first page
+        self.orphans: list[Node] = []  # roots that nobody finds any more, while something below is held
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
@@ -237,11 +238,16 @@ class RadixCache:
             self._emit(AllCleared())
         return pages
 
+    def rename(self, identity: bytes) -> None:
+        """What is cached from now on is of another model. Everything that was cached has been flushed."""
+        assert not self._roots
+        self._identity = identity
+
     # -- looking, for audits and statistics
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack = [child for root in self.tops() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -250,6 +256,10 @@ class RadixCache:
     def roots(self) -> dict[Namespace, Node]:
         """The root of each namespace that has or had pages held."""
         return dict(self._roots)
+
+    def tops(self) -> list[Node]:
+        """Every root, those among them that nobody finds any more."""
+        return [*self._roots.values(), *self.orphans]
 
     def root(self, namespace: Namespace) -> Node | None:
         """The root of that namespace, if it has one."""
@@ -447,9 +457,7 @@ class RadixCache:
         del parent.children[first]
         parent.num_here -= node.here
         if parent.parent is None:
-            del self._beginnings[first][parent]
-            if not self._beginnings[first]:
-                del self._beginnings[first]
+            self._begins_no_more(first, parent)
         node.ticket = node.lower_ticket = 0
         self._policy.merged(node, parent)
         parent.hits += node.hits
@@ -465,7 +473,7 @@ class RadixCache:
             return
         if node.parent is None:
             if not node.children and not node.ghosts:
-                self._roots.pop(node.namespace, None)
+                self._drop_root(node)
             return
         if not node.here:
             self._offer_above(node)
@@ -481,6 +489,19 @@ class RadixCache:
             above = above.parent
         if above is not None and above.parent is not None and not above.level and not above.num_here:
             self._policy.offered(above)
+
+    def _drop_root(self, root: Node) -> None:
+        if self._roots.get(root.namespace) is root:
+            del self._roots[root.namespace]
+        elif root in self.orphans:
+            self.orphans.remove(root)
+
+    def _begins_no_more(self, first: bytes, root: Node) -> None:
+        """A root has no child with that first page that anybody finds."""
+        roots = self._beginnings.get(first, {})
+        roots.pop(root, None)
+        if not roots:
+            self._beginnings.pop(first, None)
 
     def _offer_lower(self, node: Node) -> None:
         """Queue the last node with copies below, on the way up from this one, for their eviction if nobody needs

@@ -45,6 +45,16 @@ class TieredRadixCache(RadixCache):
         """As `pin`, the first `num_pages` pages of a match that is current."""
         return self.pin(self._end_of(match, num_pages))
 
+    def pin_part(self, lease: Lease, num_pages: int) -> Lease:
+        """As `pin`, the first `num_pages` pages, at least one, of a path that is pinned already."""
+        node: Node | None = lease.node
+        while node is not None and node.depth >= num_pages:
+            node = node.parent
+        assert node is not None and node.parent is not None
+        if num_pages - node.depth < node.num_pages:
+            node = self._split(node, num_pages - node.depth)
+        return self.pin(node)
+
     def unpin(self, lease: Lease) -> None:
         """Give back a lease that `pin` gave. Raises LeaseError the second time."""
         node = lease.close()
