@@ -55,6 +55,13 @@ class HostGroup:
         """The frames set aside, oldest first."""
         return list(self._quarantined)
 
+    def statistics(self) -> dict[str, int]:
+        """Frames by owner, which sum to `total`; `moving` ones are a move's, or were given up while one reads them."""
+        cached = int(np.count_nonzero(self.column[1:]))
+        moving = self.num_frames - self.num_free - self.num_quarantined - cached
+        counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": self.num_quarantined}
+        return {"total": self.num_frames, **counts}
+
     @property
     def column(self) -> Ids:
         """Host frame of each page, 0 where it has none."""

@@ -28,6 +28,10 @@ from quire.tiers.moves import MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
 _PIECE_BYTES = 8 << 20
+_LEAST_PATIENCE = 0.02
+"""Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
+that was often the case: waiting must not cost what it seldom brings."""
+_LEARNS = 0.2
 _MOST_AT_ONCE = 16
 """Requests that read ahead: each keeps the prefix that it has already, which others could not use then."""
 
@@ -37,6 +41,7 @@ class Prefetch:
     `stop_at` is when waiting stops being worth it."""
 
     __slots__ = (
+        "abandoned",
         "done",
         "fetching",
         "keys",
@@ -45,7 +50,6 @@ class Prefetch:
         "limit",
         "move",
         "namespace",
-        "num_fetched",
         "since",
         "start",
         "stop_at",
@@ -63,9 +67,8 @@ class Prefetch:
         self.move: Move | None = None
         self.fetching: list[tuple[int, Ids, Ids]] = []  # (group, places on the path, host frames) of the piece
         self.last = start  # the page behind that piece
-        self.num_fetched = 0
         self.since = self.stop_at = 0.0
-        self.done = self.stopped = False
+        self.done = self.stopped = self.abandoned = False
 
 
 class Prefetcher:
@@ -86,6 +89,7 @@ class Prefetcher:
         self._seconds = seconds
         self._size = pages.page_size
         self._record_bytes = tiering.settings.record_bytes
+        self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
         self._running: dict[Move, Prefetch] = {}
         self._first: set[bytes] = set()  # the first page that each one asks for
         tiering.fetched = self._ended
@@ -112,7 +116,7 @@ class Prefetcher:
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
         tiering = self._tiering
-        if not self.has_room:
+        if not self.has_room or tiering.forgetting.covers(tiering.scope(namespace)):
             return None
         limit = max(0, len(tokens) - 1) // self._size
         found = self._tree.match(namespace, tokens)
@@ -127,7 +131,8 @@ class Prefetcher:
         units = [Units(group.index, NO_PAGES, NO_PAGES, keys) for group in self._groups]
         prefetch = Prefetch(namespace, tokens, keys, start, self._tree.pin_path(found, start))
         prefetch.since = self._seconds()
-        prefetch.stop_at = prefetch.since + tiering.break_even.deadline((limit - start) * self._size, 0)
+        patience = max(_LEAST_PATIENCE, self._found)
+        prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         if not self._submit(prefetch, Move(Link.LOOK, units, tiering.scope(namespace))):
             self._tree.unpin(prefetch.lease)
             return None
@@ -137,7 +142,7 @@ class Prefetcher:
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting. Where it should not, no more is fetched for it."""
         settings = self._tiering.settings
-        if prefetch.done or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
+        if prefetch.done or prefetch.abandoned or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
             return False
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:
             return True
@@ -158,6 +163,13 @@ class Prefetcher:
         if prefetch.move is not None:
             prefetch.move.stop()
 
+    def abandon(self, namespace: Namespace | None) -> None:
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        for prefetch in self._running.values():
+            if namespace in (None, prefetch.namespace):
+                prefetch.abandoned = True
+                self.stop(prefetch)
+
     # -- inside
 
     def _submit(self, prefetch: Prefetch, move: Move) -> bool:
@@ -170,7 +182,10 @@ class Prefetcher:
     def _ended(self, move: Move) -> None:
         prefetch = self._running.pop(move)
         prefetch.move = None
-        if move.link is Link.LOOK:
+        if prefetch.abandoned:
+            self._give_up(prefetch.fetching)
+            prefetch.fetching = []
+        elif move.link is Link.LOOK:
             self._looked(prefetch, move)
         else:
             self._fetched(prefetch, move)
@@ -181,7 +196,6 @@ class Prefetcher:
         prefetch.done = True
         self._first.discard(prefetch.keys[0])
         self._tree.unpin(prefetch.lease)
-        self._tiering.counters.storage_hit_tokens += prefetch.num_fetched * self._size
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """Decide how far to fetch: behind the last page where every group could resume."""
@@ -194,6 +208,8 @@ class Prefetcher:
             usable &= group.reach.resumable(np.concatenate((self._resident(group, cached), found)))
         ends = np.flatnonzero(usable) + 1
         wanted = int(ends[-1]) if len(ends) else 0
+        share = max(0, wanted - prefetch.start) / len(prefetch.keys)
+        self._found += _LEARNS * (share - self._found)
         if wanted <= prefetch.start:
             return
         tokens = (wanted - prefetch.start) * self._size
@@ -326,4 +342,3 @@ class Prefetcher:
             inserted.pages[mine:], prefetch.keys[first + mine - prefetch.start : end - prefetch.start]
         )
         prefetch.limit = end
-        prefetch.num_fetched += end - first - mine

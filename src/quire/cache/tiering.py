@@ -13,14 +13,15 @@ what depended on it is forgotten; whoever waited for it begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from quire.cache.forgetting import Forgetting
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.cache.moving import Moving, Part
+from quire.cache.page_names import PageNames
 from quire.cache.prefix_hit import Choice
 from quire.cache.request_kv import RequestKV
 from quire.cache.tier_counters import TierCounters
@@ -28,21 +29,19 @@ from quire.cache.tier_settings import TierSettings, WritePolicy
 from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
-from quire.prefix.hashing import chain_pages, namespace_seed, scope_of
+from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
-from quire.prefix.radix_cache import Match
 from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
-KEY_BYTES = 32
 _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
-class Tiering:
+class Tiering(PageNames):
     """The tiers of one cache. `forget` gives back pages that have left the tree. See the module."""
 
     def __init__(
@@ -54,7 +53,9 @@ class Tiering:
         tree: TieredRadixCache,
         identity: bytes,
         forget: Callable[[Ids], None],
+        seconds: Callable[[], float],
     ) -> None:
+        super().__init__(table.num_pages, plan.page_size, identity)
         self.settings = settings
         self.mover = settings.mover
         self.break_even = settings.break_even
@@ -67,7 +68,6 @@ class Tiering:
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
-        self.keys = np.zeros((table.num_pages + 1, KEY_BYTES), dtype=np.uint8)
         self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
         self.num_bad = 0
         self.moving: dict[Move, Moving] = {}
@@ -75,48 +75,37 @@ class Tiering:
         self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
         self._groups = groups
         self._tree = tree
-        self._identity = identity
         self._forget = forget
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
-        self._page_bytes = plan.page_size * 4
         self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
+        self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
         self._loads: dict[int, Move] = {}
         self._serial = 0
         self._ended: list[Move] = []
-        self._scopes: dict[Namespace, bytes] = {}
+        self.forgetting = Forgetting(self.mover, seconds)
         self.fetched: Callable[[Move], None] = _nobody
+        self.losing: Callable[[Bools], int] = _keeps_nothing  # pages (a mask by id) that cannot be had any more
 
-    # -- names
+    # -- what was flushed
 
-    def name(self, namespace: Namespace, above: int, tokens: Ids, pages: Ids) -> None:
-        """These cached pages hold `tokens`, behind page `above` (0: at the beginning)."""
-        parent = self.key_above(namespace, above)
-        self.set_keys(pages, chain_pages(parent, tokens.tobytes(), self._page_bytes))
+    def abandon(self, namespace: Namespace | None) -> None:
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        scope = self.scope(namespace) if namespace is not None else None
+        for moving in self.moving.values():
+            moving.abandoned |= scope in (None, moving.scope)
 
-    def key_above(self, namespace: Namespace, page: int) -> bytes:
-        """What the next page's key is chained to."""
-        return self.keys[page].tobytes() if page else namespace_seed(namespace, self._identity)
-
-    def set_keys(self, pages: Ids, keys: Sequence[bytes]) -> None:
-        """These are the keys of these pages."""
-        if len(pages):
-            self.keys[pages] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
-
-    def keys_of(self, pages: Ids) -> tuple[bytes, ...]:
-        """The keys of pages that are cached."""
-        packed = self.keys[pages].tobytes()
-        return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
-
-    def scope(self, namespace: Namespace) -> bytes:
-        """What records of a namespace are filed under."""
-        found = self._scopes.get(namespace)
-        if found is None:
-            found = self._scopes[namespace] = scope_of(namespace, self._identity)
-        return found
+    def forget_stored(self, namespace: Namespace | None) -> None:
+        """Have the store forget a namespace, or all that is of this model, behind all that it was given; until it has,
+        nothing of that is looked for there."""
+        self.abandon(namespace)
+        if namespace is None:
+            self._stored[:] = False
+        if self.settings.stores:
+            self.forgetting.begin(self.edition if namespace is None else self.scope(namespace))
 
     # -- what becomes of prefixes
 
@@ -142,7 +131,8 @@ class Tiering:
             or self.settings.always
             or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD))
         ):
-            return Choice(far, limited_far, loads, far - near)
+            fetched = int(np.count_nonzero(self._fetched[pages[near:far]]))
+            return Choice(far, limited_far, loads, far - near, fetched)
         return Choice(near, "", declined_pages=far - near)
 
     def _resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
@@ -165,8 +155,10 @@ class Tiering:
     def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
         """A request has begun behind these pages."""
         if not resumed:
-            self.counters.host_hit_tokens += choice.host_pages * self._page_size
+            self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
+            self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
+        self._fetched[pages] = False
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(namespace, node, pages, ends=(len(pages),))
 
@@ -211,13 +203,8 @@ class Tiering:
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
-        counters = asdict(self.counters)
-        counters["defects"] = {f"{tier}:{defect}": count for (tier, defect), count in self.counters.defects.items()}
-        hosts = {
-            host.name: {"total": host.num_frames, "free": host.num_free, "quarantined": host.num_quarantined}
-            for host in self.hosts
-        }
-        return {**counters, "host": hosts, "host_pages": self._tree.num_below}
+        hosts = {host.name: host.statistics() for host in self.hosts}
+        return {**self.counters.to_dict(), "host": hosts, "host_pages": self._tree.num_below}
 
     @property
     def num_dropped(self) -> int:
@@ -288,13 +275,14 @@ class Tiering:
             host.evict(short)
         return max(0, min(wanted, host.num_free))
 
-    def evict_host(self, num_pages: int) -> None:
-        """Give up copies on the host, of pages that are used by nobody."""
+    def evict_host(self, num_pages: int) -> bool:
+        """Give up copies on the host, of pages that are used by nobody; whether there were any."""
         evicted = self._tree.evict_lower(num_pages)
         self.counters.host_evicted_pages += len(evicted.removed) + len(evicted.moved)
         for host in self.hosts:
             host.drop(self._unpinned(host, evicted.moved))
         self._forget(evicted.removed)
+        return bool(len(evicted.removed) or len(evicted.moved))
 
     def keep(self, node: Node) -> int:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
@@ -306,6 +294,7 @@ class Tiering:
                     self.mover.wait(_WAIT_S)
                     self._ended += self.mover.finished()
                 self._ended.remove(move)
+                self.counters.ended(move)
                 self._saved(move)
         return node.kept
 
@@ -323,10 +312,11 @@ class Tiering:
             self.bad[pages] = False
             self.num_bad = int(np.count_nonzero(self.bad))
         self._stored[:, pages] = False
+        self._fetched[pages] = False
 
     def stored(self, group: int, pages: Ids) -> None:
-        """The store has the frames of these pages in that group."""
-        self._stored[group, pages] = True
+        """The frames of these pages in that group have come from the store."""
+        self._stored[group, pages] = self._fetched[pages] = True
 
     # -- loading
 
@@ -415,7 +405,10 @@ class Tiering:
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
-            if move.link is Link.SAVE:
+            self.counters.ended(move)
+            if move.link is Link.FORGET:
+                self.forgetting.ended(move)
+            elif move.link is Link.SAVE:
                 self._saved(move)
             elif move.link is Link.LOAD:
                 self._loaded(move)
@@ -423,6 +416,7 @@ class Tiering:
                 self._archived(move)
             else:
                 self.fetched(move)
+        self.forgetting.go_on()
         if self.condemned:
             self._discard()
         return len(ended)
@@ -431,8 +425,8 @@ class Tiering:
         moving = self._release(move)
         for part in moving.parts:
             self._saving[part.group, part.pages] = False
-        if not move.is_whole:
-            self.counters.failed_moves += 1
+        if not move.is_whole or moving.abandoned:
+            self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
             self._tree.unpin(moving.lease)
@@ -474,8 +468,9 @@ class Tiering:
                 parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
         if not parts:
             return
-        move = self._move(Link.ARCHIVE, parts, self.scope(namespace))
-        if not self.mover.submit(move):
+        scope = self.scope(namespace)
+        move = self._move(Link.ARCHIVE, parts, scope)
+        if self.forgetting.is_to_come(scope) or not self.mover.submit(move):
             self.counters.unstored_frames += sum(len(part.pages) for part in parts)
             return
         self.archiving[move] = parts
@@ -527,6 +522,7 @@ class Tiering:
     def _condemn(self, pages: Ids, node: Node, first: int) -> None:
         """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
         self._mark_bad(pages)
+        self.losing(self.bad)
         self.condemned.append((self._tree.pin(node), first))
 
     def _mark_bad(self, pages: Ids) -> None:
@@ -594,6 +590,10 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
+
+
+def _keeps_nothing(bad: Bools) -> int:
+    return 0
 
 
 def _nobody(move: Move) -> None:

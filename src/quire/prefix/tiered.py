@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.prefix.ghosts import Eviction
+from quire.prefix.match import Insertion, Match
 from quire.prefix.node import ID_BYTES, Lease, Node
-from quire.prefix.radix_cache import Insertion, Match, RadixCache, join_ids
+from quire.prefix.radix_cache import RadixCache, join_ids
 from quire.spec.ids import Bools, Ids, Tier
 
 
@@ -43,6 +44,16 @@ class TieredRadixCache(RadixCache):
     def pin_path(self, match: Match, num_pages: int) -> Lease:
         """As `pin`, the first `num_pages` pages of a match that is current."""
         return self.pin(self._end_of(match, num_pages))
+
+    def pin_part(self, lease: Lease, num_pages: int) -> Lease:
+        """As `pin`, the first `num_pages` pages, at least one, of a path that is pinned already."""
+        node: Node | None = lease.node
+        while node is not None and node.depth >= num_pages:
+            node = node.parent
+        assert node is not None and node.parent is not None
+        if num_pages - node.depth < node.num_pages:
+            node = self._split(node, num_pages - node.depth)
+        return self.pin(node)
 
     def unpin(self, lease: Lease) -> None:
         """Give back a lease that `pin` gave. Raises LeaseError the second time."""
@@ -185,6 +196,20 @@ class TieredRadixCache(RadixCache):
     def _evict_all(self) -> Ids:
         here = self.evict(self.num_pages)
         return np.concatenate((here, self.evict_lower(self.num_below).removed))
+
+    def _offer_lower(self, node: Node) -> None:
+        """Queue this node and those above it, where they have copies below, for their eviction if nobody needs them:
+        there may be several on one path, since not every page on it has a copy. And queue the last one on the device
+        above it, if that is a leaf there now."""
+        above: Node | None = node
+        was_here = node.here
+        while above is not None and above.parent is not None and not above.level:
+            if above.kept and not above.num_kept:
+                self._lower.offered(above)
+            if above.here and not was_here and not above.num_here:
+                self._policy.offered(above)
+            was_here = above.here
+            above = above.parent
 
     def _leave(self, node: Node) -> bytes:
         """An unleased node's pages, which have copies, are not on the device any more; returns their ids. It has no

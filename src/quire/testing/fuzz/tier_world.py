@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
@@ -87,5 +86,3 @@ class TierWorld:
 
 def _stores(link: Link) -> bool:
     return link in (Link.ARCHIVE, Link.FETCH, Link.LOOK)
-
-

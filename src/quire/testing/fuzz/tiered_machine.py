@@ -27,7 +27,7 @@ TIERED_WEIGHTS = {
     "settle": 8,
     "finish": 6,
     "look": 1,
-    "clear": 3,
+    "forget": 2,
     "tick": 14,
     "serve": 20,
     "prefetch": 6,
@@ -55,7 +55,9 @@ class TieredMachine(CacheMachine):
 
     def _follow(self, choices: Choices, plan: MemoryPlan, events: list[CacheEvent] | None) -> TieredCache:
         self.world = TierWorld(plan, self._ask, choices)
-        cache = make_cache(self.world, plan, events, choices, checkpoint_interval=choices.between(1, 4 * plan.page_size))
+        cache = make_cache(
+            self.world, plan, events, choices, checkpoint_interval=choices.between(1, 4 * plan.page_size)
+        )
         return TieredCache(cache, self.world, events, Faults(cache) if choices.chance(30) else None)
 
     def step(self, choices: Choices) -> str:
@@ -86,9 +88,8 @@ class TieredMachine(CacheMachine):
             self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
         come_to_rest(self.cache)
         self.cache.clear()
-        for host in self.cache.tiers.hosts:
-            left = host.num_frames - host.num_free - host.num_quarantined
-            assert not left, f"{left} host frames of group '{host.name}' are lost"
+        come_to_rest(self.cache)
+        self.cache.check_empty()
 
     # -- operations
 
@@ -162,7 +163,7 @@ class TieredMachine(CacheMachine):
         else:
             raise AssertionError("a request waits for storage for ever")
         if len(self.model.live) < self.cache.plan.max_requests:
-            self.happened["fetched"] += prefetch.num_fetched > 0
+            self.happened["fetched"] += prefetch.limit > prefetch.start
             try:
                 self.cache.begin(self.names.tokens(name), self.names.namespaces[name])
             except OutOfPages:
@@ -178,15 +179,14 @@ class TieredMachine(CacheMachine):
         row = choices.one_of(rows)
         self.did = fault, "on host frame", row, "of group", group
         self.happened["damage"] += damage(self.world.records, fault, group, row, choices.one_of(rows), choices)
-        self.cache._check("damage")
+        self.cache.look_again("damage")
         return self.did
 
-    def clear(self, choices: Choices) -> Did:
-        """Often everything is forgotten that no request holds, but for what is stored."""
-        if choices.chance(40):
-            return self.evict(choices)
-        self.cache.clear()
-        return ("clear",)
+    def forget(self, choices: Choices) -> Did:
+        """Nothing is left that no request holds, but for what is stored."""
+        self.did = ("forget",)
+        self.cache.forget()
+        return self.did
 
     def launch(self, choices: Choices) -> Did:
         """As without tiers, for requests whose prefix is there or arriving."""
