@@ -13,7 +13,7 @@ from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.faults import Faults
 from quire.testing.fuzz.plain_cache import Sequence
 from quire.testing.fuzz.plans import shuffle_frames
-from quire.testing.fuzz.tier_faults import DAMAGING, ON_HOST, damage
+from quire.testing.fuzz.tier_faults import spoil
 from quire.testing.fuzz.tier_world import TierAsk, TierWorld
 from quire.testing.fuzz.tiered_cache import TieredCache
 from quire.testing.fuzz.watched_mover import WatchedMover
@@ -27,10 +27,10 @@ TIERED_WEIGHTS = {
     "settle": 8,
     "finish": 6,
     "look": 1,
-    "forget": 2,
+    "forget": 4,
     "tick": 14,
     "serve": 20,
-    "prefetch": 6,
+    "prefetch": 10,
     "give_up": 4,
     "spoil": 4,
 }
@@ -76,7 +76,7 @@ class TieredMachine(CacheMachine):
             case "give_up":
                 return bool(self._prefetches)
             case "spoil":
-                return bool(self._damaging())
+                return bool(self.world.faults)
         return super().possible(operation)
 
     def end(self) -> None:
@@ -147,6 +147,9 @@ class TieredMachine(CacheMachine):
         found = self.cache.prefetch(self.names.tokens(name), self.names.namespaces[name])
         if found is not None:
             self._prefetches.append((name, found))
+            if choices.chance(50):
+                self._rest(choices)
+                return self.give_up(choices)
         return self.did
 
     def give_up(self, choices: Choices) -> Did:
@@ -172,13 +175,8 @@ class TieredMachine(CacheMachine):
 
     def spoil(self, choices: Choices) -> Did:
         """A record on the host is damaged."""
-        fault, group = choices.one_of(self._damaging()), choices.below(len(self.cache.cache.groups))
-        rows = [row for row in self.cache.tiers.hosts[group].column.tolist() if row and not self._is_read(group, row)]
-        if not rows:
-            return ("damage nothing",)
-        row = choices.one_of(rows)
-        self.did = fault, "on host frame", row, "of group", group
-        self.happened["damage"] += damage(self.world.records, fault, group, row, choices.one_of(rows), choices)
+        self.did = spoil(self.world.records, self.cache.tiers, self.world.faults, choices)
+        self.happened["damage"] += len(self.did) > 1
         self.cache.look_again("damage")
         return self.did
 
@@ -198,6 +196,11 @@ class TieredMachine(CacheMachine):
 
     # -- inside
 
+    def _rest(self, choices: Choices) -> None:
+        """Time passes for a while."""
+        for _ in range(choices.below(12)):
+            self._pass_time()
+
     def _finish_step(self) -> None:
         """The oldest step is executed and settles."""
         last = Choices(lambda n: n - 1)
@@ -206,18 +209,6 @@ class TieredMachine(CacheMachine):
 
     def _launchable(self) -> list[Sequence]:
         return [s for s in self.model.live if s.launched < s.allocated and self.cache.cache.is_ready(s.kv)]
-
-    def _damaging(self) -> list[str]:
-        return [name for name in self.world.faults if name in ON_HOST and name in DAMAGING]
-
-    def _is_read(self, group: int, row: int) -> bool:
-        """Whether a load that has checked this record is about to copy it: then nobody could know."""
-        return any(
-            move.checked and not move.done and part.group == group and row in part.host
-            for move, moving in self.cache.tiers.moving.items()
-            if moving.on_device and moving.on_host
-            for part in moving.parts
-        )
 
     def _pass_time(self) -> None:
         end = self.world.mover.next_end
