@@ -126,6 +126,8 @@ class Tiering(PageNames):
         loads = list(map(len, self.missing(pages[:far])))
         num_bytes = sum(count * size for count, size in zip(loads, self.settings.record_bytes, strict=True))
         tokens = (far - near) * self._page_size
+        if any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count):
+            return Choice(near, "", declined_pages=far - near)  # it would leave no frame to go on in
         if (
             not num_bytes
             or self.settings.always

@@ -374,16 +374,16 @@ class TieredCache(FollowedCache):
         ]
         near, far = self._most(here), self._most(below)
         usable = hit.num_pages
-        assert usable in ((far,) if self.world.settings.always else (near, far)), (
+        fits = all(
+            not missing or missing < group.num_frames
+            for missing, group in zip(self._missing(here, far), self.cache.groups, strict=True)
+        )
+        expected = (far,) if fits and self.world.settings.always else (near, far)[: 1 + fits]
+        assert usable in expected, (
             f"match finds {usable} pages, {near} could be used on the device, and {far} with what is on the host"
         )
         assert hit.held_back == (matched - usable) * size, f"match says that {hit.held_back} tokens are held back"
-        loads = [
-            sum(not device[at] for at in range(self.device.first_page(g, usable * size), usable))
-            if self.device.reads(g, usable * size) < usable * size
-            else 0
-            for g, device in enumerate(here)
-        ]
+        loads = self._missing(here, usable)
         assert list(hit.choice.loads or [0] * len(loads)) == loads, (
             f"match loads {hit.choice.loads}, {loads} are missing"
         )
@@ -402,6 +402,16 @@ class TieredCache(FollowedCache):
             ):
                 return count
         return 0
+
+    def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:
+        """By group, how many frames the device lacks for a request that begins behind so many pages."""
+        end = num_pages * self.page_size
+        return [
+            sum(not device[at] for at in range(self.device.first_page(g, end), num_pages))
+            if self.device.reads(g, end) < end
+            else 0
+            for g, device in enumerate(here)
+        ]
 
     def _on_device(self) -> int:
         return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here)
