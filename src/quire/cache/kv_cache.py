@@ -293,11 +293,11 @@ class KVCache(RunningTables):
             have, room = self._committed[row], self._allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
-        if self.tiers is not None and self.tiers.condemned and kv.shares:
-            return  # until what cannot be had is forgotten: nothing may be cached behind it
         self._committed[row] = len(tokens)
         if end == start:
             return
+        if self.tiers is not None and self.tiers.num_bad and kv.shares:
+            kv.shares = not self.tiers.is_bad_from(self.tree.match(kv.namespace, tokens).pages[start:end])
         pages = self._rows[row]
         if not kv.shares:
             whole = RowPages(row, pages, end)

@@ -169,6 +169,7 @@ class Tiering(PageNames):
         own."""
         if new > start:
             kv.loads += self.loads_of(pages[start:new])
+            self._mend(pages[start:new])
         if new < len(pages):
             above = int(pages[new - 1]) if new else 0
             self.name(kv.namespace, above, tokens[new * self._page_size :], pages[new:])
@@ -531,6 +532,17 @@ class Tiering(PageNames):
         self.bad[pages] = True
         self.num_bad = int(np.count_nonzero(self.bad))
         self._num_condemned += 1
+
+    def is_bad_from(self, pages: Ids) -> bool:
+        """Whether frames of these cached pages hold what they should not: then nothing can be cached in their place or
+        behind them."""
+        return bool(self.num_bad and any(group.frames.resident(pages[self.bad[pages]]).any() for group in self._groups))
+
+    def _mend(self, pages: Ids) -> None:
+        """These pages have been computed again."""
+        if self.num_bad:
+            self.bad[pages] = False
+            self.num_bad = int(np.count_nonzero(self.bad))
 
     def _discard(self) -> None:
         waiting, self.condemned = self.condemned, []

@@ -179,7 +179,7 @@ class TieredCache(FollowedCache):
             afterwards(self.watch.picture)
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
-        """As the cache's; it may be put off while something waits to be forgotten."""
+        """As the cache's; it stays private where it would be cached behind what is damaged."""
         s = self._of[kv]
         self._name_of(s, tokens)
         self._register(s, len(tokens))
@@ -423,7 +423,10 @@ class TieredCache(FollowedCache):
 
     def _settled(self, s: Followed, num_tokens: int) -> None:
         """The model does what the cache has done."""
-        if num_tokens > s.committed:
+        if not s.kv.shares:
+            s.committed = num_tokens
+            self.happened["private"] += 1
+        elif num_tokens > s.committed:
             self._committed(s, num_tokens)
 
     def _register(self, s: Followed, num_tokens: int) -> None:
