@@ -66,7 +66,8 @@ class EngineTiers:
                 self.store.close()
             raise
         record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
-        self.resolved = tiers_as_dict(config, plan, frames, record_bytes, self._host.num_bytes)
+        sized = config.model_copy(update={"storage_size": self.storage_size})
+        self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
         self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
         self.break_even = BreakEven(seconds, on_change=_say)
         self.settings = TierSettings(
