@@ -118,6 +118,10 @@ class Room:
             cache._give_back(evicted.removed)
         elif missing > 0:
             cache.evict(missing, cause)
+        # What has left the device keeps its id while it has a copy below.
+        while cache.tiers is not None and cache.pages.num_free_pages < num_new:
+            if not cache.tiers.evict_host(num_new - cache.pages.num_free_pages):
+                break
         for group, n in zip(cache.groups, wanted, strict=True):
             if n > group.num_free:
                 group.evict(n - group.num_free)

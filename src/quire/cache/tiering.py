@@ -232,14 +232,17 @@ class Tiering(PageNames):
         scope = self.scope(namespace)
         parts = []
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
-        whole = min((room for room, host in zip(rooms, self.hosts, strict=True) if host.shelf is None), default=0)
+        ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
+        for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
+            if host.shelf is None and room < len(at):
+                ends_at = min(ends_at, int(at[room]))
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
-            room = whole if host.shelf is None else room
-            self.counters.unsaved_frames += len(at) - room
-            if room:
-                saved = pages[at[:room]]
+            taken = at[at < ends_at] if host.shelf is None else at[:room]
+            self.counters.unsaved_frames += len(at) - len(taken)
+            if len(taken):
+                saved = pages[taken]
                 ranks = group.shelf.ranks(saved) if group.shelf is not None else None
-                parts.append(Part(group.index, saved, at[:room], group.frames.column[saved], host.take(room), ranks))
+                parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
         moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
             self._tree.unpin(lease)
@@ -272,13 +275,14 @@ class Tiering(PageNames):
             host.evict(short)
         return max(0, min(wanted, host.num_free))
 
-    def evict_host(self, num_pages: int) -> None:
-        """Give up copies on the host, of pages that are used by nobody."""
+    def evict_host(self, num_pages: int) -> bool:
+        """Give up copies on the host, of pages that are used by nobody; whether there were any."""
         evicted = self._tree.evict_lower(num_pages)
         self.counters.host_evicted_pages += len(evicted.removed) + len(evicted.moved)
         for host in self.hosts:
             host.drop(self._unpinned(host, evicted.moved))
         self._forget(evicted.removed)
+        return bool(len(evicted.removed) or len(evicted.moved))
 
     def keep(self, node: Node) -> int:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""

@@ -475,20 +475,10 @@ class RadixCache:
             if not node.children and not node.ghosts:
                 self._drop_root(node)
             return
-        if not node.here:
-            self._offer_above(node)
-        elif not node.num_here:
+        if node.here and not node.num_here:
             self._policy.offered(node)
         if self._has_copies:
             self._offer_lower(node)
-
-    def _offer_above(self, node: Node) -> None:
-        """The last node on the device before one that is not may have become a leaf there that nobody holds."""
-        above: Node | None = node
-        while above is not None and not above.here:
-            above = above.parent
-        if above is not None and above.parent is not None and not above.level and not above.num_here:
-            self._policy.offered(above)
 
     def _drop_root(self, root: Node) -> None:
         if self._roots.get(root.namespace) is root:
@@ -504,13 +494,7 @@ class RadixCache:
             self._beginnings.pop(first, None)
 
     def _offer_lower(self, node: Node) -> None:
-        """Queue the last node with copies below, on the way up from this one, for their eviction if nobody needs
-        them."""
-        last: Node | None = node
-        while last is not None and not (last.kept or last.level):
-            last = last.parent
-        if last is not None and last.kept and not last.level and not last.num_kept:
-            self._lower.offered(last)
+        """Queue what can go from a path with copies below, where there are tiers."""
 
     def _arrive_above(self, node: Node) -> None:
         """A node and all above it are on the device from now on."""

@@ -67,7 +67,7 @@ class TierWorld:
             record_bytes=tuple(self.records.bytes_of(group) for group in range(len(frames))),
             mover=self.mover,
             break_even=self.break_even,
-            write=choices.one_of(tuple(WritePolicy)),
+            write=choices.one_of((*WritePolicy, WritePolicy.THROUGH)),
             always=choices.chance(50),
             stores=stores,
             prefetch=choices.one_of(tuple(PrefetchPolicy)),

@@ -32,6 +32,7 @@ from quire.testing.fuzz.plain_cache import Sequence as Followed
 from quire.testing.fuzz.tier_world import TierWorld
 from quire.testing.fuzz.tiered_device import TieredDevice
 from quire.testing.fuzz.watch import Watch
+from quire.tiers.moves import Link
 
 
 class TieredPlain(PlainCache):
@@ -212,6 +213,15 @@ class TieredCache(FollowedCache):
         self.happened["evicted"] += found > 0
         return found
 
+    def forget(self) -> None:
+        """What nobody holds is forgotten on the device and on the host, so that it is in the store only, if anywhere."""
+        self.cache.evict(self.cache.pages.num_pages)
+        while self.tiers.evict_host(self.cache.pages.num_pages):
+            pass
+        self._check("forget")
+        left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
+        assert not left, "pages are cached that nobody holds, and all was evicted"
+
     def clear(self) -> int:
         """As the cache's; what is left, somebody holds."""
         found = self.cache.clear()
@@ -251,6 +261,10 @@ class TieredCache(FollowedCache):
             assert sum(owners) == frames.total and min(owners) >= 0, f"{group.name}: frames do not add up: {frames}"
         self._check("count")
 
+    def look_again(self, operation: str) -> None:
+        """All checks, after something that was not done to the cache."""
+        self._check(operation)
+
     # -- checks
 
     def check_idle(self) -> None:
@@ -266,6 +280,14 @@ class TieredCache(FollowedCache):
         self.check_counters()
         self.happened["idle"] += 1
 
+    def check_empty(self) -> None:
+        """All was cleared: nothing is anywhere."""
+        assert not self.watch.ends, "pages are cached that nobody holds, and all was cleared"
+        for host in self.tiers.hosts:
+            left = host.num_frames - host.num_free - host.num_quarantined
+            assert not left, f"{left} host frames of group '{host.name}' are lost"
+        assert self.world.faults or not self.world.medium.visible, "records are stored of what was cleared"
+
     def check_counters(self) -> None:
         """With nothing on its way, what was moved and what was found is counted, once."""
         counters, records = self.tiers.counters, self.world.records
@@ -275,7 +297,10 @@ class TieredCache(FollowedCache):
         assert counted == dict(records.found), f"defects are counted as {counted}, and {dict(records.found)} were found"
         assert counters.loaded_frames == records.loaded, "frames were loaded, and others counted"
         sealed = sum(self.world.settings.record_bytes[part] * count for part, count in records.saved.items())
-        assert counters.saved_bytes == sealed, "bytes were saved, and others counted"
+        assert counters.links[Link.SAVE].bytes == sealed, "bytes were saved, and others counted"
+        assert counters.saved_bytes == sealed or self.happened["clear"], "bytes were saved, and not counted"
+        ended = {link: found.moves for link, found in counters.links.items()}
+        assert ended == self.world.mover.num_ended, "moves have ended, and others were counted"
 
     def _check(self, operation: str) -> None:
         self.operations += 1
