@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.prefix.radix_cache import Match
+from quire.prefix.match import Match
 from quire.spec.ids import Ids
 
 

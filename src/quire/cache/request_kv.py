@@ -31,6 +31,7 @@ class RequestKV:
         "num_prompt",
         "num_storage",
         "row",
+        "shares",
     )
 
     def __init__(
@@ -42,6 +43,8 @@ class RequestKV:
         num_prompt: int,
         label: str = "",
         explanation: Explanation | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
         self.row = row
         self.namespace = namespace
@@ -50,6 +53,7 @@ class RequestKV:
         self.num_host = self.num_storage = 0  # tokens of these that came from host memory, and from storage
         self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
         self.label = label  # what others call it
+        self.shares = shares  # whether what it computes becomes reusable: not any more once its namespace is flushed
         self.explanation = explanation  # why it was no more, where the cache explains
         self.loads: list[Move] = []  # that bring pages of its prefix to the device
         self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones

@@ -30,6 +30,7 @@ from quire.engine.wire import (
     Abort,
     Accepted,
     Add,
+    AskEpoch,
     AskExplanations,
     AskFlush,
     AskRelease,
@@ -303,6 +304,11 @@ class AsyncEngine:
     async def flush(self, namespace: Namespace | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Flushed:
         """Forget what is cached of a namespace, or of all, and what was to be kept of it."""
         answer: FlushAnswer = await self._ask(lambda question: AskFlush(question, namespace), timeout_s)
+        return answer.flushed
+
+    async def set_weights_epoch(self, epoch: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Flushed:
+        """The weights have been replaced, so often (`EngineCore.set_weights_epoch`)."""
+        answer: FlushAnswer = await self._ask(lambda question: AskEpoch(question, epoch), timeout_s)
         return answer.flushed
 
     async def _ask(self, command: Callable[[int], Command], timeout_s: float) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quire.cache.kv_cache import CHECKPOINT_INTERVAL
+from quire.cache.retention import RETAIN_SHARE
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
@@ -24,6 +25,8 @@ _ADD = {
     "--prefetch timeout": "--prefetch timeout",
 }
 
+MOST_EPOCHS = 2**63
+
 
 class EngineConfig(BaseModel):
     """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
@@ -36,8 +39,8 @@ class EngineConfig(BaseModel):
     own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
     would mostly wait, else as many as torch would take. `explain`: each request's prompt tokens are counted by what
     became of them, and the last requests can be asked about. `weights_epoch` counts how often weights were replaced
-    under the same name: pages of another epoch are never found. `retain_share` is what of the pool callers may ask to
-    keep (`quire.cache.retention`), 0 for nothing.
+    under the same name: pages of another epoch are never found (`EngineCore.set_weights_epoch` while it runs).
+    `retain_share` is what of the pool callers may ask to keep (`quire.cache.retention`), 0 for nothing.
 
     Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
     other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
@@ -82,8 +85,8 @@ class EngineConfig(BaseModel):
     prefetch: Literal["break_even", "best_effort", "wait_complete", "timeout"] = "break_even"
     prefetch_seconds: float = Field(default=2.0, ge=0)
     explain: bool = True
-    weights_epoch: int = Field(default=0, ge=0, lt=2**63)
-    retain_share: float = Field(default=0.25, ge=0, le=0.9)
+    weights_epoch: int = Field(default=0, ge=0, lt=MOST_EPOCHS)
+    retain_share: float = Field(default=RETAIN_SHARE, ge=0, le=0.9)
     overlap: bool | None = None
     threads: int | None = Field(default=None, ge=1, le=1024)
     seed: int = 0

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from quire.cache import KVCache
-from quire.cache.flush import Flushed, flush
-from quire.cache.retention import Granted, RetainedList, Retention
-from quire.engine.config import EngineConfig
+from quire.cache.flush import Flushed, change_model, flush
+from quire.cache.retention import Granted, RetainedList
+from quire.engine.config import MOST_EPOCHS, EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.engine.runner import ModelRunner, Step, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
-from quire.memory.host_pool import Progress
+from quire.memory.mapping import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanations
@@ -92,10 +92,9 @@ class EngineCore:
             page_tables=True,
             explains=config.explain,
             tiers=self.tiers.settings if self.tiers is not None else None,
+            retain_share=config.retain_share,
         )
-        self.retention = Retention(
-            self.cache.tree, self.plan, share=config.retain_share, on_let_go=self._room_came_back
-        )
+        self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(
@@ -157,7 +156,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         outputs, self._ended = self._ended, []
-        self.retention.expire()
+        self.cache.retention.expire()
         batch = self.scheduler.schedule()
         for request in batch.admitted:
             self._explain(request, outputs)
@@ -238,21 +237,41 @@ class EngineCore:
         _refuse_adapter(message.adapter)
         tokens = np.frombuffer(message.prompt, dtype=np.int32)
         namespace = Namespace(message.adapter, message.salt)
-        return self.retention.retain(
+        return self.cache.retention.retain(
             tokens, namespace, ttl_seconds=message.ttl_seconds, priority=message.priority, pin=message.pin
         )
 
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is nothing of that id."""
-        return self.retention.release(retention_id)
+        return self.cache.retention.release(retention_id)
 
     def retained(self) -> RetainedList:
         """What is kept now."""
-        return self.retention.listing()
+        return self.cache.retention.listing()
 
     def flush(self, namespace: Namespace | None) -> Flushed:
-        """Forget what is cached of a namespace, or of all, and what was to be kept of it. Running requests go on."""
-        return flush(self.cache, namespace, num_retentions=self.retention.forget(namespace))
+        """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
+        requests go on; nobody else finds what they hold."""
+        return flush(self.cache, namespace)
+
+    def set_weights_epoch(self, epoch: int) -> Flushed:
+        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier.
+
+        To be called where the weights are replaced, with no step between the two. Requests that run go on, and nothing
+        that they compute is found by others: a part of it is of the old weights. What is stored of another epoch stays
+        for engines that are at it. Nothing happens where it is the epoch already. Raises InvalidInput for a number that
+        is none, and then nothing has changed.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
+            raise InvalidInput(f"weights_epoch must be a whole number from 0 to 2**63 - 1, got {epoch!r}.")
+        if epoch == self.weights_epoch:
+            return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0)
+        self.model.weights_changed()
+        identity = self.model.identity(epoch, exact=self.config.storage is not None)
+        done = change_model(self.cache, identity)
+        self.weights_epoch = epoch
+        logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
+        return done
 
     # -- looking
 
@@ -273,10 +292,12 @@ class EngineCore:
             "refused_requests": self._counts["refused"],
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
-            "retentions": len(self.retention),
-            "retained_pages": self.retention.num_pages,
-            "retentions_expired": self.retention.num_expired,
-            "retentions_given_up": self.retention.num_given_up,
+            "retentions": len(self.cache.retention),
+            "retained_pages": self.cache.retention.num_pages,
+            "retentions_expired": self.cache.retention.num_expired,
+            "retentions_given_up": self.cache.retention.num_given_up,
+            "retentions_lost": self.cache.retention.num_lost,
+            "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
             "weight_bytes": self.model.weight_bytes,
@@ -294,8 +315,8 @@ class EngineCore:
         self.cache.audit()
 
     def clear_cache(self) -> int:
-        """Forget every cached page that no request holds; returns how many."""
-        return self.cache.clear()
+        """Forget everything that is cached, in every tier; returns how many pages are free for it."""
+        return self.flush(None).flushed_tokens // self.cache.page_size
 
     # -- inside
 
@@ -328,10 +349,6 @@ class EngineCore:
             priority=message.priority,
             explain=message.explain,
         )
-
-    def _room_came_back(self) -> None:
-        """Requests that wait may fit now: what they wait for counts as a change of the cache."""
-        self.cache.num_changes += 1
 
     def _set_threads(self) -> None:
         """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""

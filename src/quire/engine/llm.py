@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from quire.cache.flush import Flushed
 from quire.cache.retention import Granted
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
@@ -20,12 +21,13 @@ from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
 from quire.engine.tier_report import tiers_line
 from quire.errors import EngineDead, InvalidInput, QuireError
-from quire.memory.host_pool import Progress as OnProgress
+from quire.memory.mapping import Progress as OnProgress
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -118,6 +120,14 @@ class LLM:
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is nothing of that id, or not any more."""
         return self.engine.release(retention_id)
+
+    def flush(self, *, salt: str | None = None) -> Flushed:
+        """Forget what is cached under a salt ("" is that of prompts without one), or everything, in every tier."""
+        return self.engine.flush(None if salt is None else Namespace(salt=salt))
+
+    def set_weights_epoch(self, epoch: int) -> Flushed:
+        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""
+        return self.engine.set_weights_epoch(epoch)
 
     @property
     def plan(self) -> Plan:

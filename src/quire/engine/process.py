@@ -44,6 +44,7 @@ from quire.engine.wire import (
     Abort,
     Accepted,
     Add,
+    AskEpoch,
     AskExplanations,
     AskFlush,
     AskRelease,
@@ -103,6 +104,7 @@ class Core(Protocol):
     def release(self, retention_id: str) -> bool: ...
     def retained(self) -> RetainedList: ...
     def flush(self, namespace: Namespace | None) -> Flushed: ...
+    def set_weights_epoch(self, epoch: int) -> Flushed: ...
 
 
 Progress = Callable[[int, int], None]
@@ -393,6 +395,8 @@ class StepLoop:
                 self._answer(question, lambda: RetainedAnswer(question, self._core.retained()))
             case AskFlush(question, namespace):
                 self._answer(question, lambda: FlushAnswer(question, self._core.flush(namespace)))
+            case AskEpoch(question, epoch):
+                self._answer(question, lambda: FlushAnswer(question, self._core.set_weights_epoch(epoch)))
             case Shutdown():
                 self._running = False
 

@@ -103,6 +103,13 @@ class AskFlush(msgspec.Struct, tag=True):
     namespace: Namespace | None
 
 
+class AskEpoch(msgspec.Struct, tag=True):
+    """Command: the weights were replaced, so often; answered by `FlushAnswer` or `Declined`."""
+
+    question: int
+    weights_epoch: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Command: leave the loop now; what runs is dropped."""
 
@@ -192,7 +199,7 @@ class RetainedAnswer(msgspec.Struct, tag=True):
 
 
 class FlushAnswer(msgspec.Struct, tag=True):
-    """Report: the answer to `AskFlush`."""
+    """Report: the answer to `AskFlush`, and to `AskEpoch`."""
 
     question: int
     flushed: Flushed
@@ -211,7 +218,18 @@ class Died(msgspec.Struct, tag=True):
     error: WireError
 
 
-Command = Add | Abort | AskStatistics | AskExplanations | AskRetain | AskRelease | AskRetained | AskFlush | Shutdown
+Command = (
+    Add
+    | Abort
+    | AskStatistics
+    | AskExplanations
+    | AskRetain
+    | AskRelease
+    | AskRetained
+    | AskFlush
+    | AskEpoch
+    | Shutdown
+)
 Answer = Statistics | Explained | RetainAnswer | ReleaseAnswer | RetainedAnswer | FlushAnswer | Declined
 Report = Ready | Touched | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
 

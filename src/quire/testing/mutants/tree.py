@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from quire.prefix import parting, radix_cache
-from quire.prefix.radix_cache import Insertion, RadixCache
+from quire.prefix.match import Insertion
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace, PagesRemoved
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
