@@ -33,7 +33,7 @@ def flood(tiered: TieredCache, count: int = 12, num_pages: int = 6) -> None:
 
 
 def test_what_is_below_the_device_is_kept_there() -> None:
-    tiered = TieredCache(num_pages=12, host=24)
+    tiered = TieredCache(num_pages=12, host=48)
     tiered.compute(KEPT)
     tiered.drain()
     tiered.compute(tokens_of(range(50, 60)), BOB)
@@ -41,7 +41,7 @@ def test_what_is_below_the_device_is_kept_there() -> None:
     granted = keep(tiered, KEPT)
     assert (granted.granted_tokens, granted.host_tokens, granted.reason) == (16, 8, "")
     assert tiered.cache.retention.num_soft == 2, "only what is on the device could be had there"
-    flood(tiered)
+    flood(tiered, 2, 12)
     assert keep(tiered, KEPT).host_tokens == 16, "it gave way to running requests, and is on the host"
     assert tiered.compute(asking(KEPT)) == 16, "and comes from there"
     assert keep(tiered, KEPT).host_tokens == 0
@@ -50,17 +50,15 @@ def test_what_is_below_the_device_is_kept_there() -> None:
 
 @pytest.mark.parametrize("pin", [False, True])
 def test_copies_on_the_host_of_what_is_kept_are_not_evicted(pin: bool) -> None:
-    tiered = TieredCache(num_pages=12, host=8, context=6 * PAGE, stores=False)
+    tiered = TieredCache(num_pages=12, host=20, context=6 * PAGE, stores=False)
     tiered.compute(KEPT)
     tiered.drain()
-    tiered.compute(tokens_of(range(50, 56)), BOB)
-    tiered.drain()
-    tiered.compute(tokens_of(range(60, 64)), BOB)
-    tiered.drain()
+    flood(tiered, 2, 6)
     granted = keep(tiered, KEPT, pin=pin)
-    assert granted.granted_tokens == 16 and granted.host_tokens > 0 and granted.pinned == pin
-    flood(tiered)
-    assert tiered.compute(asking(KEPT)) == (16 if pin else granted.host_tokens or 16)
+    assert (granted.granted_tokens, granted.host_tokens, granted.pinned) == (16, 16, pin)
+    flood(tiered, 20, 6)
+    assert keep(tiered, KEPT).host_tokens == 16
+    assert tiered.compute(asking(KEPT)) == 16
     tiered.close()
 
 
@@ -100,12 +98,14 @@ def test_what_a_request_needs_to_resume_is_kept_too(other: ReachSpec, pin: bool)
     """A group with few frames, which others need again and again: only those that are kept stay."""
     tiered = TieredCache(24, 2, reaches=(FULL, other), frames=(24, 6), context=12 * PAGE, stores=False)
     tiered.compute(KEPT)
+    tiered.drain()
     granted = keep(tiered, KEPT, pin=pin)
     assert (granted.granted_tokens, granted.pinned) == (16, pin), granted
     assert len(tiered.cache.retention.readers(1, Tier.DEVICE)) == len(tiered.cache.groups[1].reach.needed(4))
     tiered.cache.audit()
     for first in range(100, 160, 4):
         tiered.compute(tokens_of(range(first, first + 4)), BOB)
+        tiered.drain()
         tiered.cache.audit()
     assert tiered.compute(asking(KEPT)) == 16
     tiered.drain()
@@ -133,6 +133,7 @@ def test_single_frames_give_way_too(other: ReachSpec) -> None:
 def test_a_request_takes_over_the_state_that_it_begins_on_though_it_is_kept() -> None:
     tiered = TieredCache(24, 1, reaches=(FULL, STATE), frames=(24, 1), context=12 * PAGE, stores=False, share=0.9)
     tiered.compute(KEPT)
+    tiered.drain()
     assert keep(tiered, KEPT).granted_tokens == 16
     assert keep(tiered, KEPT, pin=True).reason.startswith("kept, but not pinned: what the longest request needs")
     hit = tiered.cache.match(asking(KEPT), ALICE)
@@ -205,7 +206,7 @@ class Life:
         frames = (14, *[choices.choice([8, 14]) for _ in reaches[1:]])
         self.tiered = TieredCache(
             14,
-            choices.choice([4, 10, 30]),
+            choices.choice([6, 16, 40]),
             reaches=reaches,
             frames=frames,
             context=6 * PAGE,
@@ -222,7 +223,7 @@ class Life:
         self.happened: Counter[str] = Counter()
 
     def prompt(self) -> Ids:
-        return tokens_of([self.choices.randrange(2) for _ in range(self.choices.randint(1, 5))])
+        return tokens_of([self.choices.randrange(3) for _ in range(self.choices.randint(1, 5))])
 
     def space(self) -> Namespace:
         return self.choices.choice([ALICE, ALICE, BOB])
@@ -338,7 +339,7 @@ class Life:
 
 def test_long_lives() -> None:
     happened: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(100):
         life = Life(seed)
         try:
             life.live(60)
@@ -346,5 +347,5 @@ def test_long_lives() -> None:
             error.add_note(f"seed {seed}")
             raise
         happened += life.happened
-    assert len(happened) == 12 and min(happened.values()) >= 10, happened
+    assert len(happened) == 11 and min(happened.values()) >= 10, happened
     assert np.all([happened["flushed what was held"] > 20, happened["flushed while bytes moved"] > 20])

@@ -194,6 +194,8 @@ class KVCache(RunningTables):
             row, namespace, lease, hit.num_tokens, len(tokens), label, explanation, shares=self.share_prefixes
         )
         kv.loads = loads
+        kv.num_storage = hit.choice.storage_pages * self.page_size
+        kv.num_host = hit.choice.host_pages * self.page_size - kv.num_storage
         self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)

@@ -27,7 +27,9 @@ class RequestKV:
         "marks",
         "namespace",
         "num_cached",
+        "num_host",
         "num_prompt",
+        "num_storage",
         "row",
         "shares",
     )
@@ -48,6 +50,7 @@ class RequestKV:
         self.namespace = namespace
         self.lease = lease
         self.num_cached = num_cached  # tokens of the hit it began with
+        self.num_host = self.num_storage = 0  # tokens of these that came from host memory, and from storage
         self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
         self.label = label  # what others call it
         self.shares = shares  # whether what it computes becomes reusable: not any more once its namespace is flushed

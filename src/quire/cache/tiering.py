@@ -13,7 +13,6 @@ what depended on it is forgotten; whoever waited for it begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -82,6 +81,7 @@ class Tiering(PageNames):
         self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
+        self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
         self._loads: dict[int, Move] = {}
         self._serial = 0
@@ -131,7 +131,8 @@ class Tiering(PageNames):
             or self.settings.always
             or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD))
         ):
-            return Choice(far, limited_far, loads, far - near)
+            fetched = int(np.count_nonzero(self._fetched[pages[near:far]]))
+            return Choice(far, limited_far, loads, far - near, fetched)
         return Choice(near, "", declined_pages=far - near)
 
     def _resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
@@ -154,8 +155,10 @@ class Tiering(PageNames):
     def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
         """A request has begun behind these pages."""
         if not resumed:
-            self.counters.host_hit_tokens += choice.host_pages * self._page_size
+            self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
+            self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
+        self._fetched[pages] = False
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(namespace, node, pages, ends=(len(pages),))
 
@@ -196,17 +199,12 @@ class Tiering(PageNames):
 
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is."""
-        return bool(self.moving) and self.mover.wait(_WAIT_S)
+        return bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
-        counters = asdict(self.counters)
-        counters["defects"] = {f"{tier}:{defect}": count for (tier, defect), count in self.counters.defects.items()}
-        hosts = {
-            host.name: {"total": host.num_frames, "free": host.num_free, "quarantined": host.num_quarantined}
-            for host in self.hosts
-        }
-        return {**counters, "host": hosts, "host_pages": self._tree.num_below}
+        hosts = {host.name: host.statistics() for host in self.hosts}
+        return {**self.counters.to_dict(), "host": hosts, "host_pages": self._tree.num_below}
 
     @property
     def num_dropped(self) -> int:
@@ -250,7 +248,9 @@ class Tiering(PageNames):
 
     def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
-        lacks = ~self.hosts[group.index].resident(pages) & ~self._saving[group.index, pages] & ~self.bad[pages]
+        host = self.hosts[group.index]
+        lacks = ~host.resident(pages) | host.is_distrusted(pages)
+        lacks &= ~self._saving[group.index, pages] & ~self.bad[pages]
         lacks &= self._arriving[group.index, pages] == 0
         lacks &= group.frames.resident(pages)
         if group.shelf is not None:
@@ -290,6 +290,7 @@ class Tiering(PageNames):
                     self.mover.wait(_WAIT_S)
                     self._ended += self.mover.finished()
                 self._ended.remove(move)
+                self.counters.ended(move)
                 self._saved(move)
         return node.kept
 
@@ -307,10 +308,11 @@ class Tiering(PageNames):
             self.bad[pages] = False
             self.num_bad = int(np.count_nonzero(self.bad))
         self._stored[:, pages] = False
+        self._fetched[pages] = False
 
     def stored(self, group: int, pages: Ids) -> None:
-        """The store has the frames of these pages in that group."""
-        self._stored[group, pages] = True
+        """The frames of these pages in that group have come from the store."""
+        self._stored[group, pages] = self._fetched[pages] = True
 
     # -- loading
 
@@ -399,6 +401,7 @@ class Tiering(PageNames):
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
+            self.counters.ended(move)
             if move.link is Link.FORGET:
                 self.forgetting.ended(move)
             elif move.link is Link.SAVE:
@@ -436,6 +439,7 @@ class Tiering(PageNames):
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
         host = self.hosts[part.group]
+        host.let_go(part.pages)
         good = ~host.resident(part.pages)
         if host.shelf is None:
             for start, stop in _runs(part.at):
@@ -451,6 +455,9 @@ class Tiering(PageNames):
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
         being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
+        there = [self._stored[host.index, pages] | host.resident(pages) for host in self.hosts if host.shelf is None]
+        if there:  # a page goes behind the one before it, or nobody would find it
+            pages = pages[: int(np.argmin(np.append(np.logical_and.reduce(there), False)))]
         for host in self.hosts:
             at = (host.resident(pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
             if len(at):
@@ -482,7 +489,9 @@ class Tiering(PageNames):
             self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
-                self._mark_bad(part.pages[wrong & same])
+                damaged = part.pages[wrong & same]
+                host.distrust(damaged)
+                self._mark_bad(damaged[~self._groups[part.group].frames.resident(damaged)])
             host.end_reading(part.host)
 
     def _loaded(self, move: Move) -> None:
@@ -503,8 +512,7 @@ class Tiering(PageNames):
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect])
                 self._mark_bad(part.pages[wrong])
                 self.losing(self.bad)
-                host = self.hosts[part.group]
-                host.quarantine(host.take_away(part.pages[wrong]))
+                self.hosts[part.group].distrust(part.pages[wrong])
         every = np.unique(np.concatenate([part.pages for part in moving.parts]))
         self._condemn(every, moving.lease.node, moving.first)
         self._tree.unpin(moving.lease)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
@@ -21,6 +22,7 @@ from quire.engine.runner import ModelRunner, Step, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
+from quire.memory.host_pool import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanations
@@ -48,10 +50,13 @@ class EngineCore:
 
     Raises the QuireErrors of loading, planning and allocating on construction. After it, a bad request is refused
     alone, and a step that fails (a device out of memory, say) ends the requests of that step. `model` is one that is
-    loaded already, for engines that share weights; by default the configuration's is loaded.
+    loaded already, for engines that share weights; by default the configuration's is loaded. `progress` hears of host
+    memory that is being touched (`EngineTiers`).
     """
 
-    def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, model: LoadedModel | None = None, progress: Progress | None = None
+    ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
         if model is None:
@@ -63,7 +68,20 @@ class EngineCore:
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools = build_pools(self.plan, self.device)
-        self.tiers = EngineTiers(config, self.plan, self.pools) if EngineTiers.asked_for(config) else None
+        self.tiers = EngineTiers(config, self.plan, self.pools, progress=progress) if config.has_tiers else None
+        with ExitStack() as undo:
+            if self.tiers is not None:
+                undo.callback(self.tiers.close, lambda: False)
+            self._wire()
+            undo.pop_all()
+        self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
+        self._in_flight: Step | None = None
+        self._ended: list[TokenOutput] = []
+        self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
+
+    def _wire(self) -> None:
+        """The cache on its pools, and everything that uses it."""
+        config = self.config
         self.cache = KVCache(
             self.plan,
             eviction=config.eviction,
@@ -88,10 +106,6 @@ class EngineCore:
             max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
         )
-        self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
-        self._in_flight: Step | None = None
-        self._ended: list[TokenOutput] = []
-        self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
 
     # -- requests
 
@@ -131,7 +145,8 @@ class EngineCore:
         return self.tiers is not None and not self.tiers.mover.idle
 
     def close(self) -> None:
-        """Stop: what is on its way to a store gets there, threads end. No request may be running."""
+        """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
+        twice; no request may be running."""
         if self.tiers is not None:
             self.tiers.close(self.cache.settle_moves)
             self.tiers = None
@@ -188,6 +203,8 @@ class EngineCore:
             told = TokenOutput(
                 request_id=request.request_id,
                 num_cached_tokens=request.num_cached,
+                num_host_tokens=request.num_host,
+                num_storage_tokens=request.num_storage,
                 explanation=request.explanation,
             )
             outputs.append(told)
@@ -200,6 +217,8 @@ class EngineCore:
             token_ids=[int(request.tokens[-1])],
             logprobs=logprobs.get(request.request_id),
             num_cached_tokens=request.num_cached,
+            num_host_tokens=request.num_host,
+            num_storage_tokens=request.num_storage,
             finish_reason=request.finish_reason,
             stop_token=request.stop_token,
         )

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
-from quire.engine.config import EngineConfig
+from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.host_memory import host_memory
-from quire.errors import InvalidInput
+from quire.engine.tier_report import tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
-from quire.memory.host_pool import HostPool
+from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
@@ -24,15 +24,12 @@ from quire.tiers.stores.registry import open_store
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 30.0  # for bytes on their way to a store when the engine closes
-
-Progress = Callable[[int, int], None]
-
 
 class EngineTiers:
     """Owns the host pool, the mover's threads and the store, until `close`.
 
-    Raises HostMemoryError where the host has no room, and StoreError where the store cannot be opened.
+    `progress` hears of host memory that has been touched, in bytes, and of how much it will be. Raises HostMemoryError
+    where the host has no room, and StoreError where the store cannot be opened.
     """
 
     def __init__(
@@ -62,11 +59,13 @@ class EngineTiers:
             if self.store is not None:
                 self.store.close()
             raise
+        record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
+        self.resolved = tiers_as_dict(config, plan, frames, record_bytes, self._host.num_bytes)
         self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
         self.break_even = BreakEven(seconds, on_change=_say)
         self.settings = TierSettings(
             host_frames=frames,
-            record_bytes=tuple(self._host.format(group).num_bytes for group in range(len(frames))),
+            record_bytes=record_bytes,
             mover=self.mover,
             break_even=self.break_even,
             write=WritePolicy(config.write_policy),
@@ -76,20 +75,10 @@ class EngineTiers:
             prefetch_seconds=config.prefetch_seconds,
         )
 
-    @classmethod
-    def asked_for(cls, config: EngineConfig) -> bool:
-        """Whether the settings ask for any tier. Raises InvalidInput where they contradict each other."""
-        wanted = config.host_memory is not None or config.storage is not None
-        if wanted and not config.enable_prefix_caching:
-            raise InvalidInput(
-                "host memory and storage keep cached prefixes, and prefix caching is off.",
-                fix="leave prefix caching on, or leave host_memory and storage out.",
-            )
-        return wanted
-
     def statistics(self) -> dict[str, Any]:
         """Bandwidths in bytes per second where they are known, and why links that are off are."""
         return {
+            "resolved": self.resolved,
             "host_bytes": self._host.num_bytes,
             "bandwidth": {link.value: self.mover.bandwidth(link) for link in Link if link is not Link.FORGET},
             "latency": {link.value: self.mover.latency(link) for link in Link if link is not Link.FORGET},
@@ -99,7 +88,7 @@ class EngineTiers:
 
     def close(self, settle: Callable[[], bool]) -> None:
         """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has."""
-        until = time.monotonic() + _CLOSE_S
+        until = time.monotonic() + STORE_DRAIN_S
         while (settle() or not self.mover.idle) and time.monotonic() < until:
             self.mover.wait(0.1)
         self.mover.close()

@@ -122,6 +122,13 @@ class Ready(msgspec.Struct, tag=True):
     statistics: dict[str, Any]
 
 
+class Touched(msgspec.Struct, tag=True):
+    """Report, before `Ready`: so many bytes of host memory are there, of so many that will be."""
+
+    done: int
+    total: int
+
+
 class Failed(msgspec.Struct, tag=True):
     """Report: the engine could not be built; the process ends."""
 
@@ -224,7 +231,7 @@ Command = (
     | Shutdown
 )
 Answer = Statistics | Explained | RetainAnswer | ReleaseAnswer | RetainedAnswer | FlushAnswer | Declined
-Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
+Report = Ready | Touched | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
 
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -20,7 +20,7 @@ from quire.prefix.ghosts import Eviction
 from quire.prefix.match import Insertion, Match
 from quire.prefix.node import ID_BYTES, Lease, Node
 from quire.prefix.radix_cache import RadixCache, join_ids
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Bools, Ids, Tier
 
 
 class Evicted(NamedTuple):
@@ -127,11 +127,6 @@ class TieredRadixCache(RadixCache):
         removed.append(self._cut(node, start, eviction))
         return join_ids(removed)
 
-    def clear(self) -> Ids:
-        """Forget everything that no lease holds, here and below, and return its pages; forget what was evicted."""
-        here, below = super().clear(), self.evict_lower(self.num_below).removed
-        return np.concatenate((here, below))
-
     # -- the tier below
 
     def arrive(self, lease: Lease, num_pages: int) -> None:
@@ -162,6 +157,15 @@ class TieredRadixCache(RadixCache):
             start = node.depth + end
         return start
 
+    def kept_on(self, lease: Lease) -> Bools:
+        """Per page of a pinned path: whether it has a copy below that counts."""
+        runs = []
+        node: Node | None = lease.node
+        while node is not None:
+            runs.append(np.arange(node.num_pages) < node.kept)
+            node = node.parent
+        return np.concatenate(runs[::-1])
+
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) behind a pinned path, in pages that are below only, and move the pin there.
 
@@ -188,6 +192,10 @@ class TieredRadixCache(RadixCache):
         return set(self._lower.candidates())
 
     # -- inside
+
+    def _evict_all(self) -> Ids:
+        here = self.evict(self.num_pages)
+        return np.concatenate((here, self.evict_lower(self.num_below).removed))
 
     def _leave(self, node: Node) -> bytes:
         """An unleased node's pages, which have copies, are not on the device any more; returns their ids. It has no
