@@ -360,6 +360,8 @@ class RadixCache:
                 self.num_protected -= holder.num_pages
             else:
                 self.num_shared -= holder.num_pages
+            if not holder.level and (holder.kept or not holder.num_here) and holder is not node:
+                self._offer(holder)  # where what hangs below it is in another tier
             holder = holder.parent
 
     def _split(self, node: Node, at: int) -> Node:
