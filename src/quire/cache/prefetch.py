@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.moving import Part
 from quire.cache.tier_settings import PrefetchPolicy
 from quire.cache.tiering import Tiering
 from quire.errors import OutOfPages
@@ -281,14 +282,13 @@ class Prefetcher:
         for group, at, frames in fetching:
             host = tiering.hosts[group]
             good = at < min(end, len(cached))
+            host.untake(frames[~good])
             pages = cached[at[good]]
-            fresh = ~host.resident(pages)
-            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if host.shelf is not None else None
-            host.bind(pages[fresh], frames[good][fresh], ranks)
-            host.untake(np.concatenate((frames[~good], frames[good][~fresh])))
-            tiering.counters.fetched_frames += int(np.count_nonzero(fresh))
-            tiering.counters.fetched_bytes += int(np.count_nonzero(fresh)) * self._record_bytes[group]
-            tiering.stored(group, pages[fresh])
+            ranks = np.full(len(pages), Rank.USED, dtype=np.int8) if host.shelf is not None else None
+            bound = tiering.bind(Part(group, pages, at[good], NO_PAGES, frames[good], ranks), prefetch.lease)
+            tiering.counters.fetched_frames += bound
+            tiering.counters.fetched_bytes += bound * self._record_bytes[group]
+            tiering.stored(group, pages)
 
     def _keep(self, prefetch: Prefetch, first: int, end: int) -> None:
         """Pages `first..end - 1` of the path are cached from now on, below the device."""

@@ -13,7 +13,7 @@ what depended on it is forgotten; whoever waited for it begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -435,14 +435,16 @@ class Tiering:
         self.break_even.moved(Link.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
-            self._bind(part, moving.lease)
+            ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)
+            self.counters.saved_frames += self.bind(replace(part, ranks=ranks), moving.lease)
         if self.settings.stores:
             node = moving.lease.node
             self.archive(node.namespace, self.path(node))
         self._tree.unpin(moving.lease)
 
-    def _bind(self, part: Part, lease: Lease) -> None:
-        """Saved frames count from now on, but for those that the tree has no use for."""
+    def bind(self, part: Part, lease: Lease) -> int:
+        """Host frames of pages of a pinned path count from now on, but for those that the tree has no use for, which
+        are given back; returns how many count."""
         host = self.hosts[part.group]
         good = ~host.resident(part.pages)
         if host.shelf is None:
@@ -451,9 +453,8 @@ class Tiering:
                 good &= (part.at < end) | (part.at >= stop) | (part.at < start)
         if not good.all():
             host.untake(part.host[~good])
-        ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)[good]
-        host.bind(part.pages[good], part.host[good], ranks)
-        self.counters.saved_frames += int(np.count_nonzero(good))
+        host.bind(part.pages[good], part.host[good], None if part.ranks is None else part.ranks[good])
+        return int(np.count_nonzero(good))
 
     def archive(self, namespace: Namespace, pages: Ids) -> None:
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
