@@ -286,9 +286,8 @@ class Tiering(PageNames):
             pages = self.path(node)
             move = self.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True)
             if move is not None:
-                while move not in self._ended:
-                    self.mover.wait(_WAIT_S)
-                    self._ended += self.mover.finished()
+                self.mover.complete(move)
+                self._ended += self.mover.finished()
                 self._ended.remove(move)
                 self.counters.ended(move)
                 self._saved(move)
