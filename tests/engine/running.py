@@ -91,7 +91,8 @@ def tiered_core(
     model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, host: float = 4.0, **settings: Any
 ) -> EngineCore:
     """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
-    settings = {"load": "always", "prefetch": "wait_complete", **settings}
+    waits = {"prefetch": "wait_complete"} if "storage" in settings else {}
+    settings = {"load": "always", **waits, **settings}
     if "storage" in settings:
         settings.setdefault("storage_size", 64 << 20)
     found, plan = _tight(model, num_tokens, window_tokens, settings)
