@@ -92,7 +92,7 @@ def tiered_core(
 ) -> EngineCore:
     """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
     waits = {"prefetch": "wait_complete"} if "storage" in settings else {}
-    settings = {"load": "always", **waits, **settings}
+    settings = {"load": "always", "host_memory": 1 << 20, **waits, **settings}  # the size follows from the plan
     if "storage" in settings:
         settings.setdefault("storage_size", 64 << 20)
     found, plan = _tight(model, num_tokens, window_tokens, settings)
