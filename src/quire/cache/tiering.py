@@ -39,6 +39,8 @@ from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
+_SAVING_SHARE = 16
+"""One device frame in so many may be on its way to the host before it has to go."""
 
 
 class Tiering(PageNames):
@@ -235,6 +237,8 @@ class Tiering(PageNames):
         scope = self.scope(namespace)
         parts = []
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
+        if not goes:
+            rooms = [min(room, self._unpinned_share(group)) for room, group in zip(rooms, self._groups, strict=True)]
         ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
         for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
             if host.shelf is None and room < len(at):
@@ -251,6 +255,11 @@ class Tiering(PageNames):
             self._tree.unpin(lease)
             return None
         return self._submit(Link.SAVE, moving)
+
+    def _unpinned_share(self, group: GroupCache) -> int:
+        """How many more frames of a group may be saved now. While they are they cannot be evicted, and whoever needs
+        them would wait: where the host is slower than the device fills, some copies are left out."""
+        return max(0, -(-group.num_frames // _SAVING_SHARE) - int(np.count_nonzero(self._saving[group.index])))
 
     def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
@@ -293,9 +302,8 @@ class Tiering(PageNames):
             pages = self.path(node)
             move = self.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True)
             if move is not None:
-                while move not in self._ended:
-                    self.mover.wait(_WAIT_S)
-                    self._ended += self.mover.finished()
+                self.mover.complete(move)
+                self._ended += self.mover.finished()
                 self._ended.remove(move)
                 self.counters.ended(move)
                 self._saved(move)

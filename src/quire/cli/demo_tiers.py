@@ -30,8 +30,9 @@ PAGE_SIZE = 16
 MOST_CONTEXT = 640
 SYSTEM_SHARE = 0.5  # of the context: two others and this one are more than the pool
 ANSWER_TOKENS = 16
+PROBED = 200  # characters
 HOST_POOLS, STORAGE_POOLS = 8, 64  # times the bytes of the device's pool
-DAMAGED_RECORD = 12  # in the order in which they were stored: one of the conversation's first pages
+DAMAGED_PAGE = 5  # of the conversation, counted from 0
 PATIENCE_S = 10.0
 
 Messages = list[dict[str, str]]
@@ -44,7 +45,7 @@ def show_tiers(console: Console, folder: Path) -> dict[str, Any]:
         with console.status("A server with host memory and storage ..."), server_process(*flags) as (summary, _):
             talk = _Talk(Client(summary["url"]), summary["context"])
             first = talk.until_the_last_question()
-        _damage(Path(directory), DAMAGED_RECORD)
+        _damage(Path(directory), talk.num_pages_before + DAMAGED_PAGE)
         with console.status("Stopped, and started again ..."), server_process(*flags) as (summary, process):
             talk.client = Client(summary["url"])
             second = talk.ask_again()
@@ -90,7 +91,11 @@ class _Talk:
     def __init__(self, client: Client, context: int) -> None:
         self.client = client
         self.last: Messages = []
-        self._characters = self._characters_of(int(SYSTEM_SHARE * context))
+        # A short prompt says about how many characters make a token.
+        probe = client.chat([{"role": "user", "content": " ".join(RULES)[:PROBED]}], max_tokens=1)
+        num_tokens = probe["usage"]["prompt_tokens"]
+        self.num_pages_before = num_tokens // PAGE_SIZE
+        self._characters = int(SYSTEM_SHARE * context * PROBED / num_tokens)
 
     def until_the_last_question(self) -> dict[str, Any]:
         """Two turns, others meanwhile, and the third."""
@@ -132,14 +137,9 @@ class _Talk:
         text = (rules + " ") * (self._characters // len(rules) + 1)
         return [{"role": "system", "content": text[: self._characters]}]
 
-    def _characters_of(self, num_tokens: int) -> int:
-        """About how many characters of the rules make so many tokens; the server counts them."""
-        probe = self.client.chat([{"role": "user", "content": " ".join(RULES)[:200]}], max_tokens=1)
-        return int(num_tokens * 200 / probe["usage"]["prompt_tokens"])
-
 
 def _damage(directory: Path, number: int) -> None:
-    """Change one byte in the middle of a record."""
+    """Change one byte in the middle of a record, by its number in the order in which they were stored."""
     with closing(sqlite3.connect(directory / "index.sqlite")) as index:
         query = "SELECT slab, slot * slot_bytes + num_bytes / 2 FROM records ORDER BY id LIMIT 1 OFFSET ?"
         slab, at = index.execute(query, (number,)).fetchone()
@@ -177,7 +177,7 @@ def tier_ticks(found: Mapping[str, Any]) -> list[Tick]:
         ),
         Tick(
             "one damaged record was found and computed again",
-            second["defects"] == {"storage:digest": 1} and second["storage"] < reusable,
+            second["defects"] == {"storage:digest": 1} and second["storage"] == DAMAGED_PAGE * PAGE_SIZE,
             f"corrupt {sum(second['defects'].values())}",
         ),
         Tick(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
@@ -21,9 +23,11 @@ from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.moves import Link
 from quire.tiers.store import Store
-from quire.tiers.stores.registry import open_store
+from quire.tiers.stores.registry import directory_of, open_store
 
 logger = logging.getLogger(__name__)
+
+_MOST_STORAGE = 32 * 2**30
 
 
 class EngineTiers:
@@ -52,7 +56,8 @@ class EngineTiers:
             device_bytes=plan.pool_bytes,
         )
         frames = host_frames(plan, self.num_bytes)
-        self.store: Store | None = open_store(config.storage, capacity=config.storage_size) if config.storage else None
+        self.storage_size = storage_size(config)
+        self.store: Store | None = open_store(config.storage, capacity=self.storage_size) if config.storage else None
         try:
             pinned = bool(pools) and pools[0].device.type == "cuda"
             self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
@@ -61,7 +66,8 @@ class EngineTiers:
                 self.store.close()
             raise
         record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
-        self.resolved = tiers_as_dict(config, plan, frames, record_bytes, self._host.num_bytes)
+        sized = config.model_copy(update={"storage_size": self.storage_size})
+        self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
         self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
         self.break_even = BreakEven(seconds, on_change=_say)
         self.settings = TierSettings(
@@ -97,6 +103,16 @@ class EngineTiers:
         if self.store is not None:
             self.store.close()
         self._host.close()
+
+
+def storage_size(config: EngineConfig) -> int | None:
+    """Bytes that may be kept: as configured; of a new directory, where nothing is, half of what its disk has free and
+    32 GiB at most; None where the store has a size of its own."""
+    path = directory_of(config.storage) if config.storage is not None else None
+    if config.storage_size is not None or path is None or (Path(path).is_dir() and any(Path(path).iterdir())):
+        return config.storage_size
+    parent = next((folder for folder in (Path(path), *Path(path).absolute().parents) if folder.is_dir()), Path("/"))
+    return min(_MOST_STORAGE, shutil.disk_usage(parent).free // 2)
 
 
 def _say(link: Link, why: str) -> None:

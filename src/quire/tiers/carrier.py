@@ -166,7 +166,7 @@ class Carrier:
 
     def _need_store(self) -> Store:
         if self._store is None:
-            raise InvalidInput("there is no storage tier.", fix="give --store, or do not ask for one.")
+            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
         return self._store
 
 
