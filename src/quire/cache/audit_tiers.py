@@ -1,7 +1,7 @@
 """The laws of the tiers below the device, as `quire.cache.audit` checks them.
 
 a node that is here has parents that are; one that is not is kept   a prefix is loaded from its front
-a page is kept, as the tree counts it, where it has host frames     what is loaded is there
+a page is kept, as the tree counts it, where it has host frames     what is loaded is there, or known to be bad
 host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
 a host frame's pins are the moves that read it
 """
@@ -70,7 +70,8 @@ def _frames(picture: Picture, host: HostGroup) -> Iterator[str]:
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.shelf is None:
-        kept = sorted(page for node, pages in picture.tree.edges for page in pages[: node.kept])
+        damaged = {page for page in tiers.bad.nonzero()[0].tolist() if not column[page]}  # until they are forgotten
+        kept = sorted({page for node, pages in picture.tree.edges for page in pages[: node.kept]} - damaged)
         if kept != sorted(resident):
             odd = min(set(kept) ^ set(resident))
             yield f"{name}: page {odd} {'is kept and has no' if odd in kept else 'is not kept and has a'} frame"

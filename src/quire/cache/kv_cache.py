@@ -272,8 +272,10 @@ class KVCache(RunningTables):
             have, room = self._committed[row], self._allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
-        if self.tiers is not None and self.tiers.condemned and self.share_prefixes:
-            return  # until what cannot be had is forgotten: nothing may be cached behind it
+        if self.tiers is not None and self.tiers.num_bad and self.share_prefixes:
+            found = self.tree.match(kv.namespace, tokens[: end * self.page_size])
+            if self.tiers.bad[found.pages].any():
+                return  # until what cannot be had is forgotten: nothing may be cached behind it
         self._committed[row] = len(tokens)
         if end == start:
             return
