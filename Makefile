@@ -27,7 +27,7 @@ $(READY): pyproject.toml
 	@touch $(READY)
 	@echo "==> Ready"
 
-demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, a refusal, pools of hybrids, from their counters
+demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, a refusal, hybrids, a restart that starts warm
 	@echo "==> Starting the server and a client that holds several conversations"
 	@$(BIN)/quire demo
 

@@ -59,15 +59,16 @@ def test_a_namespace_is_forgotten_and_others_are_not(eviction: str) -> None:
         done = flush(cache, SPACES[0])
         cache.audit()
         after = {space: cached(cache, space) for space in SPACES}
+        for pages in range(3):
+            assert cache.match(tokens_of([pages, pages]), SPACES[0]).num_tokens == 0
         assert done.flushed_tokens == (before[SPACES[0]] - after[SPACES[0]]) * PAGE
-        assert done.held_tokens == after[SPACES[0]] * PAGE
+        assert done.held_tokens == after[SPACES[0]] * PAGE and cache.tree.root(SPACES[0]) is None
         assert [after[space] for space in SPACES[1:]] == [before[space] for space in SPACES[1:]]
         if SPACES[0] not in held:
-            assert done.held_tokens == 0 and cache.tree.root(SPACES[0]) is None
+            assert done.held_tokens == 0 and not cache.tree.orphans
         flushed += done.flushed_tokens
         for kv in running:
             cache.finish(kv)
-        flush(cache, SPACES[0])
         cache.audit()
         assert cached(cache, SPACES[0]) == 0 and cache.tree.root(SPACES[0]) is None
         assert flush(cache, None).held_tokens == 0
@@ -101,14 +102,22 @@ def test_what_was_evicted_before_is_forgotten_too() -> None:
     cache.audit()
 
 
-def test_what_a_request_holds_stays_until_it_ends() -> None:
+def test_what_a_request_holds_is_its_own_until_it_ends() -> None:
     cache, tokens = KVCache(small_plan(12, PAGE)), tokens_of([1, 2, 3, 4, 5])
     compute(cache, tokens, SPACES[0])
     kv = cache.begin(np.append(tokens[: 2 * PAGE], 9).astype(np.int32), SPACES[0])
     done = flush(cache, SPACES[0])
     assert (done.flushed_tokens, done.held_tokens) == (3 * PAGE, 2 * PAGE)
-    assert cache.match(tokens, SPACES[0]).num_tokens == 2 * PAGE
-    cache.finish(kv)
+    cache.audit()
+    assert cache.match(tokens, SPACES[0]).num_tokens == 0
+    compute(cache, tokens[: 2 * PAGE], SPACES[0])
+    assert cache.match(tokens, SPACES[0]).num_tokens == 2 * PAGE, "it is computed again, in pages of its own"
+    assert cache.num_free_pages == 12 - 4
+    cache.extend([kv], 3 * PAGE)
+    cache.finish(kv, tokens)
+    cache.audit()
+    assert cache.num_free_pages == 12 - 2 and cache.match(tokens, SPACES[0]).num_tokens == 2 * PAGE
     assert flush(cache, SPACES[0]).flushed_tokens == 2 * PAGE
     assert flush(cache, Namespace("nobody")).flushed_tokens == 0
+    assert cache.num_free_pages == 12
     cache.audit()

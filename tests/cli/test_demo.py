@@ -14,6 +14,7 @@ import pytest
 from quire.cli import demo
 from quire.cli.demo_pools import HYBRIDS
 from quire.cli.demo_server import start_error
+from quire.cli.demo_tiers import tier_ticks
 from tests.cli.conftest import Run
 
 
@@ -34,6 +35,19 @@ def test_the_demo_shows_reuse_eviction_refusal_and_no_leak(tiny_model: Path) -> 
     assert second["cached_tokens"] > 0
     assert found["output_tokens_per_s"] > 0
     check_hybrids(found["hybrids"])
+    check_tiers(found["tiers"])
+
+
+def check_tiers(found: dict[str, Any]) -> None:
+    assert set(found["checks"].values()) == {True}
+    first, second, third = found["runs"]
+    assert first["answer"] == second["answer"] == third["answer"]
+    assert first["host"] > first["storage"] == 0
+    assert 0 < second["storage"] < third["storage"]
+    assert second["defects"] == {"storage:digest": 1}
+    assert first["defects"] == third["defects"] == {}
+    assert min(first["moved_bytes"][link] for link in ("save", "load", "archive")) > 0
+    assert found["tiers"]["host"]["tokens"] > found["pool_tokens"]
 
 
 def check_hybrids(found: dict[str, dict[str, Any]]) -> None:
@@ -78,6 +92,30 @@ def test_pools_with_room_for_all_show_nothing(run: Run, monkeypatch: pytest.Monk
     message = json.loads(shown.stderr)["error"]["message"]
     assert "windows were dropped while their pages stayed" in message
     assert "prefixes were reused" not in message
+
+
+def found_tiers(**second: Any) -> dict[str, Any]:
+    """As three servers would leave it, but for what is said of the second."""
+    run = {"answer": "He was.", "prompt_tokens": 100, "device": 0, "host": 0, "storage": 96, "private_frames": 0}
+    run |= {"moved_bytes": {"load": 5, "fetch": 5}, "defects": {}}
+    damaged = run | {"storage": 80, "defects": {"storage:digest": 1}} | second
+    return {"runs": [run | {"host": 96, "storage": 0}, damaged, run], "stranger": run | {"storage": 0}}
+
+
+@pytest.mark.parametrize(
+    ("second", "missing"),
+    [
+        ({}, ""),
+        ({"storage": 96, "defects": {}}, "one damaged record"),
+        ({"defects": {"storage:digest": 2}}, "one damaged record"),
+        ({"storage": 0}, "it came from storage"),
+        ({"answer": "She was."}, "the same answer"),
+        ({"private_frames": 1}, "no frame leaked"),
+    ],
+)
+def test_ticks_of_the_tiers_can_fail(second: dict[str, Any], missing: str) -> None:
+    failed = [tick.name for tick in tier_ticks(found_tiers(**second)) if not tick.passed]
+    assert any(missing in name for name in failed) if missing else not failed
 
 
 def test_a_demo_that_shows_nothing_fails(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
@@ -56,3 +57,13 @@ def test_a_pool_that_cannot_be_allocated_says_so() -> None:
     huge = PageLayout(1, (Field(name="k", shape=(2**40,), dtype=DType.FLOAT32, layers=(0,)),))
     with pytest.raises(PlanError, match="lower the KV memory"):
         Pool(huge, 2**10)
+
+
+def test_the_memory_of_a_large_pool_is_there_from_the_start() -> None:
+    """On the CPU, too, a pool fails when it is built or not at all."""
+    layout = PageLayout(16, (Field(name="k", shape=(64, 64), dtype=DType.BFLOAT16, layers=(0, 1)),))
+    before = psutil.Process().memory_info().rss
+    pool = Pool(layout, 511)
+    assert pool.num_bytes == 128 * 2**20
+    assert psutil.Process().memory_info().rss - before > 120 * 2**20
+    assert not pool.layer("k", 1).any()

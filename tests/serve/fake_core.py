@@ -10,6 +10,7 @@ import numpy as np
 
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.process import Progress
 from quire.errors import ContextTooLong, PlanError
 from quire.observe.explain import Explanations
 from quire.spec.ids import Ids
@@ -24,7 +25,8 @@ class EchoCore:
     context_length = CONTEXT
     eos_token_ids: Sequence[int] = (0,)
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+        progress(1, 2)
         if config.served_model_name == "no pool":
             raise PlanError("a pool of zero pages.", fix="raise --kv-memory to 1MiB.")
         if config.served_model_name == "broken":
@@ -51,6 +53,12 @@ class EchoCore:
 
     def has_work(self) -> bool:
         return bool(self._running)
+
+    def has_moves(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
 
     def step(self) -> list[TokenOutput]:
         time.sleep(STEP_S)

@@ -174,7 +174,7 @@ def test_metrics(server: LiveServer, client: OpenAI) -> None:
         assert samples[(f"quire_{key}_total",)] == statistics[key]
     frames = statistics["frames"]["full"]
     for state in ("free", "private", "cached", "moving", "quarantined"):
-        assert samples[("quire_frames", "full", state)] == frames[state]
+        assert samples[("quire_frames", "full", state, "device")] == frames[state]
     assert samples[("quire_healthy",)] == 1
     assert samples[("quire_time_to_first_token_seconds_count",)] > 0
     assert samples[("quire_http_responses_total", "/v1/completions", "200")] > 0

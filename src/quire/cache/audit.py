@@ -105,7 +105,7 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
             gone = set(below_device(picture.tree))
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            gone |= set(picture.waits.pages)  # what came back to the device may have got the frame of such a page
+            gone.update(picture.waits.pages)  # a duplicate may have given its frame to a page that was below only
             missing = [page for page in missing if page not in gone]
         if missing and group.reach.whole:
             yield f"{name}: page {missing[0]} is out and has no frame"

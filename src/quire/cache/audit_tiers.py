@@ -1,9 +1,9 @@
 """The laws of the tiers below the device, as `quire.cache.audit` checks them.
 
 a node that is here has parents that are; one that is not is kept   a prefix is loaded from its front
-a page is kept, as the tree counts it, where it has host frames     what is loaded is there, or known to be bad
+a page is kept, as the tree counts it, where it has host frames     what is loaded is there
 host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
-a host frame's pins are the moves that read it
+a host frame's pins are the moves that read it, and who keeps it
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from quire.cache.host_groups import HostGroup
 from quire.cache.picture import Picture, Tree
+from quire.spec.ids import Tier
 
 _ALL = slice(None)
 
@@ -70,13 +71,13 @@ def _frames(picture: Picture, host: HostGroup) -> Iterator[str]:
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.shelf is None:
-        damaged = {page for page in tiers.bad.nonzero()[0].tolist() if not column[page]}  # until they are forgotten
-        kept = sorted({page for node, pages in picture.tree.edges for page in pages[: node.kept]} - damaged)
+        kept = sorted(page for node, pages in picture.tree.edges for page in pages[: node.kept])
         if kept != sorted(resident):
             odd = min(set(kept) ^ set(resident))
             yield f"{name}: page {odd} {'is kept and has no' if odd in kept else 'is not kept and has a'} frame"
         return
     readers = Counter(tiers.readers(host.index, on_device=False).tolist())
+    readers.update(cache.retention.readers(host.index, Tier.HOST).tolist())
     pins = host.shelf.pins(_ALL).tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:

@@ -156,7 +156,7 @@ class CarriedGroup(GroupCache):
         for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
             kv = kvs[at]
             whole = RowPages(kv.row, table[kv.row], kv.lease.num_pages)
-            pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves)
+            pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves and kv.shares)
             counts[at] = len(pieces)
             cut += pieces
             given += self._leave(whole, settled)
@@ -188,7 +188,7 @@ class CarriedGroup(GroupCache):
             self._behind[row.row] = [t for t in self._behind[row.row] if t.num_pages > row.protected]
         return self._leave(row, settled)
 
-    def passed(self, row: RowPages) -> list[Given]:
+    def passed(self, row: RowPages, cached: int) -> list[Given]:
         return []
 
     def finish(self, row: RowPages) -> list[Given]:
@@ -237,7 +237,7 @@ class CarriedGroup(GroupCache):
         there = starts[places]
         usual = (there % self._grid != 0) & (self._trail_frame[rows[places]] != 0)
         pages = (there // self._page_size).tolist()
-        marked = [page in kvs[at].marks for at, page in zip(places.tolist(), pages, strict=True)]
+        marked = [page in kvs[at].marks or not kvs[at].shares for at, page in zip(places.tolist(), pages, strict=True)]
         found: Rows = places[usual & ~np.array(marked, dtype=np.bool_)]
         return found
 

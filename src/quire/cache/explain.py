@@ -30,7 +30,8 @@ def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, parting: Par
     choice, limited_by = hit.choice, hit.limited_by
     near = choice.num_pages - choice.host_pages
     until(near * page_size, Cause.HIT)
-    until(choice.num_pages * page_size, Cause.HIT, "from host memory")
+    until((choice.num_pages - choice.storage_pages) * page_size, Cause.HIT, "from host memory")
+    until(choice.num_pages * page_size, Cause.HIT, "from storage")
     if choice.declined_pages:
         until(at + choice.declined_pages * page_size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
     if limited_by:

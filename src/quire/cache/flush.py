@@ -1,12 +1,27 @@
-"""Flush: what is cached of a namespace, or at all, is forgotten on request."""
+"""Flush: what is cached of a namespace, or at all, is forgotten on request, in all tiers.
+
+After it nobody finds any of that, wherever it was:
+
+    on the device, on the host     pages that nobody holds are free; those that running requests hold are theirs alone
+                                   from now on, and free when they end
+    in storage                     removed, behind whatever was being written; nothing is looked for there before that
+    on its way between tiers       counts for nothing when it arrives
+    still to be computed           what requests that run already compute is theirs alone, too
+
+The same is done when the weights are replaced, but that what is stored stays for engines that have the old ones: under
+another identity its keys are never asked for.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire.prefix.flush import flush_namespace, nodes_below
-from quire.spec.events import Namespace
+from quire.prefix.hashing import layout_identity
+from quire.spec.events import AllCleared, Namespace
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
@@ -14,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flushed:
-    """What a flush did, in tokens. `held_tokens` are in use by running requests and stay until they are flushed again;
+    """What a flush did, in tokens. `held_tokens` are in use by running requests, which nobody else finds any more;
     `num_retentions` are no longer kept."""
 
     flushed_tokens: int
@@ -22,15 +37,45 @@ class Flushed:
     num_retentions: int
 
 
-def flush(cache: KVCache, namespace: Namespace | None, *, num_retentions: int = 0) -> Flushed:
-    """Forget what is cached of a namespace, or of all, and held by nobody. `num_retentions` were let go of before."""
+def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
+    """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it."""
+    if cache.tiers is not None:
+        cache.tiers.forget_stored(namespace)
+    return _forget(cache, namespace)
+
+
+def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
+    """What is cached from now on is of another model, or of other weights of this one, and nothing else is found.
+
+    No step may be launched between the change of the weights and this. What is stored of the old ones stays where it
+    is, under names that this cache does not ask for any more.
+    """
+    if cache.tiers is not None:
+        cache.tiers.abandon(None)
+    done = _forget(cache, None)
+    identity = layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups])
+    cache.tree.rename(identity)
+    if cache.tiers is not None:
+        cache.tiers.rename(identity)
+    return done
+
+
+def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
+    tree = cache.tree
+    num_retentions = cache.retention.forget(namespace)
+    for kv in cache.live_requests:
+        if namespace in (None, kv.namespace):
+            kv.shares = False
+    if cache.prefetcher is not None:
+        cache.prefetcher.abandon(namespace)
+    roots = {space: root for space, root in tree.roots().items() if namespace in (None, space)}
+    pages = np.concatenate([flush_namespace(tree, space) for space in roots] or [np.empty(0, dtype=np.int32)])
+    cache._give_back(pages)
     if namespace is None:
-        flushed, held = cache.clear(), cache.tree.num_pages
-    else:
-        pages = flush_namespace(cache.tree, namespace)
-        cache._give_back(pages)
-        root = cache.tree.root(namespace)
-        flushed, held = len(pages), sum(node.num_pages for node in nodes_below(root)) if root is not None else 0
+        tree.ghosts.clear()
+        if tree._emit is not None:
+            tree._emit(AllCleared())
+    held = [sum(node.num_pages for node in nodes_below(root)) for root in roots.values() if root in tree.orphans]
     cache.num_changes += 1
     size = cache.page_size
-    return Flushed(flushed_tokens=flushed * size, held_tokens=held * size, num_retentions=num_retentions)
+    return Flushed(flushed_tokens=len(pages) * size, held_tokens=sum(held) * size, num_retentions=num_retentions)

@@ -180,8 +180,9 @@ class GroupCache(ABC):
         them, which others had cached before. `marks` are the resume points it leaves, in pages."""
 
     @abstractmethod
-    def passed(self, row: RowPages) -> list[Given]:
-        """As `commit`, where nothing is shared: pages up to `row.protected` are whole and stay private."""
+    def passed(self, row: RowPages, cached: int) -> list[Given]:
+        """As `commit`, where nothing is shared: pages up to `row.protected` are whole and stay private, but for the
+        first `cached`, which it began on."""
 
     @abstractmethod
     def finish(self, row: RowPages) -> list[Given]:
@@ -256,7 +257,7 @@ class WholeGroup(GroupCache):
         self._revive(ours, row.pages[start : start + len(ours)])
         return []
 
-    def passed(self, row: RowPages) -> list[Given]:
+    def passed(self, row: RowPages, cached: int) -> list[Given]:
         return []
 
     def finish(self, row: RowPages) -> list[Given]:
@@ -331,9 +332,11 @@ class PassingGroup(WholeGroup):
             Given(self.index, passed[ranks == rank].copy(), rank) for rank in Rank if np.count_nonzero(ranks == rank)
         ]
 
-    def passed(self, row: RowPages) -> list[Given]:
+    def passed(self, row: RowPages, cached: int) -> list[Given]:
         first, after = self._advance(row)
-        return [Given(self.index, dropped=row.pages[first:after].copy())] if after > first else []
+        ours = max(first, min(after, cached))
+        unpinned, dropped = row.pages[first:ours].copy(), row.pages[ours:after].copy()
+        return [Given(self.index, unpinned, dropped=dropped)] if after > first else []
 
     def finish(self, row: RowPages) -> list[Given]:
         read = row.pages[self.first[row.row] : row.protected]

@@ -6,7 +6,6 @@ from collections import deque
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES
 from quire.memory.allocator import PageFrames
 from quire.prefix.shelf import Rank, Shelf
 from quire.spec.ids import Bools, Ids
@@ -28,6 +27,7 @@ class HostGroup:
         self._quarantined: deque[int] = deque()
         self._busy = np.zeros(frames.num_frames + 1, dtype=np.int32)  # moves that read a frame, whoever has it
         self._left: set[int] = set()  # frames that are nobody's, and read still
+        self._distrusted = np.zeros(frames.num_frames + 1, dtype=np.bool_)  # to be set aside when they come back
         self.dropped_frames = 0
 
     @property
@@ -54,6 +54,13 @@ class HostGroup:
     def quarantined(self) -> list[int]:
         """The frames set aside, oldest first."""
         return list(self._quarantined)
+
+    def statistics(self) -> dict[str, int]:
+        """Frames by owner, which sum to `total`; `moving` ones are a move's, or were given up while one reads them."""
+        cached = int(np.count_nonzero(self.column[1:]))
+        moving = self.num_frames - self.num_free - self.num_quarantined - cached
+        counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": self.num_quarantined}
+        return {"total": self.num_frames, **counts}
 
     @property
     def column(self) -> Ids:
@@ -89,13 +96,40 @@ class HostGroup:
         self._give_back(pages)
 
     def _give_back(self, pages: Ids) -> None:
-        if self._busy[self.column[pages]].any():
-            frames = self.column[pages]
-            busy = self._busy[frames] > 0
-            self._left.update(frames[busy].tolist())
-            self.frames.frames.unbind(self.frames.tier, self.index, pages[busy])
-            pages = pages[~busy]
+        frames = self.column[pages]
+        held = (self._busy[frames] > 0) | self._distrusted[frames]
+        if held.any():
+            self.frames.frames.unbind(self.frames.tier, self.index, pages[held & (frames > 0)])
+            self._release(frames[held & (frames > 0)])
+            pages = pages[~held]
         self.frames.drop(pages)
+
+    def _release(self, frames: Ids) -> None:
+        """Frames that are nobody's are free, once nobody reads them, or set aside."""
+        busy = self._busy[frames] > 0
+        self._left.update(frames[busy].tolist())
+        aside = ~busy & self._distrusted[frames]
+        self._distrusted[frames[aside]] = False
+        self.quarantine(frames[aside])
+        self.untake(np.sort(frames[~busy & ~aside]))
+
+    def distrust(self, pages: Ids) -> None:
+        """What the frames of these pages hold is wrong: they are not used again soon, and saved anew if they can be."""
+        frames = self.column[pages]
+        self._distrusted[frames[frames > 0]] = True
+
+    def is_distrusted(self, pages: Ids) -> Bools:
+        """Per page: whether its frame holds something else than it should."""
+        distrusted: Bools = self._distrusted[self.column[pages]]
+        return distrusted
+
+    def let_go(self, pages: Ids) -> None:
+        """Pages whose frames hold something else have none any more: the caller has others for them."""
+        pages = pages[self.is_distrusted(pages)]
+        if self.shelf is not None:
+            pages = pages[self.shelf.pins(pages) == 0]
+            self.shelf.remove(pages)
+        self._give_back(pages)
 
     def begin_reading(self, frames: Ids) -> None:
         """A move reads these frames; they are not used for anything else until `end_reading`."""
@@ -107,7 +141,7 @@ class HostGroup:
         free = [frame for frame in frames.tolist() if frame in self._left and not self._busy[frame]]
         if free:
             self._left.difference_update(free)
-            self.untake(np.array(sorted(free), dtype=np.int32))
+            self._release(np.array(free, dtype=np.int32))
 
     @property
     def left(self) -> list[int]:
@@ -134,20 +168,7 @@ class HostGroup:
             self.shelf.unpin(pages, Rank.PASSED)
 
     def quarantine(self, frames: Ids) -> None:
-        """Set frames aside that a move has, or that were taken from their pages (`take_away`)."""
+        """Set aside frames that are nobody's and that nobody reads."""
         self._quarantined.extend(frames.tolist())
         while len(self._quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
-            frame = self._quarantined.popleft()
-            if self._busy[frame]:
-                self._left.add(frame)
-            else:
-                self.untake(np.array([frame], dtype=np.int32))
-
-    def take_away(self, pages: Ids) -> Ids:
-        """The frames of these pages, which have none any more, are the caller's."""
-        pages = pages[self.resident(pages)]
-        if not len(pages):
-            return NO_PAGES
-        if self.shelf is not None:
-            self.shelf.remove(pages)
-        return self.frames.frames.unbind(self.frames.tier, self.index, pages)
+            self.untake(np.array([self._quarantined.popleft()], dtype=np.int32))

@@ -25,12 +25,15 @@ from quire.cache.build import build_groups
 from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
+from quire.cache.kept_frames import KeptFrames
 from quire.cache.prefetch import Prefetch, Prefetcher
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
+from quire.cache.retention import RETAIN_SHARE, Retention
+from quire.cache.room import Room
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.running_tables import RunningTables
-from quire.cache.statistics import CacheStatistics, count_frames
+from quire.cache.statistics import CacheStatistics, cache_statistics
 from quire.cache.tier_settings import TierSettings
 from quire.cache.tiering import Tiering
 from quire.errors import InvalidInput, OutOfPages
@@ -39,6 +42,7 @@ from quire.memory.frames import FrameTable
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
+from quire.prefix.flush import sweep
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
 from quire.prefix.shelf import Rank
@@ -46,7 +50,6 @@ from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
-from quire.tiers.moves import Move
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512
@@ -60,7 +63,8 @@ class KVCache(RunningTables):
     With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
     and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
     the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
-    With `page_tables`, `page_table_changes` tells a device what it has to hear of.
+    With `page_tables`, `page_table_changes` tells a device what it has to hear of. `retain_share` is what of the plan's
+    pages may be kept for callers (`retention`).
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class KVCache(RunningTables):
         page_tables: bool = False,
         seconds: Callable[[], float] = time.monotonic,
         tiers: TierSettings | None = None,
+        retain_share: float = RETAIN_SHARE,
     ) -> None:
         num_pages = plan.num_pages + (tiers.num_pages(plan) if tiers is not None else 0)
         below = (Tier.HOST,) if tiers is not None else ()
@@ -100,12 +105,24 @@ class KVCache(RunningTables):
         self.holders: list[Callable[[], Sequence[Lease]]] = []  # who else keeps prefixes, for audits
         self.tiers = None
         if tiers is not None:
-            self.tiers = Tiering(tiers, plan, table, self.groups, self.tree, identity, self._give_back)
+            self.tiers = Tiering(tiers, plan, table, self.groups, self.tree, identity, self._give_back, seconds)
             self.holders.append(self.tiers.leases)
         self.prefetcher = None
         if self.tiers is not None and tiers is not None and tiers.stores:
             self.prefetcher = Prefetcher(self.tiers, self.tree, self.groups, self.pages, seconds)
             self.holders.append(self.prefetcher.leases)
+        self.retention = Retention(
+            self.tree,
+            plan,
+            KeptFrames(self.groups, self.tiers, largest=pages_for(plan.largest_request, plan.page_size)),
+            share=retain_share,
+            seconds=seconds,
+            on_let_go=self._room_came_back,
+        )
+        self.holders.append(lambda: self.retention.leases)
+        if self.tiers is not None:
+            self.tiers.losing = self.retention.lose
+        self._room = Room(self)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
@@ -171,10 +188,14 @@ class KVCache(RunningTables):
         explanation = self.explain(tokens, namespace, hit=hit) if self.explains and not resumed else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         pages = hit.pages
-        loads = self._bring(lease, namespace, pages, label) if self.tiers is not None else []
+        loads = self._room.bring(lease, namespace, pages, label) if self.tiers is not None else []
         row = self._table.free.pop()
-        kv = RequestKV(row, namespace, lease, hit.num_tokens, len(tokens), label, explanation)
+        kv = RequestKV(
+            row, namespace, lease, hit.num_tokens, len(tokens), label, explanation, shares=self.share_prefixes
+        )
         kv.loads = loads
+        kv.num_storage = hit.choice.storage_pages * self.page_size
+        kv.num_host = hit.choice.host_pages * self.page_size - kv.num_storage
         self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)
@@ -272,7 +293,7 @@ class KVCache(RunningTables):
             have, room = self._committed[row], self._allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
-        if self.tiers is not None and self.tiers.num_bad and self.share_prefixes:
+        if self.tiers is not None and self.tiers.num_bad and kv.shares:
             found = self.tree.match(kv.namespace, tokens[: end * self.page_size])
             if self.tiers.bad[found.pages].any():
                 return  # until what cannot be had is forgotten: nothing may be cached behind it
@@ -280,8 +301,10 @@ class KVCache(RunningTables):
         if end == start:
             return
         pages = self._rows[row]
-        if not self.share_prefixes:
-            self._retire(given=[part for group in self._partial for part in group.passed(RowPages(row, pages, end))])
+        if not kv.shares:
+            whole = RowPages(row, pages, end)
+            cached = kv.lease.num_pages
+            self._retire(given=[part for group in self._partial for part in group.passed(whole, cached)])
             return
         inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
         duplicates = inserted.duplicates
@@ -310,14 +333,15 @@ class KVCache(RunningTables):
         row = self._row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
-            self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
+            if kv.shares:
+                self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
         first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
         private = self._rows[row, first:last].copy()
         given: list[Given] = []
         if self._partial:
             whole = RowPages(row, self._rows[row, :last].copy(), first)
             given = [part for group in self._partial for part in group.finish(whole)]
-        if self.tiers is not None and first and tokens is not None:
+        if self.tiers is not None and first and tokens is not None and kv.shares:
             self.tiers.finished(kv, self._rows[row, :first].copy(), returns=returns)
         self._rows[row, :last] = 0
         self._allocated[row] = self._committed[row] = 0
@@ -340,15 +364,29 @@ class KVCache(RunningTables):
         return len(victims)
 
     def clear(self) -> int:
-        """Forget everything cached that no request holds; returns the number of pages."""
+        """Forget everything cached that nobody holds, in all tiers; returns the number of pages.
+
+        What requests hold stays cached, and what is kept for callers: `quire.cache.flush.flush` ends both.
+        """
+        if self.tiers is not None:
+            self.tiers.forget_stored(None)
+        if self.prefetcher is not None:
+            self.prefetcher.abandon(None)
         pages = self.tree.clear()
         self._give_back(pages)
         return len(pages)
+
+    def sweep(self) -> None:
+        """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
+        if self.tree.orphans:
+            self._give_back(sweep(self.tree))
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
         """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
         `num_pages` pages. From now on it means to: another one waits for that prefix."""
         row = self._row_of(kv)
+        if self.share_prefixes and not kv.shares:
+            return False
         kv.marks.setdefault(num_pages, Rank.USED)
         return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self.groups)
 
@@ -389,6 +427,9 @@ class KVCache(RunningTables):
         """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
         if self.tiers is None or not self.tiers.settle():
             return False
+        if self.tiers.num_bad:
+            self.retention.lose(self.tiers.bad)
+        self.sweep()
         self.num_changes += 1
         return True
 
@@ -437,7 +478,11 @@ class KVCache(RunningTables):
         """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
         a request gives back what it has passed: the rest fits when these have settled."""
         slack = -int(self._allocated[self._row_of(kv)]) % self.page_size
-        passing = [g.num_free + g.num_evictable for g in self.groups if not g.reach.whole and not g.reach.carried]
+        passing = [
+            g.num_free + g.num_evictable + self.retention.num_soft_frames(g.index)
+            for g in self.groups
+            if not g.reach.whole and not g.reach.carried
+        ]
         return max(1, min(count, slack + min(passing) * self.page_size)) if passing else count
 
     @property
@@ -447,8 +492,8 @@ class KVCache(RunningTables):
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `extend` could find: free ones and evictable ones."""
-        return self.num_free_pages + self.tree.num_evictable
+        """Pages that `extend` could find: free ones, evictable ones, and those that are kept until they are missed."""
+        return self.num_free_pages + self.tree.num_evictable + self.retention.num_soft
 
     def why_not(self, hit: PrefixHit, num_pages: int, running: Sequence[tuple[RequestKV, int]], reserve: int) -> str:
         """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
@@ -459,8 +504,9 @@ class KVCache(RunningTables):
         rows = self._rows_of([kv for kv, _ in running])
         reached = np.array([pages for _, pages in running], dtype=np.int64)
         have = -(-self._allocated[rows] // self.page_size)
-        claims = [group_claim(group, hit, num_pages, rows, have, reached, reserve) for group in self.groups]
-        claims.append(pages_claim(self.num_available_pages, hit, num_pages, have, reached, reserve))
+        kept = self.retention
+        claims = [group_claim(group, kept, hit, num_pages, rows, have, reached, reserve) for group in self.groups]
+        claims.append(pages_claim(self.num_available_pages, kept, hit, num_pages, have, reached, reserve))
         return first_refusal(claims, len(running))
 
     @property
@@ -479,24 +525,7 @@ class KVCache(RunningTables):
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""
-        frames = {group.name: count_frames(group, self.retired) for group in self.groups}
-        return CacheStatistics(
-            prompt_tokens=self._prompt_tokens,
-            hit_tokens=self._hit_tokens,
-            explained_tokens=dict(self._causes) if self.explains else {},
-            committed_pages=self._committed_pages,
-            duplicate_pages=self._duplicate_pages,
-            evicted_pages=self._evicted_pages,
-            evictions=self._evictions,
-            shared_pages=self.tree.num_shared,
-            peak_shared_pages=self._peak_shared,
-            cached_pages=self.tree.num_pages,
-            evictable_pages=self.tree.num_evictable,
-            num_pages=self.plan.num_pages,
-            page_size=self.page_size,
-            frames=frames,
-            tiers=self.tiers.statistics() if self.tiers is not None else None,
-        )
+        return cache_statistics(self)
 
     # -- inside
 
@@ -508,67 +537,13 @@ class KVCache(RunningTables):
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
-        Whole pages go where pages are short, or frames of a group that has all of them; where another group is short,
-        its frames of cached pages go, and the pages stay.
+        What goes for it, and in which order, is `quire.cache.room`'s.
         """
         if num_new <= self.pages.num_free_pages and all(
             (len(rows) if group.reach.carried else num_new) <= group.num_free for group in self._scarce
         ):
             return
-        wanted = [group.wanted(rows, num_new) for group in self.groups]
-        if self._short(wanted, num_new) and self.tiers is not None:
-            while self._short(wanted, num_new) and self.tiers.wait():
-                self.settle_moves()
-                wanted = [group.wanted(rows, num_new) for group in self.groups]
-        self._free_up(wanted, num_new, names_of(kvs, self._allocated[rows] % self.page_size == 0))
-
-    def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
-        """What is short even if everything evictable goes, of so many frames by group and so many pages."""
-        short = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(self.groups, wanted, strict=True)]
-        short.append(("pages", num_new, self.pages.num_free_pages, self.tree.num_evictable + self.tree.num_below))
-        for name, n, have, more in short:
-            if n > have + more:
-                holders = f"{len(self._live)} running requests hold the rest"
-                return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)
-        return None
-
-    def _free_up(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
-        """Evict until so many frames by group and so many pages are free. Raises OutOfPages before that."""
-        error = self._short(wanted, num_new)
-        if error is not None:
-            raise error
-        whole = [n - g.num_free for g, n in zip(self.groups, wanted, strict=True) if g.reach.whole]
-        missing = max(num_new - self.pages.num_free_pages, *whole, 0)
-        if missing > 0 and whole and self.tiers is not None:
-            evicted = self.tree.evict_device(missing, cause, self.tiers.keep)
-            self._evicted_pages += len(evicted.removed)
-            self._evictions += 1
-            self.tiers.left_device(evicted.moved)
-            self._give_back(evicted.removed)
-        elif missing > 0:
-            self.evict(missing, cause)
-        for group, n in zip(self.groups, wanted, strict=True):
-            if n > group.num_free:
-                group.evict(n - group.num_free)
-
-    def _bring(self, lease: Lease, namespace: Namespace, pages: Ids, cause: str) -> list[Move]:
-        """Start to load what the device lacks of a leased path; what has to arrive before a step may read it. Raises
-        OutOfPages, with the lease released, where there is no room."""
-        assert self.tiers is not None
-        missing = self.tiers.missing(pages)
-        if any(map(len, missing)):
-            held = self.tiers.hold(pages)
-            try:
-                self._free_up(list(map(len, missing)), 0, cause)
-                if self.tiers.load(namespace, lease.node, pages, missing) is None:
-                    waits = "loads that are on their way take all there is room for"
-                    raise OutOfPages(group="loads", wanted=sum(map(len, missing)), free=0, held_by=waits)
-            except OutOfPages:
-                self.tree.release(lease)
-                raise
-            finally:
-                self.tiers.let_go(held)
-        return self.tiers.loads_of(pages)
+        self._room.make(rows, num_new, names_of(kvs, self._allocated[rows] % self.page_size == 0))
 
     def _grow(self, rows: Rows, num_new: int) -> Ids:
         """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
@@ -601,6 +576,11 @@ class KVCache(RunningTables):
         if lease is not None:
             self.tree.release(lease)
         self._give_back(pages)
+        self.sweep()
+
+    def _room_came_back(self) -> None:
+        """Requests that wait may fit now: what they wait for counts as a change."""
+        self.num_changes += 1
 
     def _give_back(self, pages: Ids) -> None:
         if not len(pages):

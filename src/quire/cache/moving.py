@@ -38,6 +38,7 @@ class Moving:
     on_device: bool
     on_host: bool
     serial: int = 0
+    abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
     pinned: bool = field(default=False)
 
     @property

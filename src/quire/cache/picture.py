@@ -17,6 +17,7 @@ from quire.cache.fences import Retired
 from quire.cache.groups import GroupCache
 from quire.cache.request_kv import RequestKV
 from quire.prefix.node import Lease, Node
+from quire.spec.ids import Tier
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
@@ -139,6 +140,7 @@ class GroupPicture:
                     self.carried += group.frames_of(row.kv.row).tolist()
             if cache.tiers is not None:
                 self.readers += cache.tiers.readers(group.index, on_device=True).tolist()
+            self.readers += cache.retention.readers(group.index, Tier.DEVICE).tolist()
             self.pins = group.shelf.pins(_ALL).tolist()
             self.shelved = group.shelf.on_shelf(_ALL).nonzero()[0].tolist()
             self.num_pinned = group.shelf.num_pinned
@@ -198,7 +200,7 @@ class Picture:
     def _tree(self, cache: KVCache, before: Picture | None) -> Tree:
         tree = cache.tree
         nodes = list(tree.nodes())
-        roots = list(tree.roots().values())
+        roots = tree.tops()
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
         ends += [lease.node for holder in cache.holders for lease in holder()]
         edges = [
@@ -226,7 +228,7 @@ class Picture:
             old = before.groups[group.index]
             read_in_part = group.shelf is not None  # then what it holds depends on what rows and steps in flight do
             same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
-            same &= cache.tiers is None
+            same &= cache.tiers is None and not (read_in_part and len(cache.retention))
             if same and old.books == books:
                 return old
         return GroupPicture(cache, group, books, self.requests.rows, self.waits)

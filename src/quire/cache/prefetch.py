@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
-from quire.cache.moving import Part
 from quire.cache.tier_settings import PrefetchPolicy
 from quire.cache.tiering import Tiering
 from quire.errors import OutOfPages
@@ -29,6 +28,10 @@ from quire.tiers.moves import MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
 _PIECE_BYTES = 8 << 20
+_LEAST_PATIENCE = 0.02
+"""Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
+that was often the case: waiting must not cost what it seldom brings."""
+_LEARNS = 0.2
 _MOST_AT_ONCE = 16
 """Requests that read ahead: each keeps the prefix that it has already, which others could not use then."""
 
@@ -38,14 +41,15 @@ class Prefetch:
     `stop_at` is when waiting stops being worth it."""
 
     __slots__ = (
+        "abandoned",
         "done",
         "fetching",
         "keys",
+        "last",
         "lease",
         "limit",
         "move",
         "namespace",
-        "num_fetched",
         "since",
         "start",
         "stop_at",
@@ -62,9 +66,9 @@ class Prefetch:
         self.lease = lease
         self.move: Move | None = None
         self.fetching: list[tuple[int, Ids, Ids]] = []  # (group, places on the path, host frames) of the piece
-        self.num_fetched = 0
+        self.last = start  # the page behind that piece
         self.since = self.stop_at = 0.0
-        self.done = self.stopped = False
+        self.done = self.stopped = self.abandoned = False
 
 
 class Prefetcher:
@@ -85,6 +89,7 @@ class Prefetcher:
         self._seconds = seconds
         self._size = pages.page_size
         self._record_bytes = tiering.settings.record_bytes
+        self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
         self._running: dict[Move, Prefetch] = {}
         self._first: set[bytes] = set()  # the first page that each one asks for
         tiering.fetched = self._ended
@@ -111,7 +116,7 @@ class Prefetcher:
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
         tiering = self._tiering
-        if not self.has_room:
+        if not self.has_room or tiering.forgetting.covers(tiering.scope(namespace)):
             return None
         limit = max(0, len(tokens) - 1) // self._size
         found = self._tree.match(namespace, tokens)
@@ -126,7 +131,8 @@ class Prefetcher:
         units = [Units(group.index, NO_PAGES, NO_PAGES, keys) for group in self._groups]
         prefetch = Prefetch(namespace, tokens, keys, start, self._tree.pin_path(found, start))
         prefetch.since = self._seconds()
-        prefetch.stop_at = prefetch.since + tiering.break_even.deadline((limit - start) * self._size, 0)
+        patience = max(_LEAST_PATIENCE, self._found)
+        prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         if not self._submit(prefetch, Move(Link.LOOK, units, tiering.scope(namespace))):
             self._tree.unpin(prefetch.lease)
             return None
@@ -136,7 +142,7 @@ class Prefetcher:
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting. Where it should not, no more is fetched for it."""
         settings = self._tiering.settings
-        if prefetch.done or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
+        if prefetch.done or prefetch.abandoned or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
             return False
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:
             return True
@@ -157,6 +163,13 @@ class Prefetcher:
         if prefetch.move is not None:
             prefetch.move.stop()
 
+    def abandon(self, namespace: Namespace | None) -> None:
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        for prefetch in self._running.values():
+            if namespace in (None, prefetch.namespace):
+                prefetch.abandoned = True
+                self.stop(prefetch)
+
     # -- inside
 
     def _submit(self, prefetch: Prefetch, move: Move) -> bool:
@@ -169,7 +182,10 @@ class Prefetcher:
     def _ended(self, move: Move) -> None:
         prefetch = self._running.pop(move)
         prefetch.move = None
-        if move.link is Link.LOOK:
+        if prefetch.abandoned:
+            self._give_up(prefetch.fetching)
+            prefetch.fetching = []
+        elif move.link is Link.LOOK:
             self._looked(prefetch, move)
         else:
             self._fetched(prefetch, move)
@@ -180,7 +196,6 @@ class Prefetcher:
         prefetch.done = True
         self._first.discard(prefetch.keys[0])
         self._tree.unpin(prefetch.lease)
-        self._tiering.counters.storage_hit_tokens += prefetch.num_fetched * self._size
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """Decide how far to fetch: behind the last page where every group could resume."""
@@ -193,6 +208,8 @@ class Prefetcher:
             usable &= group.reach.resumable(np.concatenate((self._resident(group, cached), found)))
         ends = np.flatnonzero(usable) + 1
         wanted = int(ends[-1]) if len(ends) else 0
+        share = max(0, wanted - prefetch.start) / len(prefetch.keys)
+        self._found += _LEARNS * (share - self._found)
         if wanted <= prefetch.start:
             return
         tokens = (wanted - prefetch.start) * self._size
@@ -200,6 +217,8 @@ class Prefetcher:
             len(self._places(group, prefetch, wanted)) * size
             for group, size in zip(self._groups, self._record_bytes, strict=True)
         )
+        if not num_bytes:
+            return
         even, mover = self._tiering.break_even, self._tiering.mover
         if not self._tiering.settings.always and not even.worth(
             Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)
@@ -225,18 +244,30 @@ class Prefetcher:
 
     def _fetch(self, prefetch: Prefetch) -> bool:
         """Fetch the next piece; False where there is no room for any of it."""
-        tiering, first = self._tiering, prefetch.limit
+        while prefetch.limit < prefetch.wanted and not prefetch.stopped:
+            last, places = self._piece(prefetch)
+            if last <= prefetch.limit or self._pages.num_free_pages < last - prefetch.limit:
+                return False
+            if any(map(len, places)):
+                return self._bring(prefetch, last, places)
+            self._keep(prefetch, prefetch.limit, last)  # whoever begins behind these pages reads nothing of them
+        return False
+
+    def _piece(self, prefetch: Prefetch) -> tuple[int, list[np.ndarray]]:
+        """The page behind the next piece, and by group the places of what has to come, for which there is room."""
         per_page = max(1, sum(self._record_bytes))
-        last = min(prefetch.wanted, first + max(1, _PIECE_BYTES // per_page))
+        last = min(prefetch.wanted, prefetch.limit + max(1, _PIECE_BYTES // per_page))
         places = [self._places(group, prefetch, prefetch.wanted) for group in self._groups]
         places = [at[at < last] for at in places]
-        for host, at in zip(tiering.hosts, places, strict=True):
-            room = tiering.host_room(host, len(at))
+        for host, at in zip(self._tiering.hosts, places, strict=True):
+            room = self._tiering.host_room(host, len(at))
             if room < len(at):
                 last = min(last, int(at[room]))
-        if last <= first or self._pages.num_free_pages < last - first:
-            return False
-        places = [at[at < last] for at in places]
+        return last, [at[at < last] for at in places]
+
+    def _bring(self, prefetch: Prefetch, last: int, places: list[np.ndarray]) -> bool:
+        """Start to fetch a piece; False where too much is on its way."""
+        tiering = self._tiering
         fetching: list[tuple[int, Ids, Ids]] = []
         units = []
         for group, host, at in zip(self._groups, tiering.hosts, places, strict=True):
@@ -245,7 +276,7 @@ class Prefetcher:
                 fetching.append((group.index, at, frames))
                 units.append(Units(group.index, NO_PAGES, frames, tuple(self._key(prefetch, i) for i in at.tolist())))
         num_bytes = sum(len(at) * self._record_bytes[group] for group, at, _ in fetching)
-        prefetch.fetching = fetching
+        prefetch.fetching, prefetch.last = fetching, last
         if not self._submit(prefetch, Move(Link.FETCH, units, tiering.scope(prefetch.namespace), num_bytes)):
             self._give_up(fetching)
             return False
@@ -266,29 +297,34 @@ class Prefetcher:
         tiering, fetching = self._tiering, prefetch.fetching
         prefetch.fetching = []
         tiering.break_even.moved(Link.FETCH, move.moved_bytes, move.seconds)
-        end = min(prefetch.wanted, max(int(at[-1]) + 1 for _, at, _ in fetching))
+        end = prefetch.last
         for (_, at, _), defects in zip(fetching, move.defects, strict=True):
             wrong = [place for place, defect in zip(at.tolist(), defects, strict=True) if defect]
             end = min([end, *wrong])
             tiering.counters.corrupt(Tier.STORAGE, [d for d in defects if d not in ("", MISSING, REFUSED, "failed")])
         if move.error:
             tiering.counters.failed_moves += 1
-        if end < max(int(at[-1]) + 1 for _, at, _ in fetching):
+        if end < prefetch.last:
             prefetch.wanted = prefetch.limit  # nothing behind it is of use
         first = prefetch.limit
         if end > first:
             self._keep(prefetch, first, end)
+            self._tree.keep(prefetch.lease, first, end)  # what another request has cached meanwhile, too
         cached = tiering.path(prefetch.lease.node)
+        counted = self._tree.kept_on(prefetch.lease)
         for group, at, frames in fetching:
             host = tiering.hosts[group]
             good = at < min(end, len(cached))
-            host.untake(frames[~good])
+            if host.shelf is None:
+                good[good] = counted[at[good]]
             pages = cached[at[good]]
-            ranks = np.full(len(pages), Rank.USED, dtype=np.int8) if host.shelf is not None else None
-            bound = tiering.bind(Part(group, pages, at[good], NO_PAGES, frames[good], ranks), prefetch.lease)
-            tiering.counters.fetched_frames += bound
-            tiering.counters.fetched_bytes += bound * self._record_bytes[group]
-            tiering.stored(group, pages)
+            fresh = ~host.resident(pages)
+            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if host.shelf is not None else None
+            host.bind(pages[fresh], frames[good][fresh], ranks)
+            host.untake(np.concatenate((frames[~good], frames[good][~fresh])))
+            tiering.counters.fetched_frames += int(np.count_nonzero(fresh))
+            tiering.counters.fetched_bytes += int(np.count_nonzero(fresh)) * self._record_bytes[group]
+            tiering.stored(group, pages[fresh])
 
     def _keep(self, prefetch: Prefetch, first: int, end: int) -> None:
         """Pages `first..end - 1` of the path are cached from now on, below the device."""
@@ -306,4 +342,3 @@ class Prefetcher:
             inserted.pages[mine:], prefetch.keys[first + mine - prefetch.start : end - prefetch.start]
         )
         prefetch.limit = end
-        prefetch.num_fetched += end - first - mine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.prefix.radix_cache import Match
+from quire.prefix.match import Match
 from quire.spec.ids import Ids
 
 
@@ -14,13 +14,15 @@ class Choice:
     """How many pages of a cached prefix are reused. `limited_by` names a group that could not resume further on.
 
     `loads` counts by group the frames that come from the host, and `host_pages` the pages that are reused thanks to
-    them; `declined_pages` could be had from there, and are computed again because that is quicker.
+    them, of which `storage_pages` had been fetched from storage and not been used since; `declined_pages` could be had
+    from there, and are computed again because that is quicker.
     """
 
     num_pages: int
     limited_by: str = ""
     loads: Sequence[int] = ()
     host_pages: int = 0
+    storage_pages: int = 0
     declined_pages: int = 0
 
 

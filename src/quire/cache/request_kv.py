@@ -19,7 +19,20 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = ("explanation", "label", "lease", "loads", "marks", "namespace", "num_cached", "num_prompt", "row")
+    __slots__ = (
+        "explanation",
+        "label",
+        "lease",
+        "loads",
+        "marks",
+        "namespace",
+        "num_cached",
+        "num_host",
+        "num_prompt",
+        "num_storage",
+        "row",
+        "shares",
+    )
 
     def __init__(
         self,
@@ -30,13 +43,17 @@ class RequestKV:
         num_prompt: int,
         label: str = "",
         explanation: Explanation | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
         self.row = row
         self.namespace = namespace
         self.lease = lease
         self.num_cached = num_cached  # tokens of the hit it began with
+        self.num_host = self.num_storage = 0  # tokens of these that came from host memory, and from storage
         self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
         self.label = label  # what others call it
+        self.shares = shares  # whether what it computes becomes reusable: not any more once its namespace is flushed
         self.explanation = explanation  # why it was no more, where the cache explains
         self.loads: list[Move] = []  # that bring pages of its prefix to the device
         self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones

@@ -23,14 +23,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.kept_frames import KeptFrames, PinnedFrames
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import namespace_seed
+from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
-from quire.prefix.radix_cache import Match, RadixCache
+from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
+
+RETAIN_SHARE = 0.25
+"""Of the plan's pages: what may be kept, where nothing else is said."""
 
 MOST_SECONDS = 86_400.0
 """The longest time for which something can be kept without asking again."""
@@ -43,7 +48,8 @@ class Granted:
     """The answer to `Retention.retain`: of `asked_tokens`, the first `granted_tokens` are kept.
 
     `reason` says why not more; it is "" where all are. `retention_id` is what releases it, and "" where nothing is
-    kept: it cannot be guessed, and is told only to who asks for the same tokens of the same namespace.
+    kept: it cannot be guessed, and is told only to who asks for the same tokens of the same namespace. Of what is kept,
+    `host_tokens` are below the device now: they are loaded when they are used.
     """
 
     retention_id: str
@@ -52,6 +58,7 @@ class Granted:
     expires_in_seconds: float
     pinned: bool
     reason: str
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +83,26 @@ class RetainedList:
 class _Kept:
     """One retention. `expires_at` is in seconds of the clock; `order` tells those apart that are equal."""
 
-    __slots__ = ("expires_at", "key", "lease", "namespace", "order", "pinned", "priority", "retention_id")
+    __slots__ = ("expires_at", "frames", "key", "lease", "namespace", "order", "pinned", "priority", "retention_id")
 
-    def __init__(self, key: bytes, namespace: Namespace, order: int, lease: Lease, priority: int) -> None:
+    def __init__(
+        self, key: bytes, namespace: Namespace, order: int, lease: Lease, frames: list[PinnedFrames], priority: int
+    ) -> None:
         self.retention_id = f"retention-{secrets.token_hex(16)}"
         self.key = key
         self.namespace = namespace
         self.order = order
         self.lease = lease
+        self.frames = frames
         self.expires_at = 0.0
         self.priority = priority
         self.pinned = False
 
 
 class Retention:
-    """What callers asked to keep of `tree`, at most `share` of the plan's pages. It holds leases and nothing else.
+    """What callers asked to keep of `tree`, at most `share` of the plan's pages. It holds paths of the tree, whatever
+    tier they are in, and with `frames` what groups that are read in part need at their ends. To keep is not to use:
+    nothing is counted as a hit.
 
     Single-threaded, like the cache. `seconds` is the clock. `on_let_go` is called whenever something is kept no longer:
     requests that wait for room may try again.
@@ -98,14 +110,16 @@ class Retention:
 
     def __init__(
         self,
-        tree: RadixCache,
+        tree: TieredRadixCache,
         plan: MemoryPlan,
+        frames: KeptFrames,
         *,
         share: float,
         seconds: Callable[[], float] = time.monotonic,
         on_let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self._tree = tree
+        self._frames = frames
         self._size = plan.page_size
         self._seconds = seconds
         self._on_let_go = on_let_go
@@ -118,7 +132,7 @@ class Retention:
         self._order = itertools.count()
         self._pages = _PageCounts()
         self._pins = _PageCounts()
-        self.num_expired = self.num_given_up = 0
+        self.num_expired = self.num_given_up = self.num_lost = 0
 
     # -- asking
 
@@ -152,14 +166,17 @@ class Retention:
                 reason=reason,
             )
         if kept is None:
-            kept = _Kept(key, namespace, next(self._order), self._tree.lease(match, num_pages), priority)
+            lease = self._tree.pin_path(match, num_pages)
+            frames = self._frames.pin(match.pages[:num_pages], hard=False)
+            kept = _Kept(key, namespace, next(self._order), lease, frames, priority)
             self._kept[kept.retention_id] = self._by_key[key] = kept
             self._pages.add(match.pages[:num_pages])
         elif num_pages > kept.lease.num_pages:
             self._lengthen(kept, match, num_pages)
-        if pin and not kept.pinned and self._pins.cost(match.pages[:num_pages]) <= self._pin_room:
+        if pin and not kept.pinned and self._may_pin(match.pages[:num_pages]):
             kept.pinned = True
             self._pins.add(match.pages[:num_pages])
+            self._frames.harden(kept.frames)
         kept.priority = max(kept.priority, priority)
         if now + ttl_seconds > kept.expires_at:
             kept.expires_at = now + ttl_seconds
@@ -171,6 +188,7 @@ class Retention:
             expires_in_seconds=kept.expires_at - now,
             pinned=kept.pinned,
             reason=reason,
+            host_tokens=(kept.lease.num_pages - _num_here(kept.lease.node)) * self._size,
         )
 
     def release(self, retention_id: str) -> bool:
@@ -186,6 +204,15 @@ class Retention:
         gone = [kept for kept in self._kept.values() if namespace is None or kept.namespace == namespace]
         for kept in gone:
             self._let_go(kept)
+        return len(gone)
+
+    def lose(self, bad: Bools) -> int:
+        """Keep nothing that goes through a page that is `bad` (by page id): it cannot be had any more. Returns how many
+        retentions that were."""
+        gone = [kept for kept in self._kept.values() if bad[self._tree.path_pages(kept.lease)].any()]
+        for kept in gone:
+            self._let_go(kept)
+        self.num_lost += len(gone)
         return len(gone)
 
     # -- making room
@@ -209,28 +236,52 @@ class Retention:
 
     @property
     def num_soft(self) -> int:
-        """Pages that would be evictable without soft retentions: nobody else holds them. O(nodes kept)."""
-        return sum(node.num_pages for node in self._only_soft())
+        """Pages on the device that soft retentions alone keep from being evicted. O(nodes kept)."""
+        return sum(node.num_pages for node in self._only_soft() if node.here)
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
         """Which of `num_soft` a request would hold itself that begins on the first `num_pages` pages of a match."""
+        if not self._kept:
+            return 0
         only = self._only_soft()
-        return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in match.path if node in only)
+        path = [node for node in match.path if node.here and node in only]
+        return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in path)
+
+    def num_soft_frames(self, group: int) -> int:
+        """The same of frames of a group that is read in part."""
+        return self._frames.num_soft(group)
+
+    def num_soft_frames_of(self, group: int, pages: Ids) -> int:
+        """Which of these a request would hold itself that begins behind `pages`."""
+        return self._frames.num_soft_of(group, pages)
 
     def give_up(self, num_pages: int) -> int:
-        """Let go of soft retentions until so many pages have become evictable, the lowest priority first, then what
-        would expire first; returns how many have. Where others hold the same pages, letting go would bring nothing, and
-        they are kept."""
-        if num_pages <= 0:
+        """Let go of soft retentions until so many pages on the device have become evictable, the lowest priority first,
+        then what would expire first, and of the last one no more than is needed, from its end; returns how many have.
+        Where others hold the same pages, letting go would bring nothing, and they are kept."""
+        if num_pages <= 0 or not self._kept:
             return 0
         self.expire()
         before, only = self._tree.num_protected, self._only_soft()
-        left = sorted((kept for kept in self._soft() if kept.lease.node in only), key=_least)
-        while left and before - self._tree.num_protected < num_pages:
+        left = sorted((kept for kept in self._soft() if _last_here(kept.lease.node) in only), key=_least)
+        while left and (short := num_pages - before + self._tree.num_protected) > 0:
             at = next((i for i, kept in enumerate(left) if kept.lease.node.level == 1), 0)
-            self._let_go(left.pop(at))
+            self._let_go_of_end(left.pop(at), short)
             self.num_given_up += 1
         return before - self._tree.num_protected
+
+    def give_up_frames(self, group: int, num_frames: int) -> int:
+        """Likewise, until so many frames of a group that is read in part are to be had."""
+        gained = 0
+        self.expire()
+        for kept in sorted(self._soft(), key=_least):
+            if gained >= num_frames:
+                break
+            if self._frames.gain(kept.frames, group):
+                self._let_go(kept)
+                self.num_given_up += 1
+                gained += self._frames.gained(kept.frames, group)
+        return gained
 
     # -- looking
 
@@ -244,9 +295,29 @@ class Retention:
         return self._pages.distinct
 
     @property
+    def num_pinned(self) -> int:
+        """Of these, pages that are pinned."""
+        return self._pins.distinct
+
+    @property
+    def num_let_go(self) -> int:
+        """How often it let go of something by itself."""
+        return self.num_expired + self.num_given_up + self.num_lost
+
+    @property
     def leases(self) -> tuple[Lease, ...]:
         """Every lease it holds, for audits."""
         return tuple(kept.lease for kept in self._kept.values())
+
+    def readers(self, group: int, tier: Tier) -> Ids:
+        """Pages of a group whose frames it pins in that tier, once for each retention, for audits."""
+        runs = [
+            each.pages
+            for kept in self._kept.values()
+            for each in kept.frames
+            if each.group == group and each.tier is tier
+        ]
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
     def listing(self) -> RetainedList:
         """What is kept, in the order in which it would be let go of, pins last."""
@@ -279,8 +350,12 @@ class Retention:
     def _grant(self, asked: int, match: Match, kept: _Kept | None, pin: bool) -> tuple[int, str]:
         """How many pages to keep of a match of `asked` tokens, and why not more of them. What is kept already stays."""
         size, cached = self._size, match.num_pages
-        num_pages, reason = cached, ""
-        if cached < asked // size:
+        num_pages, limited = self._frames.end(match.pages)
+        reason = ""
+        if num_pages < cached:
+            because = f"group '{limited}' can resume" if limited else "damaged bytes let requests begin"
+            reason = f"{cached * size:,} of them are cached, and {because} no further on than that"
+        elif cached < asked // size:
             found = f"only {cached * size:,} of them are" if cached else "none of them is"
             reason = f"{found} cached; ask again when they have been computed"
         elif cached * size < asked:
@@ -288,8 +363,9 @@ class Retention:
         room = self.budget - self.num_pages
         if kept is None and len(self) >= MOST_RETENTIONS:
             num_pages, reason = 0, f"{MOST_RETENTIONS:,} retentions are the most there may be"
-        elif self._pages.cost(match.pages) > room:
-            num_pages, reason = self._pages.shared(match.pages) + room, self._no_budget(room)
+        elif self._pages.cost(match.pages[:num_pages]) > room:
+            most = self._pages.shared(match.pages[:num_pages]) + room
+            num_pages, reason = self._frames.end(match.pages[:most])[0], self._no_budget(room)
         if pin and self._pins.cost(match.pages[:num_pages]) > self._pin_room:
             pinned = self._pins.shared(match.pages) + self._pin_room
             reason = (
@@ -298,7 +374,12 @@ class Retention:
             )
             if kept is not None and pinned < kept.lease.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."
-            num_pages = pinned
+            num_pages = self._frames.end(match.pages[:pinned])[0]
+        if pin and num_pages and not self._frames.has_room(match.pages[:num_pages]):
+            reason = "what the longest request needs of groups that are read in part must find room beside pins"
+            if kept is not None and kept.pinned:
+                return min(num_pages, kept.lease.num_pages), f"kept as before: {reason}."
+            return num_pages, f"kept, but not pinned: {reason}."
         return num_pages, f"granted {num_pages * size:,} of {asked:,} tokens: {reason}." if reason else ""
 
     def _no_budget(self, room: int) -> str:
@@ -309,15 +390,36 @@ class Retention:
             return f"{budget} had {room * self._size:,} left"
         return f"{budget} is taken by {len(self)} retention{'s' if len(self) > 1 else ''}"
 
+    def _may_pin(self, pages: Ids) -> bool:
+        return self._pins.cost(pages) <= self._pin_room and self._frames.has_room(pages)
+
     def _lengthen(self, kept: _Kept, match: Match, num_pages: int) -> None:
-        """Keep more of the same prefix: lease first, so that what is kept is at no moment free to go."""
+        """Keep more of the same prefix: the new pins first, so that what is kept is at no moment free to go."""
         fresh = match.pages[kept.lease.num_pages : num_pages]
-        lease = self._tree.lease(match, num_pages)
-        self._tree.release(kept.lease)
-        kept.lease = lease
+        self._move(kept, self._tree.pin_path(match, num_pages), match.pages[:num_pages])
         self._pages.add(fresh)
         if kept.pinned:
             self._pins.add(fresh)
+
+    def _move(self, kept: _Kept, lease: Lease, pages: Ids) -> None:
+        """Keep the path of `lease` instead."""
+        frames = self._frames.pin(pages, hard=kept.pinned)
+        self._frames.unpin(kept.frames, hard=kept.pinned)
+        self._tree.unpin(kept.lease)
+        kept.lease, kept.frames = lease, frames
+
+    def _let_go_of_end(self, kept: _Kept, num_pages: int) -> None:
+        """Keep a soft retention for so many pages on the device less, or no longer."""
+        here = _num_here(kept.lease.node)
+        pages = self._tree.path_pages(kept.lease)
+        left = here - num_pages if _num_alone(kept.lease.node) > num_pages else 0
+        left, _ = self._frames.end(pages[: max(0, left)])
+        if not left:
+            self._let_go(kept)
+            return
+        self._move(kept, self._tree.pin_part(kept.lease, left), pages[:left])
+        self._pages.remove(pages[left:])
+        self._on_let_go()
 
     def _let_go(self, kept: _Kept) -> None:
         del self._kept[kept.retention_id], self._by_key[kept.key]
@@ -325,7 +427,8 @@ class Retention:
         self._pages.remove(pages)
         if kept.pinned:
             self._pins.remove(pages)
-        self._tree.release(kept.lease)
+        self._frames.unpin(kept.frames, hard=kept.pinned)
+        self._tree.unpin(kept.lease)
         self._on_let_go()
 
     def _remember(self, kept: _Kept) -> None:
@@ -341,6 +444,8 @@ class Retention:
         A node is held by the leases that end at it and by the levels of its children. Where those of soft retentions
         make up all of that, and the same is so of these children, nobody else is there. From the leaves up.
         """
+        if not self._kept:
+            return set()
         own = Counter(kept.lease.node for kept in self._soft())
         waiting = set(own)
         for end in own:
@@ -397,3 +502,27 @@ def _least(kept: _Kept) -> tuple[bool, int, float, int]:
 
 def _deepest(node: Node) -> int:
     return -node.depth
+
+
+def _last_here(end: Node) -> Node:
+    """The last node of a path that is on the device, or its root."""
+    node = end
+    while not node.here and node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _num_here(end: Node) -> int:
+    """Pages of a path that are on the device."""
+    node = _last_here(end)
+    return node.depth + node.num_pages
+
+
+def _num_alone(end: Node) -> int:
+    """Pages on the device that nobody holds but one who holds the path to `end`; they are its last ones there."""
+    count = 0
+    node: Node | None = end
+    while node is not None and node.level == 1:
+        count += node.num_pages if node.here else 0
+        node = node.parent
+    return count

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.cache.fences import Retired
 from quire.cache.groups import NO_PAGES, GroupCache
+
+if TYPE_CHECKING:
+    from quire.cache.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,28 @@ class CacheStatistics:
     page_size: int
     frames: dict[str, FrameCounts]
     tiers: dict[str, Any] | None = None
+
+
+def cache_statistics(cache: KVCache) -> CacheStatistics:
+    """A snapshot of a cache's counters and gauges."""
+    tree, retired = cache.tree, cache.retired
+    return CacheStatistics(
+        prompt_tokens=cache._prompt_tokens,
+        hit_tokens=cache._hit_tokens,
+        explained_tokens=dict(cache._causes) if cache.explains else {},
+        committed_pages=cache._committed_pages,
+        duplicate_pages=cache._duplicate_pages,
+        evicted_pages=cache._evicted_pages,
+        evictions=cache._evictions,
+        shared_pages=tree.num_shared,
+        peak_shared_pages=cache._peak_shared,
+        cached_pages=tree.num_pages,
+        evictable_pages=tree.num_evictable,
+        num_pages=cache.plan.num_pages,
+        page_size=cache.page_size,
+        frames={group.name: count_frames(group, retired) for group in cache.groups},
+        tiers=cache.tiers.statistics() if cache.tiers is not None else None,
+    )
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:

@@ -13,14 +13,15 @@ what depended on it is forgotten; whoever waited for it begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from quire.cache.forgetting import Forgetting
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.cache.moving import Moving, Part
+from quire.cache.page_names import PageNames
 from quire.cache.prefix_hit import Choice
 from quire.cache.request_kv import RequestKV
 from quire.cache.tier_counters import TierCounters
@@ -28,21 +29,19 @@ from quire.cache.tier_settings import TierSettings, WritePolicy
 from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
-from quire.prefix.hashing import chain_pages, namespace_seed, scope_of
+from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
-from quire.prefix.radix_cache import Match
 from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
-KEY_BYTES = 32
 _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
-class Tiering:
+class Tiering(PageNames):
     """The tiers of one cache. `forget` gives back pages that have left the tree. See the module."""
 
     def __init__(
@@ -54,7 +53,9 @@ class Tiering:
         tree: TieredRadixCache,
         identity: bytes,
         forget: Callable[[Ids], None],
+        seconds: Callable[[], float],
     ) -> None:
+        super().__init__(table.num_pages, plan.page_size, identity)
         self.settings = settings
         self.mover = settings.mover
         self.break_even = settings.break_even
@@ -67,7 +68,6 @@ class Tiering:
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
-        self.keys = np.zeros((table.num_pages + 1, KEY_BYTES), dtype=np.uint8)
         self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
         self.num_bad = 0
         self.moving: dict[Move, Moving] = {}
@@ -75,48 +75,37 @@ class Tiering:
         self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
         self._groups = groups
         self._tree = tree
-        self._identity = identity
         self._forget = forget
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
-        self._page_bytes = plan.page_size * 4
         self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
+        self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
         self._loads: dict[int, Move] = {}
         self._serial = 0
         self._ended: list[Move] = []
-        self._scopes: dict[Namespace, bytes] = {}
+        self.forgetting = Forgetting(self.mover, seconds)
         self.fetched: Callable[[Move], None] = _nobody
+        self.losing: Callable[[Bools], int] = _keeps_nothing  # pages (a mask by id) that cannot be had any more
 
-    # -- names
+    # -- what was flushed
 
-    def name(self, namespace: Namespace, above: int, tokens: Ids, pages: Ids) -> None:
-        """These cached pages hold `tokens`, behind page `above` (0: at the beginning)."""
-        parent = self.key_above(namespace, above)
-        self.set_keys(pages, chain_pages(parent, tokens.tobytes(), self._page_bytes))
+    def abandon(self, namespace: Namespace | None) -> None:
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        scope = self.scope(namespace) if namespace is not None else None
+        for moving in self.moving.values():
+            moving.abandoned |= scope in (None, moving.scope)
 
-    def key_above(self, namespace: Namespace, page: int) -> bytes:
-        """What the next page's key is chained to."""
-        return self.keys[page].tobytes() if page else namespace_seed(namespace, self._identity)
-
-    def set_keys(self, pages: Ids, keys: Sequence[bytes]) -> None:
-        """These are the keys of these pages."""
-        if len(pages):
-            self.keys[pages] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
-
-    def keys_of(self, pages: Ids) -> tuple[bytes, ...]:
-        """The keys of pages that are cached."""
-        packed = self.keys[pages].tobytes()
-        return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
-
-    def scope(self, namespace: Namespace) -> bytes:
-        """What records of a namespace are filed under."""
-        found = self._scopes.get(namespace)
-        if found is None:
-            found = self._scopes[namespace] = scope_of(namespace, self._identity)
-        return found
+    def forget_stored(self, namespace: Namespace | None) -> None:
+        """Have the store forget a namespace, or all that is of this model, behind all that it was given; until it has,
+        nothing of that is looked for there."""
+        self.abandon(namespace)
+        if namespace is None:
+            self._stored[:] = False
+        if self.settings.stores:
+            self.forgetting.begin(self.edition if namespace is None else self.scope(namespace))
 
     # -- what becomes of prefixes
 
@@ -142,7 +131,8 @@ class Tiering:
             or self.settings.always
             or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD))
         ):
-            return Choice(far, limited_far, loads, far - near)
+            fetched = int(np.count_nonzero(self._fetched[pages[near:far]]))
+            return Choice(far, limited_far, loads, far - near, fetched)
         return Choice(near, "", declined_pages=far - near)
 
     def _resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
@@ -165,8 +155,10 @@ class Tiering:
     def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
         """A request has begun behind these pages."""
         if not resumed:
-            self.counters.host_hit_tokens += choice.host_pages * self._page_size
+            self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
+            self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
+        self._fetched[pages] = False
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(namespace, node, pages, ends=(len(pages),))
 
@@ -207,17 +199,12 @@ class Tiering:
 
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is."""
-        return bool(self.moving) and self.mover.wait(_WAIT_S)
+        return bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
-        counters = asdict(self.counters)
-        counters["defects"] = {f"{tier}:{defect}": count for (tier, defect), count in self.counters.defects.items()}
-        hosts = {
-            host.name: {"total": host.num_frames, "free": host.num_free, "quarantined": host.num_quarantined}
-            for host in self.hosts
-        }
-        return {**counters, "host": hosts, "host_pages": self._tree.num_below}
+        hosts = {host.name: host.statistics() for host in self.hosts}
+        return {**self.counters.to_dict(), "host": hosts, "host_pages": self._tree.num_below}
 
     @property
     def num_dropped(self) -> int:
@@ -245,14 +232,17 @@ class Tiering:
         scope = self.scope(namespace)
         parts = []
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
-        whole = min((room for room, host in zip(rooms, self.hosts, strict=True) if host.shelf is None), default=0)
+        ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
+        for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
+            if host.shelf is None and room < len(at):
+                ends_at = min(ends_at, int(at[room]))
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
-            room = whole if host.shelf is None else room
-            self.counters.unsaved_frames += len(at) - room
-            if room:
-                saved = pages[at[:room]]
+            taken = at[at < ends_at] if host.shelf is None else at[:room]
+            self.counters.unsaved_frames += len(at) - len(taken)
+            if len(taken):
+                saved = pages[taken]
                 ranks = group.shelf.ranks(saved) if group.shelf is not None else None
-                parts.append(Part(group.index, saved, at[:room], group.frames.column[saved], host.take(room), ranks))
+                parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
         moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
             self._tree.unpin(lease)
@@ -261,7 +251,9 @@ class Tiering:
 
     def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
-        lacks = ~self.hosts[group.index].resident(pages) & ~self._saving[group.index, pages] & ~self.bad[pages]
+        host = self.hosts[group.index]
+        lacks = ~host.resident(pages) | host.is_distrusted(pages)
+        lacks &= ~self._saving[group.index, pages] & ~self.bad[pages]
         lacks &= self._arriving[group.index, pages] == 0
         lacks &= group.frames.resident(pages)
         if group.shelf is not None:
@@ -283,13 +275,14 @@ class Tiering:
             host.evict(short)
         return max(0, min(wanted, host.num_free))
 
-    def evict_host(self, num_pages: int) -> None:
-        """Give up copies on the host, of pages that are used by nobody."""
+    def evict_host(self, num_pages: int) -> bool:
+        """Give up copies on the host, of pages that are used by nobody; whether there were any."""
         evicted = self._tree.evict_lower(num_pages)
         self.counters.host_evicted_pages += len(evicted.removed) + len(evicted.moved)
         for host in self.hosts:
             host.drop(self._unpinned(host, evicted.moved))
         self._forget(evicted.removed)
+        return bool(len(evicted.removed) or len(evicted.moved))
 
     def keep(self, node: Node) -> int:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
@@ -301,6 +294,7 @@ class Tiering:
                     self.mover.wait(_WAIT_S)
                     self._ended += self.mover.finished()
                 self._ended.remove(move)
+                self.counters.ended(move)
                 self._saved(move)
         return node.kept
 
@@ -318,10 +312,11 @@ class Tiering:
             self.bad[pages] = False
             self.num_bad = int(np.count_nonzero(self.bad))
         self._stored[:, pages] = False
+        self._fetched[pages] = False
 
     def stored(self, group: int, pages: Ids) -> None:
-        """The store has the frames of these pages in that group."""
-        self._stored[group, pages] = True
+        """The frames of these pages in that group have come from the store."""
+        self._stored[group, pages] = self._fetched[pages] = True
 
     # -- loading
 
@@ -410,7 +405,10 @@ class Tiering:
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
-            if move.link is Link.SAVE:
+            self.counters.ended(move)
+            if move.link is Link.FORGET:
+                self.forgetting.ended(move)
+            elif move.link is Link.SAVE:
                 self._saved(move)
             elif move.link is Link.LOAD:
                 self._loaded(move)
@@ -418,6 +416,7 @@ class Tiering:
                 self._archived(move)
             else:
                 self.fetched(move)
+        self.forgetting.go_on()
         if self.condemned:
             self._discard()
         return len(ended)
@@ -426,8 +425,8 @@ class Tiering:
         moving = self._release(move)
         for part in moving.parts:
             self._saving[part.group, part.pages] = False
-        if not move.is_whole:
-            self.counters.failed_moves += 1
+        if not move.is_whole or moving.abandoned:
+            self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
             self._tree.unpin(moving.lease)
@@ -435,17 +434,16 @@ class Tiering:
         self.break_even.moved(Link.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
-            ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)
-            self.counters.saved_frames += self.bind(replace(part, ranks=ranks), moving.lease)
+            self._bind(part, moving.lease)
         if self.settings.stores:
             node = moving.lease.node
             self.archive(node.namespace, self.path(node))
         self._tree.unpin(moving.lease)
 
-    def bind(self, part: Part, lease: Lease) -> int:
-        """Host frames of pages of a pinned path count from now on, but for those that the tree has no use for, which
-        are given back; returns how many count."""
+    def _bind(self, part: Part, lease: Lease) -> None:
+        """Saved frames count from now on, but for those that the tree has no use for."""
         host = self.hosts[part.group]
+        host.let_go(part.pages)
         good = ~host.resident(part.pages)
         if host.shelf is None:
             for start, stop in _runs(part.at):
@@ -453,21 +451,26 @@ class Tiering:
                 good &= (part.at < end) | (part.at >= stop) | (part.at < start)
         if not good.all():
             host.untake(part.host[~good])
-        host.bind(part.pages[good], part.host[good], None if part.ranks is None else part.ranks[good])
-        return int(np.count_nonzero(good))
+        ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)[good]
+        host.bind(part.pages[good], part.host[good], ranks)
+        self.counters.saved_frames += int(np.count_nonzero(good))
 
     def archive(self, namespace: Namespace, pages: Ids) -> None:
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
         being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
+        there = [self._stored[host.index, pages] | host.resident(pages) for host in self.hosts if host.shelf is None]
+        if there:  # a page goes behind the one before it, or nobody would find it
+            pages = pages[: int(np.argmin(np.append(np.logical_and.reduce(there), False)))]
         for host in self.hosts:
             at = (host.resident(pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
             if len(at):
                 parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
         if not parts:
             return
-        move = self._move(Link.ARCHIVE, parts, self.scope(namespace))
-        if not self.mover.submit(move):
+        scope = self.scope(namespace)
+        move = self._move(Link.ARCHIVE, parts, scope)
+        if self.forgetting.is_to_come(scope) or not self.mover.submit(move):
             self.counters.unstored_frames += sum(len(part.pages) for part in parts)
             return
         self.archiving[move] = parts
@@ -490,7 +493,9 @@ class Tiering:
             self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
-                self._mark_bad(part.pages[wrong & same])
+                damaged = part.pages[wrong & same]
+                host.distrust(damaged)
+                self._mark_bad(damaged[~self._groups[part.group].frames.resident(damaged)])
             host.end_reading(part.host)
 
     def _loaded(self, move: Move) -> None:
@@ -509,8 +514,7 @@ class Tiering:
             wrong = np.array([bool(defect) for defect in defects], dtype=np.bool_)
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect])
-                host = self.hosts[part.group]
-                host.quarantine(host.take_away(part.pages[wrong]))
+                self.hosts[part.group].distrust(part.pages[wrong])
         every = np.unique(np.concatenate([part.pages for part in moving.parts]))
         self._condemn(every, moving.lease.node, moving.first)
         self._tree.unpin(moving.lease)
@@ -518,6 +522,7 @@ class Tiering:
     def _condemn(self, pages: Ids, node: Node, first: int) -> None:
         """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
         self._mark_bad(pages)
+        self.losing(self.bad)
         self.condemned.append((self._tree.pin(node), first))
 
     def _mark_bad(self, pages: Ids) -> None:
@@ -592,6 +597,10 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
+
+
+def _keeps_nothing(bad: Bools) -> int:
+    return 0
 
 
 def _nobody(move: Move) -> None:

@@ -15,6 +15,7 @@ from quire.cli.generate import generate
 from quire.cli.plan import plan
 from quire.cli.replay import replay
 from quire.cli.serve import serve
+from quire.cli.store import store_app
 
 app = typer.Typer(
     name="quire",
@@ -32,6 +33,7 @@ app.command()(explain)
 app.command()(demo)
 app.command()(doctor)
 app.command()(fuzz)
+app.add_typer(store_app)
 
 
 def _print_version(value: bool) -> None:

@@ -3,7 +3,7 @@
 The pool holds three quarters of one context. All conversations share one long system prompt, which is computed once;
 what they say themselves is more than what fits, so that pages have to be evicted. After them come two long prompts: one
 that just fits, for which nearly all of the cache has to go, and one that never can, which is refused with the numbers.
-Then come the hybrids: see `quire.cli.demo_pools`.
+Then come the hybrids and the tiers: see `quire.cli.demo_pools` and `quire.cli.demo_tiers`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from quire.cli.demo_client import Client, Conversation, Rejected, Turn
 from quire.cli.demo_pools import HYBRIDS, show_pools
 from quire.cli.demo_script import RULES, SUBJECTS, question
 from quire.cli.demo_server import pool_bytes, read_config, running_server
-from quire.cli.demo_view import live, print_pools, print_serving
+from quire.cli.demo_tiers import show_tiers
+from quire.cli.demo_view import live, print_pools, print_serving, print_tiers
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
 from quire.errors import AuditFailure
@@ -42,16 +43,17 @@ IDLE_S = 10.0
 
 
 class Edition(StrEnum):
-    """What to show: the server with the plain model, or the pools of a hybrid."""
+    """What to show: the server with the plain model, the pools of a hybrid, or the tiers below the device."""
 
     PLAIN = "plain"
     WINDOW = "window"
     RECURRENT = "recurrent"
+    TIERS = "tiers"
     ALL = "all"
 
 
 def demo(
-    edition: Annotated[Edition, typer.Option(help="The models to show it with.")] = Edition.ALL,
+    edition: Annotated[Edition, typer.Option(help="What to show.")] = Edition.ALL,
     conversations: Annotated[
         int, typer.Option(help="Conversations held at once, with the plain model.", min=2, max=64)
     ] = 8,
@@ -60,7 +62,8 @@ def demo(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Start a server with a small pool, talk to it, and show what its cache did; then the pools of two hybrids.
+    """Start a server with a small pool, talk to it, and show what its cache did; then the pools of two hybrids, and a
+    conversation that outlives its server.
 
     Takes about a minute.
 
@@ -80,6 +83,10 @@ def demo(
                     found.setdefault("hybrids", {})[name] = show_pools(hybrid)
                 if not as_json:
                     print_pools(console, hybrid, found["hybrids"][name])
+        if edition in (Edition.TIERS, Edition.ALL):
+            found["tiers"] = show_tiers(console, model or BUNDLED_MODELS[DEFAULT_MODEL])
+            if not as_json:
+                print_tiers(console, found["tiers"])
         found["seconds"] = round(time.perf_counter() - started_s, 1)
         if as_json:
             print(json.dumps(found))
@@ -87,7 +94,7 @@ def demo(
             console.print(f"Took {found['seconds']} s.")
         missing = [
             check
-            for act in (found, *found.get("hybrids", {}).values())
+            for act in (found, *found.get("hybrids", {}).values(), found.get("tiers", {}))
             for check, passed in act.get("checks", {}).items()
             if not passed
         ]

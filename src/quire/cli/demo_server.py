@@ -19,6 +19,13 @@ STOP_S = 20.0
 @contextmanager
 def running_server(*options: str) -> Iterator[dict[str, Any]]:
     """The server's start-up summary (`quire serve --json`); it is stopped at the end. Raises what it could not do."""
+    with server_process(*options) as (summary, _):
+        yield summary
+
+
+@contextmanager
+def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+    """The same, with its process, for whoever wants to end it otherwise."""
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL)
@@ -29,7 +36,7 @@ def running_server(*options: str) -> Iterator[dict[str, Any]]:
                 process.wait(STOP_S)
                 log.seek(0)
                 raise start_error(log.read(), process.returncode)
-            yield json.loads(line)
+            yield json.loads(line), process
         finally:
             process.terminate()
             try:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from quire.cli.demo_client import Conversation
 from quire.cli.demo_pools import NUM_TALKS, NUM_TURNS, Hybrid, Tick, ticks
+from quire.cli.demo_tiers import tier_ticks
 from quire.plan.budget import format_bytes
 
 FRAMES = {
@@ -112,6 +113,31 @@ def print_pools(console: Console, hybrid: Hybrid, found: Mapping[str, Any]) -> N
     title = f"{hybrid.model}: {hybrid.layers}"
     console.print(Panel(Group(facts, Text(""), pools), title=title, title_align="left", border_style="green"))
     for tick in ticks(hybrid, found):
+        _tick(console, tick)
+
+
+def print_tiers(console: Console, found: Mapping[str, Any]) -> None:
+    """Where the prompt of the last question came from, server by server."""
+    host, storage = found["tiers"]["host"], found["tiers"]["storage"]
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    facts.add_row("Device", f"{found['pool_tokens']:,} tokens")
+    facts.add_row("Host memory", f"{host['tokens']:,} tokens, {format_bytes(host['bytes'])}")
+    facts.add_row("Storage", f"about {storage['tokens']:,} tokens, {format_bytes(storage['bytes'])} in a directory")
+    runs = Table.grid(padding=(0, 2))
+    runs.add_column(style="bold")
+    for _ in range(5):
+        runs.add_column(justify="right")
+    runs.add_row(
+        *(Text(name, style="bold") for name in ("Server", "of prompt", "device", "host", "storage", "bytes moved"))
+    )
+    for name, run in zip(("first", "after SIGTERM", "after SIGKILL"), found["runs"], strict=True):
+        counts = (run["prompt_tokens"], run["device"], run["host"], run["storage"], sum(run["moved_bytes"].values()))
+        runs.add_row(name, *(f"{count:,}" for count in counts))
+    title = f"{found['model']}: one question to three servers on one directory"
+    console.print(Panel(Group(facts, Text(""), runs), title=title, title_align="left", border_style="green"))
+    for tick in tier_ticks(found):
         _tick(console, tick)
 
 

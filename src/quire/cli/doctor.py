@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire import __version__
+from quire.cli.doctor_tiers import examine_tiers, tier_rows
 from quire.cli.kv_error import MAX_ERROR, report_kv_error
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
@@ -112,6 +113,7 @@ def examine() -> dict[str, Any]:
         "packages": versions,
         "cpu": cpu,
         "memory": memory,
+        "tiers": examine_tiers(memory["available_bytes"]),
         "cuda_devices": devices,
         "assumed": _assumptions(memory, devices),
         "warnings": _warnings(cpu, memory, devices, versions),
@@ -245,8 +247,10 @@ def _print(found: dict[str, Any]) -> None:
     table.add_row(
         "Memory",
         f"{format_bytes(memory['available_bytes'])} of {format_bytes(memory['total_bytes'])} available"
-        + (f"; limited to {format_bytes(limit)}" if limit else ""),
+        + (f"; the container's limit is {format_bytes(limit)}" if limit else "; no container limits it"),
     )
+    for name, text in tier_rows(found["tiers"]):
+        table.add_row(name, text)
     names = [f"{device['name']} ({format_bytes(device['free_bytes'])} free)" for device in found["cuda_devices"]]
     table.add_row("CUDA", ", ".join(names) or "none")
     for name, value in found["assumed"].items():

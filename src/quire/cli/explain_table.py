@@ -12,6 +12,7 @@ from rich.text import Text
 _MEANINGS = {
     "hit": "reused",
     "last_token": "cached, and computed again: the last token, with its page",
+    "slower": "cached below the device, and sooner computed than loaded",
     "group": "cached, but a group of layers could not go on from there",
     "evicted": "was cached and had to make room",
     "namespace": "cached for another adapter or salt only",

@@ -14,12 +14,19 @@ from quire.cli.options import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    HostMemoryOption,
     JsonOption,
     KvDtypeOption,
     KvMemoryOption,
+    LoadOption,
     MaxModelLenOption,
     ModelOption,
     PageSizeOption,
+    PrefetchOption,
+    PrefetchSecondsOption,
+    StorageOption,
+    StorageSizeOption,
+    WritePolicyOption,
     make_config,
 )
 from quire.cli.report import reported
@@ -40,12 +47,21 @@ def generate(
     page_size: PageSizeOption = None,
     kv_dtype: KvDtypeOption = None,
     kv_memory: KvMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    storage: StorageOption = None,
+    storage_size: StorageSizeOption = None,
+    write_policy: WritePolicyOption = None,
+    load: LoadOption = None,
+    prefetch: PrefetchOption = None,
+    prefetch_seconds: PrefetchSecondsOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Generate text here, without a server.
 
     [dim]Example:[/dim] quire generate --chat "Tell me about Emma." --max-tokens 60
+
+    [dim]Example:[/dim] quire generate "$(cat long.txt)" --storage ~/.cache/quire --storage-size 4GiB
     """
     with reported(as_json=as_json, debug=debug):
         from quire.scheduler.sampling_params import SamplingParams
@@ -61,16 +77,24 @@ def generate(
             page_size=page_size,
             kv_dtype=kv_dtype,
             kv_memory=kv_memory,
+            host_memory=host_memory,
+            storage=storage,
+            storage_size=storage_size,
+            write_policy=write_policy,
+            load=load,
+            prefetch=prefetch,
+            prefetch_seconds=prefetch_seconds,
         )
         text = sys.stdin.read() if prompt == "-" else prompt
         with Console(stderr=True).status(f"Loading {config.model_name} ..."):
             from quire.engine.llm import LLM
 
             llm = LLM(show_plan=False, **config.model_dump())
-        if chat:
-            [output] = llm.chat([{"role": "user", "content": text}], params)
-        else:
-            [output] = llm.generate([text], params)
+        with llm:
+            if chat:
+                [output] = llm.chat([{"role": "user", "content": text}], params)
+            else:
+                [output] = llm.generate([text], params)
         if as_json:
             print(json.dumps(asdict(output)))
         else:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from quire.engine.config import EngineConfig
 
 MEMORY = "Memory"
+TIERS = "Tiers below the device"
 SCHEDULING = "Scheduling"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -40,7 +41,10 @@ KvMemoryOption = Annotated[
 ]
 EvictionOption = Annotated[
     str | None,
-    typer.Option(help="lru, lfu, slru, fifo, mru, filo or priority. (default: lru)", rich_help_panel=MEMORY),
+    typer.Option(
+        help="density, lru, lfu, slru, fifo, mru, filo, priority, gdsf or s3fifo. (default: density)",
+        rich_help_panel=MEMORY,
+    ),
 ]
 PrefixCachingOption = Annotated[
     bool,
@@ -100,6 +104,67 @@ CheckpointOption = Annotated[
         help="Tokens between states that a request leaves on its way. (default: 512)",
         rich_help_panel=MEMORY,
         min=1,
+    ),
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Host memory for pages that leave the device, in all: 8GiB, or auto for twice the KV memory where there "
+        "is as much. (default: none, or auto with --storage)",
+        rich_help_panel=TIERS,
+    ),
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--storage",
+        help="Where pages outlive the server: a directory, or a URL (valkey://, redis://, s3://, mooncake://).",
+        rich_help_panel=TIERS,
+    ),
+]
+StorageSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-size",
+        help="What may be kept there: 100GiB. A new directory needs it. (default: as the store is)",
+        rich_help_panel=TIERS,
+    ),
+]
+WritePolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--write-policy",
+        help="When a page is copied to the host: write_through, write_through_selective or write_back. "
+        "(default: write_through)",
+        rich_help_panel=TIERS,
+    ),
+]
+LoadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--load",
+        help="break_even loads what is sooner loaded than computed, as measured; always loads all. "
+        "(default: break_even)",
+        rich_help_panel=TIERS,
+    ),
+]
+PrefetchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefetch",
+        help="How long a request waits for storage: break_even, best_effort, wait_complete or timeout. "
+        "(default: break_even)",
+        rich_help_panel=TIERS,
+    ),
+]
+PrefetchSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--prefetch-seconds",
+        help="How long that is with --prefetch timeout. (default: 2)",
+        rich_help_panel=TIERS,
+        min=0,
     ),
 ]
 MaxRunningOption = Annotated[

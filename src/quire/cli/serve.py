@@ -20,9 +20,11 @@ from quire.cli.options import (
     DtypeOption,
     EvictionOption,
     ExplainOption,
+    HostMemoryOption,
     JsonOption,
     KvDtypeOption,
     KvMemoryOption,
+    LoadOption,
     MambaRatioOption,
     MambaSizeOption,
     MaxBatchedOption,
@@ -31,12 +33,17 @@ from quire.cli.options import (
     ModelOption,
     PageSizeOption,
     PolicyOption,
+    PrefetchOption,
+    PrefetchSecondsOption,
     PrefixCachingOption,
     RetainShareOption,
+    StorageOption,
+    StorageSizeOption,
     SwaRatioOption,
     ThreadsOption,
     TokenizerOption,
     WeightsEpochOption,
+    WritePolicyOption,
     make_config,
 )
 from quire.cli.report import reported
@@ -88,6 +95,13 @@ def serve(
     mamba_full_memory_ratio: MambaRatioOption = None,
     max_mamba_cache_size: MambaSizeOption = None,
     checkpoint_interval: CheckpointOption = None,
+    host_memory: HostMemoryOption = None,
+    storage: StorageOption = None,
+    storage_size: StorageSizeOption = None,
+    write_policy: WritePolicyOption = None,
+    load: LoadOption = None,
+    prefetch: PrefetchOption = None,
+    prefetch_seconds: PrefetchSecondsOption = None,
     max_running: MaxRunningOption = None,
     max_batched: MaxBatchedOption = None,
     policy: PolicyOption = None,
@@ -99,6 +113,8 @@ def serve(
     """Serve a model over HTTP, as OpenAI's API.
 
     [dim]Example:[/dim] quire serve --model Qwen/Qwen3-0.6B --kv-memory 2GiB
+
+    [dim]Example:[/dim] quire serve --host-memory 8GiB --storage /var/cache/quire --storage-size 100GiB
     """
     with reported(as_json=as_json, debug=debug):
         config = make_config(
@@ -125,6 +141,13 @@ def serve(
             mamba_full_memory_ratio=mamba_full_memory_ratio,
             max_mamba_cache_size=max_mamba_cache_size,
             checkpoint_interval=checkpoint_interval,
+            host_memory=host_memory,
+            storage=storage,
+            storage_size=storage_size,
+            write_policy=write_policy,
+            load=load,
+            prefetch=prefetch,
+            prefetch_seconds=prefetch_seconds,
             seed=seed,
         )
         from quire.serve.server import ServerConfig
@@ -141,12 +164,16 @@ def serve(
 
 def _run(config: EngineConfig, server: ServerConfig, as_json: bool) -> None:
     """Serve until told to stop, and say when requests are answered from now on."""
+    from quire.plan.budget import format_bytes
     from quire.serve.server import serve as run
 
     console = Console(stderr=True)
     loading = console.status(f"Loading {config.model_name} ...")
     if not as_json:
         loading.start()
+
+    def on_progress(done: int, total: int) -> None:
+        loading.update(f"Touching host memory: {format_bytes(done)} of {format_bytes(total)} ...")
 
     def on_ready(running: Running) -> None:
         loading.stop()
@@ -157,7 +184,7 @@ def _run(config: EngineConfig, server: ServerConfig, as_json: bool) -> None:
             console.print(_panel(summary))
 
     try:
-        run(config, server, on_ready=on_ready)
+        run(config, server, on_ready=on_ready, on_progress=on_progress)
     finally:
         loading.stop()
 
@@ -184,12 +211,14 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "policy": config.policy,
         "eviction": config.eviction,
         "prefix_caching": config.enable_prefix_caching,
+        "tiers": (statistics["tiers"] or {}).get("resolved"),
         "plan": plan,
     }
 
 
 def _panel(summary: dict[str, Any]) -> Panel:
     from quire.cli.plan_table import ledger_table, summary_table
+    from quire.engine.tier_report import tier_rows
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -197,10 +226,13 @@ def _panel(summary: dict[str, Any]) -> Panel:
     table.add_row("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})")
     sharing = "on" if summary["prefix_caching"] else "off"
     table.add_row("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}")
+    tiers = summary["tiers"]
+    for name, text in tier_rows(tiers) if tiers else ():
+        table.add_row(name, Text(text))
     table.add_row("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)")
     plan = summary["plan"]
     return Panel(
-        Group(ledger_table(plan), Text(""), summary_table(plan), table, *_warnings(plan)),
+        Group(ledger_table(plan), Text(""), summary_table(plan), table, *_warnings(plan), *_notes(tiers)),
         title="[bold]Quire is ready[/bold]",
         title_align="left",
         border_style="green",
@@ -214,3 +246,8 @@ def _warnings(plan: dict[str, Any]) -> list[Text]:
         return []
     text = f"No request of the whole context fits; the largest is {plan['largest_request']:,} tokens."
     return [Text(text, style="bold yellow")]
+
+
+def _notes(tiers: dict[str, Any] | None) -> list[Text]:
+    """What was chosen for the operator, and what will bring little."""
+    return [Text(f"Note: {note}", style="dim") for note in tiers["notes"]] if tiers else []

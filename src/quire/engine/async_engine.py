@@ -23,13 +23,14 @@ from quire.cache.retention import Granted, RetainedList
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput, prompt_bytes
 from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
-from quire.engine.process import BuildCore, EngineProcess, build_engine_core
+from quire.engine.process import BuildCore, EngineProcess, Progress, build_engine_core
 from quire.engine.request_stream import RequestStream
 from quire.engine.wire import (
     ENCODER,
     Abort,
     Accepted,
     Add,
+    AskEpoch,
     AskExplanations,
     AskFlush,
     AskRelease,
@@ -51,6 +52,7 @@ from quire.engine.wire import (
     RetainAnswer,
     RetainedAnswer,
     Statistics,
+    Touched,
 )
 from quire.errors import EngineDead, InvalidInput, QuireError, UnknownRequest
 from quire.observe.explain import Explanation, Explanations
@@ -153,11 +155,13 @@ class AsyncEngine:
         tokenizer: Tokenizer | None = None,
         build: BuildCore = build_engine_core,
         stall_after_s: float = STALL_AFTER_S,
+        on_progress: Progress | None = None,
     ) -> AsyncEngine:
         """Start the engine process and wait until it can serve. Raises what the engine raised while starting.
 
         The tokenizer is the configuration's, loaded here while the process loads the weights, unless one is given.
         When both fail the engine's error is raised: a model that cannot run mostly has no tokenizer to load either.
+        `on_progress` hears of host memory that is being touched.
         """
         process = await asyncio.to_thread(EngineProcess, config, build=build)
         engine = cls(process, tokenizer, stall_after_s=stall_after_s)
@@ -166,7 +170,7 @@ class AsyncEngine:
             name = config.tokenizer or config.model
             loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, name), name="quire-tokenizer")
         try:
-            await engine._wait_ready()
+            await engine._wait_ready(on_progress)
             if loading is not None:
                 engine.tokenizer = await loading
         except BaseException:
@@ -302,6 +306,11 @@ class AsyncEngine:
         answer: FlushAnswer = await self._ask(lambda question: AskFlush(question, namespace), timeout_s)
         return answer.flushed
 
+    async def set_weights_epoch(self, epoch: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Flushed:
+        """The weights have been replaced, so often (`EngineCore.set_weights_epoch`)."""
+        answer: FlushAnswer = await self._ask(lambda question: AskEpoch(question, epoch), timeout_s)
+        return answer.flushed
+
     async def _ask(self, command: Callable[[int], Command], timeout_s: float) -> Any:
         """The engine's report that answers a command with the number of a question."""
         self._check_alive()
@@ -362,7 +371,7 @@ class AsyncEngine:
 
     # Reports of the engine process.
 
-    async def _wait_ready(self) -> None:
+    async def _wait_ready(self, on_progress: Progress | None) -> None:
         while True:
             report = await self._next_report()
             if isinstance(report, Ready):
@@ -372,6 +381,8 @@ class AsyncEngine:
                 self._progress.touch()
                 self._process.hide()
                 return
+            if isinstance(report, Touched) and on_progress is not None:
+                on_progress(report.done, report.total)
             if isinstance(report, Failed):
                 logger.debug("engine start-up failed:\n%s", report.error.details)
                 raise report.error.rebuild()
@@ -422,7 +433,7 @@ class AsyncEngine:
                 logger.error("the engine stopped:\n%s", error.details)
                 cause = error.rebuild()
                 self._die(EngineDead(f"the engine stopped: {cause.message}", fix="restart the server."))
-            case Ready() | Failed():
+            case Ready() | Touched() | Failed():
                 raise AssertionError("the engine reported its start twice")
 
     def _deliver(self, output: TokenOutput) -> None:

@@ -5,14 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quire.cache.kv_cache import CHECKPOINT_INTERVAL
+from quire.cache.retention import RETAIN_SHARE
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
+
+STORE_DRAIN_S = 30.0
+"""What bytes on their way to storage may take to arrive when an engine ends."""
+
+_STOP_S = 5.0
+_ADD = {
+    "storage": "--storage DIR",
+    "host memory or storage": "--host-memory auto",
+    "--prefetch timeout": "--prefetch timeout",
+}
+
+MOST_EPOCHS = 2**63
 
 
 class EngineConfig(BaseModel):
@@ -26,8 +39,8 @@ class EngineConfig(BaseModel):
     own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
     would mostly wait, else as many as torch would take. `explain`: each request's prompt tokens are counted by what
     became of them, and the last requests can be asked about. `weights_epoch` counts how often weights were replaced
-    under the same name: pages of another epoch are never found. `retain_share` is what of the pool callers may ask to
-    keep (`quire.cache.retention`), 0 for nothing.
+    under the same name: pages of another epoch are never found (`EngineCore.set_weights_epoch` while it runs).
+    `retain_share` is what of the pool callers may ask to keep (`quire.cache.retention`), 0 for nothing.
 
     Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
     other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
@@ -38,7 +51,7 @@ class EngineConfig(BaseModel):
     none, or `auto` where there is `storage`); `storage` is a directory or a URL (`quire.tiers.stores.registry`), and
     `storage_size` what may be kept there. `write_policy` says when a cached page is copied to the host, `load` whether
     it is loaded only where that is quicker than to compute it, as measured, and `prefetch` how long a request waits
-    for what is stored, `prefetch_seconds` so with `timeout`.
+    for what is stored, `prefetch_seconds` so with `timeout`. What contradicts itself, or would do nothing, is refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -72,8 +85,8 @@ class EngineConfig(BaseModel):
     prefetch: Literal["break_even", "best_effort", "wait_complete", "timeout"] = "break_even"
     prefetch_seconds: float = Field(default=2.0, ge=0)
     explain: bool = True
-    weights_epoch: int = Field(default=0, ge=0, lt=2**63)
-    retain_share: float = Field(default=0.25, ge=0, le=0.9)
+    weights_epoch: int = Field(default=0, ge=0, lt=MOST_EPOCHS)
+    retain_share: float = Field(default=RETAIN_SHARE, ge=0, le=0.9)
     overlap: bool | None = None
     threads: int | None = Field(default=None, ge=1, le=1024)
     seed: int = 0
@@ -97,6 +110,45 @@ class EngineConfig(BaseModel):
     @classmethod
     def _path(cls, value: str | Path | None) -> str | None:
         return None if value is None else str(value)
+
+    @model_validator(mode="after")
+    def _tiers_agree(self) -> EngineConfig:
+        """A setting that would do nothing is a mistake of whoever gave it."""
+        if self.has_tiers and not self.enable_prefix_caching:
+            raise InvalidInput(
+                "host memory and storage keep cached prefixes, and prefix caching is off.",
+                fix="leave prefix caching on, or leave --host-memory and --storage out.",
+            )
+        if self.storage is not None and not self.storage:
+            raise InvalidInput("the storage has no name.", fix="give --storage a directory or a URL, or leave it out.")
+        needs = {
+            "storage": ("storage_size", "prefetch"),
+            "host memory or storage": ("write_policy", "load"),
+            "--prefetch timeout": ("prefetch_seconds",),
+        }
+        there = {
+            "storage": self.storage is not None,
+            "host memory or storage": self.has_tiers,
+            "--prefetch timeout": self.prefetch == "timeout",
+        }
+        for what, names in needs.items():
+            for name in () if there[what] else names:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise InvalidInput(
+                        f"{flag} does nothing without {what}.", fix=f"add {_ADD[what]}, or leave it out."
+                    )
+        return self
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether anything is kept below the device."""
+        return self.host_memory is not None or self.storage is not None
+
+    @property
+    def stop_seconds(self) -> float:
+        """What an engine may take to end: with storage, until what is on its way there has arrived."""
+        return _STOP_S if self.storage is None else _STOP_S + STORE_DRAIN_S
 
     @property
     def model_name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
@@ -12,15 +13,16 @@ import numpy as np
 import torch
 
 from quire.cache import KVCache
-from quire.cache.flush import Flushed, flush
-from quire.cache.retention import Granted, RetainedList, Retention
-from quire.engine.config import EngineConfig
+from quire.cache.flush import Flushed, change_model, flush
+from quire.cache.retention import Granted, RetainedList
+from quire.engine.config import MOST_EPOCHS, EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.engine.runner import ModelRunner, Step, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
+from quire.memory.mapping import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanations
@@ -48,10 +50,13 @@ class EngineCore:
 
     Raises the QuireErrors of loading, planning and allocating on construction. After it, a bad request is refused
     alone, and a step that fails (a device out of memory, say) ends the requests of that step. `model` is one that is
-    loaded already, for engines that share weights; by default the configuration's is loaded.
+    loaded already, for engines that share weights; by default the configuration's is loaded. `progress` hears of host
+    memory that is being touched (`EngineTiers`).
     """
 
-    def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, model: LoadedModel | None = None, progress: Progress | None = None
+    ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
         if model is None:
@@ -63,7 +68,20 @@ class EngineCore:
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools = build_pools(self.plan, self.device)
-        self.tiers = EngineTiers(config, self.plan, self.pools) if EngineTiers.asked_for(config) else None
+        self.tiers = EngineTiers(config, self.plan, self.pools, progress=progress) if config.has_tiers else None
+        with ExitStack() as undo:
+            if self.tiers is not None:
+                undo.callback(self.tiers.close, lambda: False)
+            self._wire()
+            undo.pop_all()
+        self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
+        self._in_flight: Step | None = None
+        self._ended: list[TokenOutput] = []
+        self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
+
+    def _wire(self) -> None:
+        """The cache on its pools, and everything that uses it."""
+        config = self.config
         self.cache = KVCache(
             self.plan,
             eviction=config.eviction,
@@ -74,10 +92,9 @@ class EngineCore:
             page_tables=True,
             explains=config.explain,
             tiers=self.tiers.settings if self.tiers is not None else None,
+            retain_share=config.retain_share,
         )
-        self.retention = Retention(
-            self.cache.tree, self.plan, share=config.retain_share, on_let_go=self._room_came_back
-        )
+        self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
         self.eos_token_ids = tuple(self.model.eos_token_ids)
         self.runner = ModelRunner(
@@ -89,10 +106,6 @@ class EngineCore:
             max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
         )
-        self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
-        self._in_flight: Step | None = None
-        self._ended: list[TokenOutput] = []
-        self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
 
     # -- requests
 
@@ -132,7 +145,8 @@ class EngineCore:
         return self.tiers is not None and not self.tiers.mover.idle
 
     def close(self) -> None:
-        """Stop: what is on its way to a store gets there, threads end. No request may be running."""
+        """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
+        twice; no request may be running."""
         if self.tiers is not None:
             self.tiers.close(self.cache.settle_moves)
             self.tiers = None
@@ -142,7 +156,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         outputs, self._ended = self._ended, []
-        self.retention.expire()
+        self.cache.retention.expire()
         batch = self.scheduler.schedule()
         for request in batch.admitted:
             self._explain(request, outputs)
@@ -189,6 +203,8 @@ class EngineCore:
             told = TokenOutput(
                 request_id=request.request_id,
                 num_cached_tokens=request.num_cached,
+                num_host_tokens=request.num_host,
+                num_storage_tokens=request.num_storage,
                 explanation=request.explanation,
             )
             outputs.append(told)
@@ -201,6 +217,8 @@ class EngineCore:
             token_ids=[int(request.tokens[-1])],
             logprobs=logprobs.get(request.request_id),
             num_cached_tokens=request.num_cached,
+            num_host_tokens=request.num_host,
+            num_storage_tokens=request.num_storage,
             finish_reason=request.finish_reason,
             stop_token=request.stop_token,
         )
@@ -219,21 +237,41 @@ class EngineCore:
         _refuse_adapter(message.adapter)
         tokens = np.frombuffer(message.prompt, dtype=np.int32)
         namespace = Namespace(message.adapter, message.salt)
-        return self.retention.retain(
+        return self.cache.retention.retain(
             tokens, namespace, ttl_seconds=message.ttl_seconds, priority=message.priority, pin=message.pin
         )
 
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is nothing of that id."""
-        return self.retention.release(retention_id)
+        return self.cache.retention.release(retention_id)
 
     def retained(self) -> RetainedList:
         """What is kept now."""
-        return self.retention.listing()
+        return self.cache.retention.listing()
 
     def flush(self, namespace: Namespace | None) -> Flushed:
-        """Forget what is cached of a namespace, or of all, and what was to be kept of it. Running requests go on."""
-        return flush(self.cache, namespace, num_retentions=self.retention.forget(namespace))
+        """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
+        requests go on; nobody else finds what they hold."""
+        return flush(self.cache, namespace)
+
+    def set_weights_epoch(self, epoch: int) -> Flushed:
+        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier.
+
+        To be called where the weights are replaced, with no step between the two. Requests that run go on, and nothing
+        that they compute is found by others: a part of it is of the old weights. What is stored of another epoch stays
+        for engines that are at it. Nothing happens where it is the epoch already. Raises InvalidInput for a number that
+        is none, and then nothing has changed.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
+            raise InvalidInput(f"weights_epoch must be a whole number from 0 to 2**63 - 1, got {epoch!r}.")
+        if epoch == self.weights_epoch:
+            return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0)
+        self.model.weights_changed()
+        identity = self.model.identity(epoch, exact=self.config.storage is not None)
+        done = change_model(self.cache, identity)
+        self.weights_epoch = epoch
+        logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
+        return done
 
     # -- looking
 
@@ -254,10 +292,12 @@ class EngineCore:
             "refused_requests": self._counts["refused"],
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
-            "retentions": len(self.retention),
-            "retained_pages": self.retention.num_pages,
-            "retentions_expired": self.retention.num_expired,
-            "retentions_given_up": self.retention.num_given_up,
+            "retentions": len(self.cache.retention),
+            "retained_pages": self.cache.retention.num_pages,
+            "retentions_expired": self.cache.retention.num_expired,
+            "retentions_given_up": self.cache.retention.num_given_up,
+            "retentions_lost": self.cache.retention.num_lost,
+            "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
             "weight_bytes": self.model.weight_bytes,
@@ -275,8 +315,8 @@ class EngineCore:
         self.cache.audit()
 
     def clear_cache(self) -> int:
-        """Forget every cached page that no request holds; returns how many."""
-        return self.cache.clear()
+        """Forget everything that is cached, in every tier; returns how many pages are free for it."""
+        return self.flush(None).flushed_tokens // self.cache.page_size
 
     # -- inside
 
@@ -309,10 +349,6 @@ class EngineCore:
             priority=message.priority,
             explain=message.explain,
         )
-
-    def _room_came_back(self) -> None:
-        """Requests that wait may fit now: what they wait for counts as a change of the cache."""
-        self.cache.num_changes += 1
 
     def _set_threads(self) -> None:
         """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""

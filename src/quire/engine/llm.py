@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from quire.cache.flush import Flushed
 from quire.cache.retention import Granted
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
-from quire.errors import InvalidInput, QuireError
+from quire.engine.tier_report import tiers_line
+from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.memory.mapping import Progress as OnProgress
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -36,13 +43,21 @@ class LLM:
     Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. The plan it runs on is
     printed on standard error, unless `show_plan` is off. Raises QuireError where
     the model cannot be loaded, the pools do not fit, or a prompt can never run.
+
+    With storage, what was cached last may still be on its way there when a script ends. `close`, a `with` block and the
+    interpreter's end all wait for it, for a bounded time.
     """
 
     def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
         self.config: EngineConfig = engine_config(model=model if model is not None else DEFAULT_MODEL, **settings)
-        self.engine = EngineCore(self.config)
+        with _host_memory_bar(shown=show_plan) as progress:
+            self.engine = EngineCore(self.config, progress=progress)
+        self._closing = weakref.finalize(self, self.engine.close)  # at the interpreter's end too
         if show_plan:
             Console(stderr=True, highlight=False).print(summary_line(self.plan), style="dim", soft_wrap=True)
+            if self.engine.tiers is not None:
+                line = tiers_line(self.engine.tiers.resolved)
+                Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True, markup=False)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(self.config.tokenizer or self.config.model)
@@ -64,6 +79,8 @@ class LLM:
         `salt` share no pages; higher `priority` goes first. `outputs[i].explanation` says why no more of the prompt was
         cached, unless the engine was made with `explain` off.
         """
+        if not self._closing.alive:
+            raise EngineDead("this LLM was closed.", fix="make another one, or close it later.")
         batch = self._as_list(prompts)
         params = self._params_for(batch, sampling_params)
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
@@ -104,6 +121,14 @@ class LLM:
         """Keep it no longer; False where there is nothing of that id, or not any more."""
         return self.engine.release(retention_id)
 
+    def flush(self, *, salt: str | None = None) -> Flushed:
+        """Forget what is cached under a salt ("" is that of prompts without one), or everything, in every tier."""
+        return self.engine.flush(None if salt is None else Namespace(salt=salt))
+
+    def set_weights_epoch(self, epoch: int) -> Flushed:
+        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""
+        return self.engine.set_weights_epoch(epoch)
+
     @property
     def plan(self) -> Plan:
         """The plan that the pools are built from and prompts are admitted by."""
@@ -112,6 +137,19 @@ class LLM:
     def statistics(self) -> dict[str, Any]:
         """The engine's counters and gauges: hit tokens, evictions, preemptions, frames by state, and more."""
         return self.engine.statistics()
+
+    def close(self) -> None:
+        """Let what is on its way to storage arrive, and end the threads. May be called twice; nothing can be generated
+        after it."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # -- inside
 
@@ -199,3 +237,17 @@ class LLM:
                 self.engine.abort(request_id)
         while self.engine.has_work():
             self.engine.step()
+
+
+@contextmanager
+def _host_memory_bar(*, shown: bool) -> Iterator[OnProgress | None]:
+    """How much of the host memory is there, on a terminal; gone when all of it is."""
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield None
+        return
+    with Progress(
+        TextColumn("Touching host memory"), BarColumn(), DownloadColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("host memory", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

@@ -59,13 +59,16 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """One prompt with its `n` sequences. `num_cached_tokens` are the prompt tokens that came from the cache."""
+    """One prompt with its `n` sequences. `num_cached_tokens` are the prompt tokens that came from the cache: of these,
+    `num_host_tokens` from host memory, `num_storage_tokens` from storage, and the others were on the device."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    num_storage_tokens: int = 0
     finished: bool = True
 
 
@@ -81,6 +84,8 @@ class SequenceDelta:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[dict[int, Logprob]] | None = None
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    num_storage_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     must_abort: bool = False
@@ -191,6 +196,8 @@ class SequenceAssembler:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.num_cached_tokens = 0
+        self.num_host_tokens = 0
+        self.num_storage_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, when `finish_reason` is "error"
@@ -215,7 +222,9 @@ class SequenceAssembler:
         """Add one step's tokens; what they add to the output."""
         if self.finished:
             return SequenceDelta(index=self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
-        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        if output.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.num_host_tokens, self.num_storage_tokens = output.num_host_tokens, output.num_storage_tokens
         self.explanation = output.explanation or self.explanation
         first_token = len(self.token_ids)
         pieces: list[str] = []
@@ -239,6 +248,8 @@ class SequenceAssembler:
             token_ids=self.token_ids[first_token:],
             logprobs=None if self.logprobs is None else self.logprobs[first_token:],
             num_cached_tokens=self.num_cached_tokens,
+            num_host_tokens=self.num_host_tokens,
+            num_storage_tokens=self.num_storage_tokens,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             must_abort=must_abort,
@@ -319,7 +330,11 @@ class RequestAssembler:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens the request found in the cache: of the sequence that found least, as the rest find its own."""
-        return min(sequence.num_cached_tokens for sequence in self.sequences)
+        return self._first.num_cached_tokens
+
+    @property
+    def _first(self) -> SequenceAssembler:
+        return min(self.sequences, key=lambda sequence: sequence.num_cached_tokens)
 
     def engine_requests(
         self, *, adapter: str = "", salt: str = "", priority: int = 0, explain: bool = False
@@ -358,6 +373,8 @@ class RequestAssembler:
             prompt_token_ids=self.prompt_token_ids.tolist(),
             outputs=[sequence.completion() for sequence in self.sequences],
             num_cached_tokens=self.num_cached_tokens,
+            num_host_tokens=self._first.num_host_tokens,
+            num_storage_tokens=self._first.num_storage_tokens,
             finished=self.finished,
         )
 

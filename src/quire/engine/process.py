@@ -44,6 +44,7 @@ from quire.engine.wire import (
     Abort,
     Accepted,
     Add,
+    AskEpoch,
     AskExplanations,
     AskFlush,
     AskRelease,
@@ -66,6 +67,7 @@ from quire.engine.wire import (
     RetainedAnswer,
     Shutdown,
     Statistics,
+    Touched,
     WireError,
     request_id_of,
 )
@@ -102,9 +104,13 @@ class Core(Protocol):
     def release(self, retention_id: str) -> bool: ...
     def retained(self) -> RetainedList: ...
     def flush(self, namespace: Namespace | None) -> Flushed: ...
+    def set_weights_epoch(self, epoch: int) -> Flushed: ...
 
 
-BuildCore = Callable[[EngineConfig], Core]
+Progress = Callable[[int, int], None]
+"""Bytes of host memory that are there, and how many will be."""
+
+BuildCore = Callable[[EngineConfig, Progress], Core]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +122,11 @@ class Wiring:
     secret: bytes
 
 
-def build_engine_core(config: EngineConfig) -> Core:
+def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
     """The real core; imported here so that only the child loads torch."""
     from quire.engine.core import EngineCore
 
-    return EngineCore(config)
+    return EngineCore(config, progress=progress)
 
 
 class EngineProcess:
@@ -128,6 +134,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, *, build: BuildCore = build_engine_core) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stop_s = config.stop_seconds
         self._folder = Path(tempfile.mkdtemp(prefix="quire-"))
         self._secret = secrets.token_bytes(16)
         self._commands, commands = self._bind(zmq.PUSH, "commands")
@@ -181,11 +188,15 @@ class EngineProcess:
             fix = "restart the server; if nobody killed it, the machine ran out of memory: lower the KV memory."
         return EngineDead(f"the engine process {how}; no request can progress.", fix=fix)
 
-    def stop(self, *, deadline_s: float = 5.0) -> None:
-        """Ask the child to end, and end it when it has not by the deadline. Blocks; idempotent."""
+    def stop(self, *, deadline_s: float | None = None) -> None:
+        """Ask the child to end, and end it when it has not by the deadline: by default when what it has on its way to
+        storage should have arrived (`EngineConfig.stop_seconds`). Blocks; idempotent."""
         if self.process.is_alive():
             self.send(Shutdown())
-            self.process.join(deadline_s)
+            seconds = self._stop_s if deadline_s is None else deadline_s
+            self.process.join(seconds)
+            if self.process.is_alive() and deadline_s is None:
+                logger.warning("the engine did not end within %g s and is killed", seconds)
         self._finalizer()
         self._commands.close(linger=0)
         self.reports.close(linger=0)
@@ -238,7 +249,7 @@ def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore) -> None:
     link = _Link(commands, reports, wiring.secret)
     exit_code = 0
     try:
-        core = build(config)
+        core = build(config, lambda done, total: link.report(Touched(done, total)))
         link.report(
             Ready(
                 context_length=core.context_length,
@@ -384,6 +395,8 @@ class StepLoop:
                 self._answer(question, lambda: RetainedAnswer(question, self._core.retained()))
             case AskFlush(question, namespace):
                 self._answer(question, lambda: FlushAnswer(question, self._core.flush(namespace)))
+            case AskEpoch(question, epoch):
+                self._answer(question, lambda: FlushAnswer(question, self._core.set_weights_epoch(epoch)))
             case Shutdown():
                 self._running = False
 

@@ -103,6 +103,13 @@ class AskFlush(msgspec.Struct, tag=True):
     namespace: Namespace | None
 
 
+class AskEpoch(msgspec.Struct, tag=True):
+    """Command: the weights were replaced, so often; answered by `FlushAnswer` or `Declined`."""
+
+    question: int
+    weights_epoch: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Command: leave the loop now; what runs is dropped."""
 
@@ -113,6 +120,13 @@ class Ready(msgspec.Struct, tag=True):
     context_length: int
     eos_token_ids: list[int]
     statistics: dict[str, Any]
+
+
+class Touched(msgspec.Struct, tag=True):
+    """Report, before `Ready`: so many bytes of host memory are there, of so many that will be."""
+
+    done: int
+    total: int
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -185,7 +199,7 @@ class RetainedAnswer(msgspec.Struct, tag=True):
 
 
 class FlushAnswer(msgspec.Struct, tag=True):
-    """Report: the answer to `AskFlush`."""
+    """Report: the answer to `AskFlush`, and to `AskEpoch`."""
 
     question: int
     flushed: Flushed
@@ -204,9 +218,20 @@ class Died(msgspec.Struct, tag=True):
     error: WireError
 
 
-Command = Add | Abort | AskStatistics | AskExplanations | AskRetain | AskRelease | AskRetained | AskFlush | Shutdown
+Command = (
+    Add
+    | Abort
+    | AskStatistics
+    | AskExplanations
+    | AskRetain
+    | AskRelease
+    | AskRetained
+    | AskFlush
+    | AskEpoch
+    | Shutdown
+)
 Answer = Statistics | Explained | RetainAnswer | ReleaseAnswer | RetainedAnswer | FlushAnswer | Declined
-Report = Ready | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
+Report = Ready | Touched | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
 
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -6,7 +6,7 @@ moves, for each frame, field and layer, one piece: the entries of that layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,22 +131,28 @@ class HostedFrames:
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
         """As `FrameCopies.to_host`."""
-        for first, start, count in _runs(device_frames, host_frames):
-            for plane in self._all:
-                if plane.is_small and count > 1:
+        runs = _runs(device_frames, host_frames)
+        for plane in self._all:
+            for first, start, count in runs:
+                if count == 1:
+                    plane.host[start] = plane.device[first]
+                elif plane.is_small:
                     plane.host_words[start : start + count].copy_(plane.device_words[first : first + count])
                 else:
-                    np.copyto(plane.host[start : start + count], plane.device[first : first + count])
+                    plane.host[start : start + count] = plane.device[first : first + count]
 
     def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
         """As `FrameCopies.to_device`."""
         planes = self._all if layer is None else self._of_layer.get(layer, [])
-        for first, start, count in _runs(device_frames, host_frames):
-            for plane in planes:
-                if plane.is_small and count > 1:
+        runs = _runs(device_frames, host_frames)
+        for plane in planes:
+            for first, start, count in runs:
+                if count == 1:
+                    plane.device[first] = plane.host[start]
+                elif plane.is_small:
                     plane.device_words[first : first + count].copy_(plane.host_words[start : start + count])
                 else:
-                    np.copyto(plane.device[first : first + count], plane.host[start : start + count])
+                    plane.device[first : first + count] = plane.host[start : start + count]
 
 
 def _plane(device: Bytes, host: Bytes) -> _Plane:
@@ -157,18 +163,22 @@ def _plane(device: Bytes, host: Bytes) -> _Plane:
     return _Plane(device, host, *words)
 
 
-def _runs(device_frames: Ids, host_frames: Ids) -> Iterator[tuple[int, int, int]]:
+def _runs(device_frames: Ids, host_frames: Ids) -> list[tuple[int, int, int]]:
     """`(first device frame, first host frame, count)` of runs that are neighbours, ascending, on both sides."""
     if not len(device_frames):
-        return
+        return []
     device, host = np.asarray(device_frames, dtype=np.int64), np.asarray(host_frames, dtype=np.int64)
-    breaks = np.flatnonzero((np.diff(device) != 1) | (np.diff(host) != 1))
+    breaks = _breaks(device, host)
     if len(breaks):
         order = np.argsort(host, kind="stable")
         device, host = device[order], host[order]
-        breaks = np.flatnonzero((np.diff(device) != 1) | (np.diff(host) != 1))
-    starts = [0, *(breaks + 1).tolist()]
-    stops = [*starts[1:], len(device)]
-    first, start = device[starts].tolist(), host[starts].tolist()
-    for index, stop in enumerate(stops):
-        yield first[index], start[index], stop - starts[index]
+        breaks = _breaks(device, host)
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(starts, append=len(device))
+    return list(zip(device[starts].tolist(), host[starts].tolist(), counts.tolist(), strict=True))
+
+
+def _breaks(device: npt.NDArray[np.int64], host: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where a run ends and another starts."""
+    found: npt.NDArray[np.int64] = np.flatnonzero((np.diff(device) != 1) | (np.diff(host) != 1)) + 1
+    return found

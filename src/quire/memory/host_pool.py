@@ -6,9 +6,7 @@ Ids and bytes are apart, as on the device: allocators say which frames are whose
 from __future__ import annotations
 
 import mmap
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,19 +14,13 @@ import numpy.typing as npt
 
 from quire.errors import HostMemoryError, InvalidInput, OutOfPages
 from quire.memory.allocator import PagedTokenToKVPoolAllocator
+from quire.memory.mapping import Progress, reserve, touch
 from quire.memory.record import RecordFormat, Rows
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.layout import PageLayout
 from quire.spec.pages import pages_for
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are there and the bytes that there will be. What it raises ends the reservation."""
-
-_CHUNK = 64 * 2**20
-_SYSTEM_PAGE = 4096
-_MOST_THREADS = 16
 
 
 class _PagedHost(Protocol):
@@ -142,8 +134,9 @@ class HostPool:
     up to 16) before the constructor returns, so that memory that is not there is missed now. Rows are page-major: a
     frame's header and all its fields are one run of bytes, which is what is copied, hashed, stored and sent.
 
-    `pinned` registers the memory with CUDA, where that is there. The pool owns the memory until `close`; views of it
-    stay readable after that, with zeros in them. Raises HostMemoryError, and then nothing is kept.
+    `progress` is called with the bytes that are there and all bytes; what it raises ends the construction. `pinned`
+    registers the memory with CUDA, where that is there. The pool owns the memory until `close`; views of it stay
+    readable after that, with zeros in them. Raises HostMemoryError, and then nothing is kept.
     """
 
     def __init__(
@@ -160,7 +153,7 @@ class HostPool:
         self.num_bytes = records_bytes(groups, frames)
         self.pinned = False
         self._formats = [RecordFormat.of(part, group.layout) for part, group in enumerate(groups)]
-        self._memory = _reserve(self.num_bytes)
+        self._memory = reserve(self.num_bytes)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self._rows: list[Rows] = []
         start = 0
@@ -170,7 +163,7 @@ class HostPool:
             start += region_bytes(group.layout.bytes_per_frame, count)
         assert start == self.num_bytes
         try:
-            _touch(self._bytes, threads or min(os.cpu_count() or 1, _MOST_THREADS), progress)
+            touch(self._bytes, threads, progress)
             self.pinned = pinned and _register(self._bytes)
         except BaseException:
             self.close()
@@ -204,45 +197,6 @@ class HostPool:
         except BufferError:
             # Somebody has a view. The bytes are gone already; the addresses go with the last view.
             return
-
-
-def _reserve(num_bytes: int) -> mmap.mmap:
-    """Addresses for that many bytes, with nothing behind them yet."""
-    try:
-        # Private: shared memory would be a file of the system's, without huge pages, and charged as such.
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
-        raise HostMemoryError(
-            f"{num_bytes:,} bytes of host memory could not be reserved: {error}.", fix="lower --host-memory."
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            # A kernel without them: slower to touch, and nothing else.
-            return memory
-    return memory
-
-
-def _touch(memory: npt.NDArray[np.uint8], threads: int, progress: Progress | None) -> None:
-    """Write to every page of the system's in `memory`, which is zero and stays zero."""
-    total = len(memory)
-
-    def touch(start: int) -> int:
-        chunk = memory[start : start + _CHUNK]
-        chunk[::_SYSTEM_PAGE] = 0
-        return len(chunk)
-
-    done = 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="quire-touch") as pool:
-        try:
-            for size in pool.map(touch, range(0, total, _CHUNK)):
-                done += size
-                if progress is not None:
-                    progress(done, total)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 def _register(memory: npt.NDArray[np.uint8]) -> bool:

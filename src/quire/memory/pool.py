@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import PlanError
+from quire.memory.mapping import reserve, touch
 from quire.spec.layout import DType, Field, PageLayout
+
+_LARGE = 4 * 2**20
+"""Bytes of a tensor from which on the system has huge pages for it."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -17,6 +22,16 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     found = getattr(torch, dtype.value)
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LARGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Frames are read here and there, each from another page of the system's; in huge pages most of them are at hand.
+    memory = torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
+    touch(memory.numpy())
+    return memory.view(dtype).view(shape)
 
 
 class Arriving(Protocol):
@@ -53,7 +68,7 @@ class Pool:
 
     def _build(self, field: Field) -> None:
         shape = (len(field.layers), self.num_frames + 1, field.entries(self.layout.page_size), *field.shape)
-        tensor = torch.zeros(shape, dtype=torch_dtype(field.dtype), device=self.device)
+        tensor = _zeros(shape, torch_dtype(field.dtype), self.device)
         self._fields.append((field, tensor))
         for index, layer in enumerate(field.layers):
             self._layers[field.name, layer] = tensor[index]

@@ -110,6 +110,10 @@ class LoadedModel:
         """32 bytes that every byte of the weights changes, as they are when it is first read. O(bytes of weights)."""
         return fingerprint_weights(_weights(self._model), self._dtypes)
 
+    def weights_changed(self) -> None:
+        """The weights were replaced: their fingerprint is read again when it is asked for next."""
+        self.__dict__.pop("weights_fingerprint", None)
+
     def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
         """32 bytes for what pages depend on besides tokens, namespace and layouts.
 

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.observe.tier_metrics import tier_metrics
+
 FRAME_STATES = ("free", "private", "cached", "moving", "quarantined")
 FRAME_COUNTERS = {
     "dropped": "Frames of cached pages that were dropped while their pages stayed.",
@@ -72,7 +74,10 @@ class EngineCollector(Collector):
         if causes:
             yield self._causes(causes)
         groups = statistics.get("frames", {})
-        yield self._frames(groups)
+        tiers = statistics.get("tiers") or {}
+        yield self._frames({"device": groups, "host": tiers.get("host", {})})
+        if tiers:
+            yield from tier_metrics(tiers, int(statistics["hit_tokens"]))
         for name, text in FRAME_COUNTERS.items():
             family = CounterMetricFamily(f"quire_frames_{name}", text, labels=("group",))
             for group, frames in groups.items():
@@ -89,15 +94,16 @@ class EngineCollector(Collector):
             family.add_metric((cause,), float(tokens))
         return family
 
-    def _frames(self, groups: Mapping[str, Mapping[str, Any]]) -> GaugeMetricFamily:
+    def _frames(self, tiers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(
             "quire_frames",
-            "Frames of a group by state; the states of a group add up to its pool.",
-            labels=("group", "state"),
+            "Frames of a group in a tier by state; the states of a group add up to its pool.",
+            labels=("tier", "group", "state"),
         )
-        for group, frames in groups.items():
-            for state in FRAME_STATES:
-                family.add_metric((group, state), float(frames.get(state, 0)))
+        for tier, groups in tiers.items():
+            for group, frames in groups.items():
+                for state in FRAME_STATES:
+                    family.add_metric((tier, group, state), float(frames.get(state, 0)))
         return family
 
 

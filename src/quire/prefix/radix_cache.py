@@ -21,9 +21,10 @@ import numpy as np
 
 from quire.errors import LeaseError
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
-from quire.prefix.hashing import PageHashes, namespace_seed
+from quire.prefix.hashing import PageHashes, cut_hashes, namespace_seed
 from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.lower_order import LowerOrder
+from quire.prefix.match import Insertion, Match
 from quire.prefix.node import ID_BYTES, Lease, Node
 from quire.prefix.parting import TOKEN_BYTES, Parting, common_pages, find_parting
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
@@ -33,47 +34,6 @@ _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
 _MOST_NAMESPACES = 8  # others that are looked at to explain a miss
 _LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
-
-
-class Match:
-    """How far a prefix is cached. A snapshot: valid until the tree changes; `RadixCache.lease` makes it last.
-
-    `pages` are the page ids of the matched pages, in order, not to be written. `path` holds the nodes they come from,
-    the last one possibly matched in part. The first `num_here` pages are on the device.
-    """
-
-    __slots__ = ("namespace", "num_here", "num_pages", "pages", "path", "version")
-
-    def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int) -> None:
-        self.namespace = namespace
-        self.pages = pages
-        self.num_pages = len(pages)
-        self.path = path
-        self.version = version
-        self.num_here = len(pages)
-        if path and not path[-1].here:
-            self.num_here = next(node.depth for node in path if not node.here)
-
-    def num_evictable(self, num_pages: int) -> int:
-        """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root
-        on."""
-        end = first = min(num_pages, self.num_here)
-        for node in reversed(self.path):
-            if node.level:
-                break
-            first = min(first, node.depth)
-        return end - first
-
-
-class Insertion:
-    """What `RadixCache.insert` did: the pages that now stand for the inserted tokens, and the caller's pages that were
-    not taken because those tokens were cached already (the caller still owns these)."""
-
-    __slots__ = ("duplicates", "pages")
-
-    def __init__(self, pages: Ids, duplicates: Ids) -> None:
-        self.pages = pages
-        self.duplicates = duplicates
 
 
 class RadixCache:
@@ -102,10 +62,12 @@ class RadixCache:
         self._seconds = seconds
         self._roots: dict[Namespace, Node] = {}
         self._beginnings: dict[bytes, dict[Node, None]] = {}  # which roots have a child with that first page
+        self.orphans: list[Node] = []  # roots that nobody finds any more, while something below is held
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self._lower = LowerOrder()
+        self._has_copies = False  # whether a page ever had one below the device
         self.num_pages = 0  # on the device
         self.num_protected = 0  # of these, pages that at least one lease holds
         self.num_shared = 0  # of these, pages that at least two hold
@@ -270,17 +232,22 @@ class RadixCache:
 
     def clear(self) -> Ids:
         """Forget everything that no lease holds and return its pages; forget what was evicted."""
-        pages = self.evict(self.num_pages)
+        pages = self._evict_all()
         self.ghosts.clear()
-        if not self.num_pages and self._emit is not None:
+        if not self.num_pages and not self.num_below and self._emit is not None:
             self._emit(AllCleared())
         return pages
+
+    def rename(self, identity: bytes) -> None:
+        """What is cached from now on is of another model. Everything that was cached has been flushed."""
+        assert not self._roots
+        self._identity = identity
 
     # -- looking, for audits and statistics
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack = [child for root in self.tops() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -289,6 +256,10 @@ class RadixCache:
     def roots(self) -> dict[Namespace, Node]:
         """The root of each namespace that has or had pages held."""
         return dict(self._roots)
+
+    def tops(self) -> list[Node]:
+        """Every root, those among them that nobody finds any more."""
+        return [*self._roots.values(), *self.orphans]
 
     def root(self, namespace: Namespace) -> Node | None:
         """The root of that namespace, if it has one."""
@@ -308,6 +279,9 @@ class RadixCache:
         return np.frombuffer(b"".join(runs[::-1]), dtype=np.int32)
 
     # -- inside
+
+    def _evict_all(self) -> Ids:
+        return self.evict(self.num_pages)
 
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
@@ -360,8 +334,6 @@ class RadixCache:
                 self.num_protected -= holder.num_pages
             else:
                 self.num_shared -= holder.num_pages
-            if not holder.level and (holder.kept or not holder.num_here) and holder is not node:
-                self._offer(holder)  # where what hangs below it is in another tier
             holder = holder.parent
 
     def _split(self, node: Node, at: int) -> Node:
@@ -377,7 +349,7 @@ class RadixCache:
         upper.kept, node.kept = min(node.kept, at), max(0, node.kept - at)
         upper.num_kept = int(node.kept > 0)
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
-        upper.hashes, node.hashes = _cut_hashes(node.hashes, at)
+        upper.hashes, node.hashes = cut_hashes(node.hashes, at)
         parent.children[self._first_page(upper)] = upper
         node.parent = upper
         node.key = node.key[cut:]
@@ -467,7 +439,7 @@ class RadixCache:
             if node.here:
                 self._tell_removed(node, keep, node.num_pages, Tier.DEVICE)
             self._tell_removed(node, keep, node.kept, Tier.HOST)
-            node.hashes = _cut_hashes(node.hashes, keep)[0]
+            node.hashes = cut_hashes(node.hashes, keep)[0]
         if node.kept > keep:
             self._copied(node, keep, told=True)
         cut = keep * self._page_bytes
@@ -485,9 +457,7 @@ class RadixCache:
         del parent.children[first]
         parent.num_here -= node.here
         if parent.parent is None:
-            del self._beginnings[first][parent]
-            if not self._beginnings[first]:
-                del self._beginnings[first]
+            self._begins_no_more(first, parent)
         node.ticket = node.lower_ticket = 0
         self._policy.merged(node, parent)
         parent.hits += node.hits
@@ -503,16 +473,28 @@ class RadixCache:
             return
         if node.parent is None:
             if not node.children and not node.ghosts:
-                self._roots.pop(node.namespace, None)
+                self._drop_root(node)
             return
         if node.here and not node.num_here:
             self._policy.offered(node)
-        self._offer_lower(node)
+        if self._has_copies:
+            self._offer_lower(node)
+
+    def _drop_root(self, root: Node) -> None:
+        if self._roots.get(root.namespace) is root:
+            del self._roots[root.namespace]
+        elif root in self.orphans:
+            self.orphans.remove(root)
+
+    def _begins_no_more(self, first: bytes, root: Node) -> None:
+        """A root has no child with that first page that anybody finds."""
+        roots = self._beginnings.get(first, {})
+        roots.pop(root, None)
+        if not roots:
+            self._beginnings.pop(first, None)
 
     def _offer_lower(self, node: Node) -> None:
-        """Queue a node with copies below for their eviction if nobody needs them."""
-        if node.kept and not node.level and not node.num_kept:
-            self._lower.offered(node)
+        """Queue what can go from a path with copies below, where there are tiers."""
 
     def _arrive_above(self, node: Node) -> None:
         """A node and all above it are on the device from now on."""
@@ -543,11 +525,12 @@ class RadixCache:
     def _copied(self, node: Node, kept: int, *, told: bool = False) -> None:
         """The first `kept` pages of a node have copies below."""
         had, node.kept = node.kept, kept
+        self._has_copies = True
         parent = node.parent
         assert parent is not None
         if self._emit is not None and not told:
             if kept > had:
-                for hashes in _cut_hashes(_cut_hashes(node.hashes, kept)[0], had)[1]:
+                for hashes in cut_hashes(cut_hashes(node.hashes, kept)[0], had)[1]:
                     self._emit(PagesStored(node.namespace, hashes, Tier.HOST))
             else:
                 self._tell_removed(node, kept, had, Tier.HOST)
@@ -560,7 +543,7 @@ class RadixCache:
     def _tell_removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
         assert self._emit is not None
         if start < stop:
-            for hashes in _cut_hashes(_cut_hashes(node.hashes, stop)[0], start)[1]:
+            for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
                 self._emit(PagesRemoved(node.namespace, hashes, tier))
 
     def _forgotten(self, holder: Holder) -> None:
@@ -590,20 +573,3 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
     if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
         return False
     return key.startswith(tokens.data.cast("B")[: len(key)])
-
-
-def _cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], list[PageHashes]]:
-    """Those of the first `at` pages, and the rest."""
-    upper: list[PageHashes] = []
-    lower: list[PageHashes] = []
-    for run in hashes:
-        if at >= len(run):
-            upper.append(run)
-        elif at <= 0:
-            lower.append(run)
-        else:
-            left, right = run.cut(at)
-            upper.append(left)
-            lower.append(right)
-        at -= len(run)
-    return upper, lower

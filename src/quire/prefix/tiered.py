@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.prefix.ghosts import Eviction
+from quire.prefix.match import Insertion, Match
 from quire.prefix.node import ID_BYTES, Lease, Node
-from quire.prefix.radix_cache import Insertion, Match, RadixCache, join_ids
-from quire.spec.ids import Ids, Tier
+from quire.prefix.radix_cache import RadixCache, join_ids
+from quire.spec.ids import Bools, Ids, Tier
 
 
 class Evicted(NamedTuple):
@@ -43,6 +44,16 @@ class TieredRadixCache(RadixCache):
     def pin_path(self, match: Match, num_pages: int) -> Lease:
         """As `pin`, the first `num_pages` pages of a match that is current."""
         return self.pin(self._end_of(match, num_pages))
+
+    def pin_part(self, lease: Lease, num_pages: int) -> Lease:
+        """As `pin`, the first `num_pages` pages, at least one, of a path that is pinned already."""
+        node: Node | None = lease.node
+        while node is not None and node.depth >= num_pages:
+            node = node.parent
+        assert node is not None and node.parent is not None
+        if num_pages - node.depth < node.num_pages:
+            node = self._split(node, num_pages - node.depth)
+        return self.pin(node)
 
     def unpin(self, lease: Lease) -> None:
         """Give back a lease that `pin` gave. Raises LeaseError the second time."""
@@ -116,11 +127,6 @@ class TieredRadixCache(RadixCache):
         removed.append(self._cut(node, start, eviction))
         return join_ids(removed)
 
-    def clear(self) -> Ids:
-        """Forget everything that no lease holds, here and below, and return its pages; forget what was evicted."""
-        here, below = super().clear(), self.evict_lower(self.num_below).removed
-        return np.concatenate((here, below))
-
     # -- the tier below
 
     def arrive(self, lease: Lease, num_pages: int) -> None:
@@ -151,6 +157,15 @@ class TieredRadixCache(RadixCache):
             start = node.depth + end
         return start
 
+    def kept_on(self, lease: Lease) -> Bools:
+        """Per page of a pinned path: whether it has a copy below that counts."""
+        runs = []
+        node: Node | None = lease.node
+        while node is not None:
+            runs.append(np.arange(node.num_pages) < node.kept)
+            node = node.parent
+        return np.concatenate(runs[::-1])
+
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) behind a pinned path, in pages that are below only, and move the pin there.
 
@@ -177,6 +192,24 @@ class TieredRadixCache(RadixCache):
         return set(self._lower.candidates())
 
     # -- inside
+
+    def _evict_all(self) -> Ids:
+        here = self.evict(self.num_pages)
+        return np.concatenate((here, self.evict_lower(self.num_below).removed))
+
+    def _offer_lower(self, node: Node) -> None:
+        """Queue this node and those above it, where they have copies below, for their eviction if nobody needs them:
+        there may be several on one path, since not every page on it has a copy. And queue the last one on the device
+        above it, if that is a leaf there now."""
+        above: Node | None = node
+        was_here = node.here
+        while above is not None and above.parent is not None and not above.level:
+            if above.kept and not above.num_kept:
+                self._lower.offered(above)
+            if above.here and not was_here and not above.num_here:
+                self._policy.offered(above)
+            was_here = above.here
+            above = above.parent
 
     def _leave(self, node: Node) -> bytes:
         """An unleased node's pages, which have copies, are not on the device any more; returns their ids. It has no

@@ -63,6 +63,7 @@ class Request:
         self.num_settled = 0
         self.pending = 0
         self.num_cached = -1  # of its first admission; -1 before
+        self.num_host = self.num_storage = 0  # of these, from host memory and from storage
         self.explanation: Explanation | None = None  # of its first admission, where the cache explains
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"

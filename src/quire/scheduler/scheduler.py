@@ -269,6 +269,7 @@ class Scheduler:
         request.num_launched = request.num_settled = request.kv.num_cached
         if request.num_cached < 0:
             request.num_cached = request.kv.num_cached
+            request.num_host, request.num_storage = request.kv.num_host, request.kv.num_storage
             request.explanation = request.kv.explanation
             batch.admitted.append(request)
         request.state = RequestState.RUNNING

@@ -50,7 +50,8 @@ class Generation:
         self._streams: list[RequestStream | None] = [None] * num_prompts
         self._started_s = time.perf_counter()
         self._num_output_tokens = 0
-        self._num_cached_tokens: dict[int, int] = {}
+        self._cached: dict[int, tuple[int, int, int]] = {}  # by prompt: tokens, of these from the host, from storage
+        self._has_tiers = bool(service.engine.start_statistics.get("tiers"))
 
     @classmethod
     async def submit(
@@ -126,14 +127,21 @@ class Generation:
         return [stream.output() for stream in self._open_streams()]
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read, generated, and served from the cache, so far."""
+        """Tokens read, generated, and served from the cache, so far; with tiers also from which of them."""
         num_prompt_tokens = sum(stream.num_prompt_tokens for stream in self._open_streams())
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
             "total_tokens": num_prompt_tokens + self._num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
+            "prompt_tokens_details": self._cached_tokens(),
         }
+
+    def _cached_tokens(self) -> dict[str, Any]:
+        cached, host, storage = (sum(counts) for counts in zip((0, 0, 0), *self._cached.values(), strict=True))
+        if not self._has_tiers:
+            return {"cached_tokens": cached}
+        by_tier = {"device": cached - host - storage, "host": host, "storage": storage}
+        return {"cached_tokens": cached, "cached_tokens_by_tier": by_tier}
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -148,8 +156,8 @@ class Generation:
         if delta.token_ids and not self._num_output_tokens:
             self._service.metrics.first_token_s.observe(time.perf_counter() - self._started_s)
         self._num_output_tokens += len(delta.token_ids)
-        found = self._num_cached_tokens.get(prompt, delta.num_cached_tokens)
-        self._num_cached_tokens[prompt] = min(found, delta.num_cached_tokens)
+        found = (delta.num_cached_tokens, delta.num_host_tokens, delta.num_storage_tokens)
+        self._cached[prompt] = min(self._cached.get(prompt, found), found, key=lambda cached: cached[0])
         return prompt * self._params.n + delta.index, delta
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/cache/retain`, `/release` and `/flush`, `GET /v1/cache/retained`: what callers want kept and forgotten.
+"""`POST /v1/cache/retain`, `release`, `flush` and `epoch`, `GET /v1/cache/retained`: what is to be kept and forgotten.
 
 Whoever may use the server may ask, for the namespace whose salt they know. What is kept is released by an id that only
 the answer tells; what is listed tells neither ids nor tokens nor salts.
@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from quire.engine.async_engine import Prompt
+from quire.engine.config import MOST_EPOCHS
 from quire.serve.chat import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
@@ -84,13 +85,22 @@ class FlushBody(BaseModel):
         return Namespace(self.adapter or "", self.cache_salt or "") if named else None
 
 
+class EpochBody(BaseModel):
+    """How often the weights were replaced."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    weights_epoch: Annotated[int, Field(ge=0, lt=MOST_EPOCHS)]
+
+
 def retention_router(service: Service) -> APIRouter:
     """The routes, for `service`."""
     router = APIRouter()
 
     @router.post("/v1/cache/retain")
     async def retain(body: RetainBody) -> dict[str, Any]:
-        """Keep what is cached of a prompt. `granted_tokens` says how much, `reason` why not more; it may be nothing."""
+        """Keep what is cached of a prompt. `granted_tokens` says how much, `host_tokens` what of that is below the
+        device now, and `reason` why not more; it may be nothing."""
         service.check_model(body.model)
         granted = await service.engine.retain(
             await body.tokens(service),
@@ -106,6 +116,7 @@ def retention_router(service: Service) -> APIRouter:
             "asked_tokens": granted.asked_tokens,
             "expires_in_seconds": granted.expires_in_seconds,
             "pinned": granted.pinned,
+            "host_tokens": granted.host_tokens,
             "reason": granted.reason,
         }
 
@@ -121,7 +132,14 @@ def retention_router(service: Service) -> APIRouter:
 
     @router.post("/v1/cache/flush")
     async def flush(body: FlushBody) -> dict[str, Any]:
-        """Forget what is cached of a namespace, or everything; running requests go on, and keep what they hold."""
+        """Forget what is cached of a namespace, or everything, in every tier. Running requests go on; nobody else finds
+        what they hold."""
         return asdict(await service.engine.flush(body.namespace()))
+
+    @router.post("/v1/cache/epoch")
+    async def epoch(body: EpochBody) -> dict[str, Any]:
+        """The weights were replaced: nothing that was cached before is found any more, on any tier."""
+        done = await service.engine.set_weights_epoch(body.weights_epoch)
+        return {"weights_epoch": body.weights_epoch, **asdict(done)}
 
     return router

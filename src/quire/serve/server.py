@@ -22,6 +22,7 @@ import uvicorn
 
 from quire.engine.async_engine import STALL_AFTER_S, AsyncEngine
 from quire.engine.config import EngineConfig
+from quire.engine.process import Progress
 from quire.errors import AddressInUse, InvalidInput
 from quire.serve.app import create_app
 
@@ -53,7 +54,9 @@ class ServerConfig:
 class StartEngine(Protocol):
     """How the engine is started: `AsyncEngine.start`, or a stand-in."""
 
-    def __call__(self, config: EngineConfig, *, stall_after_s: float) -> Coroutine[Any, Any, AsyncEngine]: ...
+    def __call__(
+        self, config: EngineConfig, *, stall_after_s: float, on_progress: Progress | None
+    ) -> Coroutine[Any, Any, AsyncEngine]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +94,17 @@ def serve(
     server: ServerConfig,
     *,
     on_ready: Callable[[Running], None] | None = None,
+    on_progress: Progress | None = None,
     start: StartEngine = AsyncEngine.start,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises what keeps it from starting, and `EngineDead` never: /health tells."""
+    """Serve until SIGINT or SIGTERM. Raises what keeps it from starting, and `EngineDead` never: /health tells.
+
+    `on_progress` hears of host memory that is being touched, `on_ready` of when requests are answered.
+    """
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(config, server, listener, on_ready, start))
+        starting = start(config, stall_after_s=server.stall_after_s, on_progress=on_progress)
+        runner.run(_serve(config, server, listener, on_ready, starting))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -112,7 +120,7 @@ async def _serve(
     server: ServerConfig,
     listener: socket.socket,
     on_ready: Callable[[Running], None] | None,
-    start: StartEngine,
+    starting: Coroutine[Any, Any, AsyncEngine],
 ) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -125,7 +133,7 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    engine = await _started(start(config, stall_after_s=server.stall_after_s), stopping)
+    engine = await _started(starting, stopping)
     if engine is None:
         return
     try:

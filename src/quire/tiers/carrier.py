@@ -15,15 +15,17 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import TypeVar
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, StoreError
 from quire.spec.ids import Ids
 from quire.tiers.moves import GOOD, MISSING, REFUSED, Copies, Link, Move, Units
-from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
 
 _T = TypeVar("_T")
 
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
+
+_FORGOTTEN_AT_ONCE = 1024
 
 
 class Carrier:
@@ -88,6 +90,8 @@ class Carrier:
 
     def _forget(self, move: Move) -> Iterator[None]:
         store = self._need_store()
+        if not move.units:
+            yield from _forget_scope(store, move.scope)
         for units in move.units:
             store.remove(units.keys(move.scope))
             yield
@@ -162,7 +166,7 @@ class Carrier:
 
     def _need_store(self) -> Store:
         if self._store is None:
-            raise InvalidInput("there is no storage tier.", fix="give --store, or do not ask for one.")
+            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
         return self._store
 
 
@@ -230,6 +234,25 @@ class _Batch:
 
 
 _Work = Callable[[Move, Store, _Batch], None]
+
+
+def _forget_scope(store: Store, scope: bytes) -> Iterator[None]:
+    """Forget every record of a scope, or of all scopes that begin so. Raises StoreError where the store cannot be
+    listed, or has kept what it was to forget."""
+    there = _keys_of(store, scope)
+    for start in range(0, len(there), _FORGOTTEN_AT_ONCE):
+        store.remove(there[start : start + _FORGOTTEN_AT_ONCE])
+        yield
+    left = set(there).intersection(_keys_of(store, scope)) if there else ()
+    if left:
+        raise StoreError(
+            f"{len(left):,} of {len(there):,} records could not be removed.", fix="look at the store's log."
+        )
+
+
+def _keys_of(store: Store, scope: bytes) -> list[StoreKey]:
+    entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
+    return [entry.key for entry in entries if entry.key.scope.startswith(scope)]
 
 
 def _at(items: Sequence[_T], where: Sequence[int]) -> list[_T]:

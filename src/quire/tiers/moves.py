@@ -39,7 +39,7 @@ class Link(StrEnum):
     ARCHIVE = "archive"  # host records checked, then prepared, put and completed in the store
     FETCH = "fetch"  # store to host rows, then checked
     LOOK = "look"  # what the store has
-    FORGET = "forget"  # what the store shall not have any more
+    FORGET = "forget"  # what the store shall not have any more; without units, nothing of scopes that begin so
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from typing_extensions import Buffer
 
 from quire.errors import InvalidInput
 
-_SCOPE_BYTES, _PAGE_BYTES = 16, 32
+SCOPE_BYTES = 16
+_PAGE_BYTES = 32
 
 
 class Answer(Enum):
@@ -56,10 +57,10 @@ class StoreKey(NamedTuple):
     @classmethod
     def unpack(cls, packed: bytes) -> StoreKey:
         """The key that was packed. Raises InvalidInput for anything else."""
-        if len(packed) != _SCOPE_BYTES + _PAGE_BYTES + 2:
+        if len(packed) != SCOPE_BYTES + _PAGE_BYTES + 2:
             raise InvalidInput(f"a store's key has 50 bytes, got {len(packed)}.")
-        page = packed[_SCOPE_BYTES : _SCOPE_BYTES + _PAGE_BYTES]
-        return cls(packed[:_SCOPE_BYTES], page, int.from_bytes(packed[-2:], "little"))
+        page = packed[SCOPE_BYTES : SCOPE_BYTES + _PAGE_BYTES]
+        return cls(packed[:SCOPE_BYTES], page, int.from_bytes(packed[-2:], "little"))
 
     def __str__(self) -> str:
         """For stores whose keys are paths: `scope/page.part` in hex."""

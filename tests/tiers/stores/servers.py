@@ -8,6 +8,7 @@ libibverbs1`). What is not to be had skips its tests and says why.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -31,17 +32,21 @@ class NotHere(Exception):
 class Server:
     """One server process of the tests: `command` makes its command line. Its user closes it."""
 
-    def __init__(self, command: Sequence[str], answers: Callable[[], bool], environment: dict[str, str] | None = None):
+    def __init__(self, command: Sequence[str], answers: Callable[[], bool], port: int = 0):
+        self.port = port
         self._command = list(command)
         self._answers = answers
-        self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
         self.process = subprocess.Popen(
-            self._command, stdout=self._said, stderr=self._said, stdin=subprocess.DEVNULL, env=self._environment
+            self._command,
+            stdout=self._said,
+            stderr=self._said,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_the_tests,
         )
         give_up = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -58,10 +63,22 @@ class Server:
             self.process.wait()
             self.process = None
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Kill it for good."""
         self.kill()
         self._said.close()
+
+
+def _die_with_the_tests() -> None:
+    """In the child: SIGKILL when whoever started it ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 @cache
@@ -122,7 +139,7 @@ def _greets(path: Path) -> bool:
 def s3(port: int) -> Server:
     """Moto's S3 on 127.0.0.1. What it holds is gone when it ends."""
     code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    return Server([sys.executable, "-W", "ignore", "-c", code], lambda: listens(port))
+    return Server([sys.executable, "-W", "ignore", "-c", code], lambda: listens(port), port)
 
 
 def free_port() -> int:
@@ -146,6 +163,7 @@ def mooncake_master() -> str:
     site = os.environ.get("QUIRE_MOONCAKE_SITE")
     if site and site not in sys.path:
         sys.path.append(site)
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         import mooncake.store
     except (ImportError, OSError) as error:

@@ -82,6 +82,7 @@ def test_a_slab_that_changes(tmp_path: Path, how: str, is_open: bool) -> None:
         os.truncate(slab, 2 * 32768 + 30_000 - 1)
     if not is_open:
         store = open_in(tmp_path, None, slab_bytes=128 << 10)
+        assert len(list(store.entries())) == (8 if how == "removed" else 10), "seen at once when it is opened"
     kept = [read(store, key, 30_000) is not None for key in keys]
     assert kept == [True] * 4 + [how == "shortened"] * 2 + [False] * 2 + [True] * 4
     assert medium.keys() == {key for key, is_there in zip(keys, kept, strict=True) if is_there}
@@ -201,7 +202,58 @@ def test_an_index_that_is_busy(tmp_path: Path) -> None:
     DirectoryMedium(tmp_path).check()
 
 
+def test_a_transaction_that_is_undone(tmp_path: Path) -> None:
+    """The files of slabs that were dropped in it are there, and those that were made are not."""
+    with closing(open_in(tmp_path, 256 << 10, slab_bytes=128 << 10)) as store:
+        keys = filled(store, 4)
+        medium = DirectoryMedium(tmp_path)
+        ((slab, slot_bytes),) = medium.query("SELECT id, slot_bytes FROM slabs")
+
+        def undone() -> None:
+            with store._index.writing(store._room.settle) as index:
+                assert len(store._room.take(index, 8192, 3, store._uses.flush)) == 3
+                store._room.drop(index, slab, slot_bytes)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            undone()
+        medium.check()
+        assert [read(store, key, 30_000) for key in keys] == [make_record(number, 30_000) for number in range(4)]
+
+
 # -- opening
+
+
+def test_opening_beside_a_writer(tmp_path: Path) -> None:
+    """What a living writer has prepared stays its own; what it leaves when it closes is nothing."""
+    with closing(open_in(tmp_path)) as writer:
+        keys = make_keys(2)
+        assert writer.prepare(keys, [900, 900]) == [Answer.MISS] * 2
+        with closing(open_in(tmp_path)) as other:
+            assert other.reclaim() == 0
+            assert other.prepare(keys, [900, 900]) == [Answer.PENDING] * 2
+        assert writer.put(keys[:1], [make_record(0, 900)]) == [Answer.HIT]
+        assert writer.complete(keys[:1], [True]) == [Answer.HIT]
+        writer.close()
+    assert DirectoryMedium(tmp_path).query("SELECT COUNT(*) FROM records") == [(1,)]
+
+
+def test_files_that_nothing_tells_of(tmp_path: Path) -> None:
+    """A slab that was made in a transaction that never ended."""
+    open_in(tmp_path).close()
+    (tmp_path / "slabs" / "00000000beef.slab").write_bytes(bytes(4096))
+    with closing(open_in(tmp_path)):
+        DirectoryMedium(tmp_path).check()
+
+
+def test_a_use_is_known_at_once(tmp_path: Path) -> None:
+    """To this process, before it is written down."""
+    with closing(open_in(tmp_path)) as store:
+        keys = filled(store, 2)
+        DirectoryMedium(tmp_path).query("UPDATE records SET used = used - 3600000000")
+        assert read(store, keys[0], 30_000) is not None
+        idle = {entry.key: entry.idle_seconds or 0.0 for entry in store.entries()}
+        assert idle[keys[0]] < 1800 < idle[keys[1]]
 
 
 def test_another_version(tmp_path: Path) -> None:
@@ -276,6 +328,20 @@ def test_last_use_outlives_the_process(tmp_path: Path) -> None:
     with closing(open_in(tmp_path, 128 << 10)) as store:
         assert write(store, [make_key(9)], [make_record(9, 30_000)]) == [Answer.HIT]
         assert store.exists(keys) == [Answer.HIT, Answer.MISS, Answer.HIT, Answer.HIT]
+
+
+def test_durable(tmp_path: Path) -> None:
+    """It waits for the disk, and a slab that is gone then is a RETRY."""
+    with closing(open_in(tmp_path, durable=True)) as store:
+        keys = filled(store, 2)
+        assert read(store, keys[1], 30_000) == make_record(1, 30_000)
+        late = make_key(5)
+        assert store.prepare([late], [500]) == [Answer.MISS]
+        assert store.put([late], [make_record(5, 500)]) == [Answer.HIT]
+        for path in (tmp_path / "slabs").iterdir():
+            path.unlink()
+        assert store.complete([late], [True]) == [Answer.RETRY]
+        assert store.exists([late]) != [Answer.HIT]
 
 
 def test_facts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +52,33 @@ class Pool:
         return mooncake_store.open(f"mooncake://127.0.0.1:{self.port}?metrics={self.metrics}{more}")
 
 
-def started(directory: Path) -> Pool:
+@contextmanager
+def running(directory: Path) -> Iterator[Pool]:
+    """A pool for the block; skips the test where there is none to be had."""
     try:
         mooncake_master()
-        pool = Pool(directory)
-        pool.start()
     except NotHere as reason:
         pytest.skip(str(reason))
-    return pool
+    pool = Pool(directory)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.close()
 
 
 @pytest.fixture(scope="module")
 def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """One for all tests that leave it as it is; each of them uses it empty."""
-    pool = started(tmp_path_factory.mktemp("mooncake"))
-    yield pool
-    pool.close()
+    with running(tmp_path_factory.mktemp("mooncake")) as pool:
+        yield pool
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     """One to break."""
-    own = started(tmp_path)
-    yield own
-    own.close()
+    with running(tmp_path) as own:
+        yield own
 
 
 class MooncakeMedium:
@@ -336,7 +340,8 @@ def test_lanes_hold_their_batches() -> None:
     bounce = Bounce(1 << 20, 2)
     assert bounce.lane_bytes == 1 << 19
     sizes = [1 << 19, 100, 65, (1 << 19) + 1, (1 << 19) - 200, 64, 64, 64]
-    batches = list(bounce.batches(sizes, 3))
+    assert list(bounce.batches(sizes, 9, 200)) == [[0], [1], [2], [4], [5, 6, 7]]
+    batches = list(bounce.batches(sizes, 3, 1 << 30))
     assert batches == [[0], [1, 2], [4, 5, 6], [7]]
     with bounce.lane() as lane:
         for batch in batches:

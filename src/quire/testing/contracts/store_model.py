@@ -75,7 +75,7 @@ class StoreModel:
         answers = self.store.put([self.keys[key] for key in batch], contents)
         for key, record, answer in zip(batch, records, answers, strict=True):
             assert answer in self._or_retry(Answer.HIT)
-            self.prepared[key] = (record, answer is Answer.HIT)
+            self.prepared[key] = (record, answer is Answer.HIT or self.prepared[key][1])
 
     def _complete(self, batch: list[int], ok: list[bool]) -> None:
         answers = self.store.complete([self.keys[key] for key in batch], ok)

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.cache import KVCache, PrefixHit
 from quire.errors import OutOfPages
+from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import POLICIES
 from quire.spec.events import CacheEvent, Namespace
 from quire.testing.fuzz.choices import Choices
@@ -52,16 +53,8 @@ class CacheMachine:
         self.context = num_pages * page_size - choices.below(page_size)
         plan = hybrid_plan(choices, num_pages, page_size, self.context, choices.between(1, 5))
         events: list[CacheEvent] | None = [] if choices.chance(30) else None
-        cache = KVCache(
-            plan,
-            eviction=choices.one_of(sorted(POLICIES)),
-            emit=events.append if events is not None else None,
-            share_prefixes=not choices.chance(6),
-            checkpoint_interval=choices.between(1, 4 * page_size),
-        )
-        shuffle_frames(cache, choices)
-        self._faults = Faults(cache) if choices.chance(30) else None
-        self.cache = FollowedCache(cache, events, self._faults)
+        self.cache = self._follow(choices, plan, events)
+        cache, self._faults = self.cache.cache, self.cache.faults
         self.names, self.model = self.cache.names, self.cache.model
         self._vocabulary = choices.between(1, 3)
         self._batches: dict[Step, list[Sequence]] = {}
@@ -69,6 +62,21 @@ class CacheMachine:
         self._running = cache.batch([])
         self._verbs: dict[str, Callable[[Choices], Did]] = {name: getattr(self, name) for name in WEIGHTS}
         self.did: Did = ("make a cache",)
+
+    def _follow(self, choices: Choices, plan: MemoryPlan, events: list[CacheEvent] | None) -> FollowedCache:
+        """The cache, and what checks it."""
+        cache = KVCache(
+            plan,
+            eviction=choices.one_of(sorted(POLICIES)),
+            emit=events.append if events is not None else None,
+            share_prefixes=not choices.chance(6),
+            checkpoint_interval=choices.between(1, 4 * plan.page_size),
+        )
+        shuffle_frames(cache, choices)
+        return FollowedCache(cache, events, Faults(cache) if choices.chance(30) else None)
+
+    def end(self) -> None:
+        """Nothing has to come to an end here."""
 
     @property
     def happened(self) -> Counter[str]:
@@ -185,19 +193,7 @@ class CacheMachine:
         batch = choices.some_of([s for s in self.model.live if s.launched < s.allocated])
         if not batch or len(self.cache.steps) == MOST_IN_FLIGHT:
             return ("launch nothing",)
-        parts = []
-        for s in batch:
-            start = s.launched
-            s.launched = s.allocated if choices.chance(70) else choices.between(start + 1, s.allocated)
-            while s.num_tokens < s.launched:
-                s.name = self.names.child(s.name, self._next(choices, s))
-                s.num_tokens += 1
-            parts.append(Part(start, s.launched, self.names.prefix(s.name, s.launched)))
-        self.did = "launch", [(self.model.live.index(s), p.start, p.end) for s, p in zip(batch, parts, strict=True)]
-        step = self.cache.device.launch([s.kv for s in batch], parts)
-        self._batches[step] = batch
-        self.cache.launched(step)
-        return self.did
+        return self._launch(batch, choices)
 
     def execute(self, choices: Choices) -> Did:
         """The device gets to the next step. The host has not heard of it yet."""
@@ -273,6 +269,21 @@ class CacheMachine:
         return ("count",)
 
     # -- inside
+
+    def _launch(self, batch: list[Sequence], choices: Choices) -> Did:
+        parts = []
+        for s in batch:
+            start = s.launched
+            s.launched = s.allocated if choices.chance(70) else choices.between(start + 1, s.allocated)
+            while s.num_tokens < s.launched:
+                s.name = self.names.child(s.name, self._next(choices, s))
+                s.num_tokens += 1
+            parts.append(Part(start, s.launched, self.names.prefix(s.name, s.launched)))
+        self.did = "launch", [(self.model.live.index(s), p.start, p.end) for s, p in zip(batch, parts, strict=True)]
+        step = self.cache.device.launch([s.kv for s in batch], parts)
+        self._batches[step] = batch
+        self.cache.launched(step)
+        return self.did
 
     def _prompt(self, choices: Choices) -> int:
         """Mostly a cached or running prefix, cut or continued, now and then with one token changed."""

@@ -37,20 +37,30 @@ class FollowedCache:
     checks. Raises AssertionError or AuditFailure where something is wrong.
     """
 
-    def __init__(self, cache: KVCache, events: list[CacheEvent] | None, faults: Faults | None = None) -> None:
+    model_type: type[PlainCache] = PlainCache
+    device_type: type[Device] = Device
+    watch_type: type[Watch] = Watch
+
+    def __init__(
+        self,
+        cache: KVCache,
+        events: list[CacheEvent] | None,
+        faults: Faults | None = None,
+        names: Names | None = None,
+    ) -> None:
         self.cache = cache
         self.page_size = cache.page_size
-        self.names = Names(cache.page_size)
-        self.model = PlainCache(self.names, cache.plan.num_pages, cache.page_size, shares=cache.share_prefixes)
-        self.device = Device(cache, self.names)
-        self.watch = Watch(cache, self.names, self.device, self.model)
+        self.names = names or Names(cache.page_size)
+        self.model = self.model_type(self.names, cache.pages.num_pages, cache.page_size, shares=cache.share_prefixes)
+        self.device = self.device_type(cache, self.names)
+        self.watch = self.watch_type(cache, self.names, self.device, self.model)
         self.steps: list[Step] = []
         self.happened: Counter[str] = Counter()
         self.operations = 0
         self.evicted = self.prompt_tokens = self.hit_tokens = self.duplicates = 0
         self._events = events
         self._fold = EventFold(cache, self.names)
-        self._faults = faults
+        self.faults = faults
         self._of: dict[RequestKV, Followed] = {}
         self._groups = range(len(cache.groups))
 
@@ -129,7 +139,7 @@ class FollowedCache:
         try:
             self.cache.extend(kvs, asked)
         except OutOfPages as error:
-            if self._faults is None or not self._faults.take(error):
+            if self.faults is None or not self.faults.take(error):
                 raise AssertionError(f"an allocation was refused that fits: {error}") from error
             self.happened["fault"] += 1
             model.allow_evicted(max(0, wanted - free))

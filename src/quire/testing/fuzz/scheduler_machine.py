@@ -53,14 +53,7 @@ class SchedulerMachine:
         self.plan = hybrid_plan(choices, choices.between(3, 16), page_size, context, choices.between(1, 5))
         self._overlap = choices.chance(50)
         self._most_tokens = choices.between(1, 8)
-        cache = KVCache(
-            self.plan,
-            eviction=choices.one_of(sorted(EVICTION)),
-            share_prefixes=not choices.chance(6),
-            checkpoint_interval=choices.between(1, 12),
-        )
-        shuffle_frames(cache, choices)
-        self.cache = FollowedCache(cache, None)
+        self.cache = self._follow(choices)
         followed: Any = self.cache
         self.scheduler = Scheduler(
             followed,
@@ -77,6 +70,20 @@ class SchedulerMachine:
         self._idle = 0  # turns in a row that did nothing
         self._turns = 0  # since a request ended
         self.did: tuple[Any, ...] = ("make a cache",)
+
+    def _follow(self, choices: Choices) -> FollowedCache:
+        """The cache, and what checks it."""
+        cache = KVCache(
+            self.plan,
+            eviction=choices.one_of(sorted(EVICTION)),
+            share_prefixes=not choices.chance(6),
+            checkpoint_interval=choices.between(1, 12),
+        )
+        shuffle_frames(cache, choices)
+        return FollowedCache(cache, None)
+
+    def end(self) -> None:
+        """Nothing has to come to an end here."""
 
     def step(self, choices: Choices) -> None:
         """Something arrives, something is aborted, or the engine takes a turn; with all checks."""

@@ -27,7 +27,6 @@ class Watch:
         self._edges: dict[Node, tuple[bytes, int, int]] = {}  # key, name of the parent, own name
         self.ends: dict[int, int] = {}
         self._promised: list[Page | None] = []  # by page id: what the tree promises
-        self._leased: list[int] = []
         self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
         self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
         self._executed = 0
@@ -67,13 +66,17 @@ class Watch:
         column = self.picture.groups[group].column
         return {end for end, page in self.ends.items() if column[page]}
 
+    def name_of(self, node: Node) -> int:
+        """The last name of an edge that the last check saw."""
+        return self._edges[node][2]
+
     # -- the tree
 
     def _read_tree(self, picture: Picture) -> None:
         """Name every edge, and say what its pages promise."""
         names, edges, known = self._names, self._edges, {}
         ends: dict[int, int] = {}
-        wanted: list[Page | None] = [None] * (self._cache.plan.num_pages + 1)
+        wanted: list[Page | None] = [None] * (self._cache.pages.num_pages + 1)
         for root in picture.tree.roots:
             known[root] = names.root(root.namespace)
         for node, pages in picture.tree.edges:
@@ -91,7 +94,6 @@ class Watch:
                 wanted[page] = content
                 ends[end] = page
         self.ends, self._promised = ends, wanted
-        self._leased = sorted([known[node] for node in picture.tree.ends if not node.is_root])
         if len(edges) > 4 * len(known) + 16:
             self._edges = {node: edge for node, edge in edges.items() if node in known}
 
@@ -103,9 +105,11 @@ class Watch:
                 f"{self._shown(self.ends.keys() - self._model.cached)}"
             )
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
-        if self._leased != expected:
+        requests = [*[row.kv.lease for row in picture.rows], *picture.waits.leases]
+        leased = sorted([self.name_of(lease.node) for lease in requests if not lease.node.is_root])
+        if leased != expected:
             raise AssertionError(
-                f"leases hold {self._shown(set(self._leased))}, and should hold {self._shown(set(expected))}"
+                f"leases hold {self._shown(set(leased))}, and should hold {self._shown(set(expected))}"
             )
         if picture.num_free != self._model.free():
             raise AssertionError(f"{picture.num_free} pages are free, and {self._model.free()} should be")

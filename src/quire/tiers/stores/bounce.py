@@ -47,15 +47,18 @@ class Bounce:
         finally:
             self._idle.put(lane)
 
-    def batches(self, sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-        """Indices of records that pass through one lane together, at most so many; those that never fit in none."""
+    def batches(self, sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[list[int]]:
+        """Indices of records that pass through one lane together: at most so many, and bytes unless it is one alone.
+
+        Records that fit into no lane are in no batch.
+        """
         batch: list[int] = []
         total = 0
         for index, size in enumerate(sizes):
             room = -(-size // _ALIGNED) * _ALIGNED
             if room > self.lane_bytes:
                 continue
-            if batch and (total + room > self.lane_bytes or len(batch) == most):
+            if batch and (total + room > min(self.lane_bytes, most_bytes) or len(batch) == most):
                 yield batch
                 batch, total = [], 0
             batch.append(index)

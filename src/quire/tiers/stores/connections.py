@@ -80,7 +80,7 @@ class Connections:
     def call(
         self, commands: Sequence[Command], targets: Sequence[memoryview] = (), *, counted: bool = True
     ) -> list[Reply]:
-        """Send commands at once and return what the server answers to each, refusals and losses as ResponseErrors.
+        """Send commands at once and return what the server answers to each, refusals as ResponseErrors, and Lost.
 
         With `targets`, a value of a target's exact length is read into the target, and the reply is the value's length.
         """
@@ -101,7 +101,7 @@ class Connections:
         finally:
             self._idle.put(line)
         for reply in replies if counted else ():
-            if isinstance(reply, ResponseError) and not isinstance(reply, _Lost):
+            if isinstance(reply, ResponseError) and not isinstance(reply, Lost):
                 self.failures.note(str(reply).partition(" ")[0] or "ERR")
         return replies
 
@@ -116,11 +116,11 @@ class Connections:
 
     def _lost(self, count: int, kind: str, reason: str) -> list[Reply]:
         self.failures.note(kind)
-        return [_Lost(f"{kind}: {reason}") for _ in range(count)]
+        return [Lost(f"{kind}: {reason}") for _ in range(count)]
 
 
-class _Lost(ResponseError):
-    """In place of a reply that did not come."""
+class Lost(ResponseError):
+    """In place of a reply that did not come. Whoever has more to ask stops: it would wait as long again."""
 
 
 class _Line:

@@ -11,6 +11,9 @@ Start the master with `--rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: it lis
 library opens ports on every address whatever `host` says, and asks for no credentials: whoever reaches them can write
 to the pool. Keep them behind a firewall; records carry digests for what gets through.
 
+Records pass through memory of the store's own, registered once. A transfer that was given up may still write where it
+was told to, and that must not be a page by then.
+
 What the pool does not tell, and what this store does about it:
 
     put of a key that is there keeps the old record       as the port wants it
@@ -46,6 +49,7 @@ from quire.tiers.stores.prepared import Prepared, bytes_of
 
 _PREFIX = "quire/"
 _MOST_PIECES = 1024  # the transport refuses a batch of more than 2048, and for a while everything after it
+_BATCH_BYTES = 4 << 20  # what passes through a lane at once: more leaves the caches before it is copied
 _LOCAL_BYTES = 16 << 20  # the library's own buffer, for verbs that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
@@ -164,7 +168,7 @@ class MooncakeStore:
                 if announced.record is not None:
                     sending.append(index)
                     records.append(announced.record)
-        for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES):
+        for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES, _BATCH_BYTES):
             codes = self._send([keys[sending[at]] for at in batch], [records[at] for at in batch])
             for at, code in zip(batch, codes, strict=True):
                 answers[sending[at]] = Answer.HIT if code == 0 else Answer.RETRY
@@ -175,7 +179,7 @@ class MooncakeStore:
         buffers = [bytes_of(record) for record in records]
         answers = [Answer.MISS if not buffer.nbytes else Answer.RETRY for buffer in buffers]
         filled = [index for index, buffer in enumerate(buffers) if buffer.nbytes]
-        for batch in self._bounce.batches([buffers[index].nbytes for index in filled], _MOST_PIECES):
+        for batch in self._bounce.batches([buffers[index].nbytes for index in filled], _MOST_PIECES, _BATCH_BYTES):
             indices = [filled[at] for at in batch]
             got = self._receive([keys[index] for index in indices], [buffers[index] for index in indices])
             for index, answer in zip(indices, got, strict=True):

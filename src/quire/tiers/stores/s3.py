@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import Buffer
@@ -147,14 +148,16 @@ class S3Store:
         self._threads.shutdown()
 
     def _each(self, verb: Callable[[_Item], Answer], items: Sequence[_Item]) -> list[Answer]:
-        """What the verb says of each, at once on the threads; RETRY for what fails."""
+        """What the verb says of each, several at once; RETRY for what fails, and for all that is not begun by then."""
+        failed = Event()
 
         def attempt(item: _Item) -> Answer:
-            if self._closed:
+            if self._closed or failed.is_set():
                 return Answer.RETRY
             try:
                 return verb(item)
             except (self._obstore.exceptions.BaseError, OSError) as error:
+                failed.set()
                 self.failures.note(type(error).__name__)
                 return Answer.RETRY
 

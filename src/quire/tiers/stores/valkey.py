@@ -8,10 +8,11 @@ Options after `?`: `timeout` (seconds that one answer may take, 2), `connections
 
     quire/SCOPE/PAGE.PART           a record, as it is
     quire.pending/SCOPE/PAGE.PART   somebody prepared it: the writer's token. It expires by itself
-    quire.written/.../TOKEN         a record on its way. Named as the record in the script that checks the token
+    quire.written/.../TOKEN         a record on its way: the script that checks the token gives it its name
 
-The server decides what is forgotten: set `maxmemory` and `maxmemory-policy allkeys-lru`. Without a policy a full server
-refuses, which is RETRY here. Everything that goes wrong is RETRY and counted in `failures`.
+One server, not a cluster: the scripts name several keys. The server decides what is forgotten: set `maxmemory` and
+`maxmemory-policy allkeys-lru`. Without a policy a full server refuses, which is RETRY here. Everything that goes wrong
+is RETRY and counted in `failures`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 _RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
 _BATCH_KEYS = 256
-_BATCH_BYTES = 8 << 20  # what one pipeline carries: as much again waits in the server for a slow reader
+_SENT_BYTES = 8 << 20  # in one pipeline
+_ASKED_BYTES = 2 << 20  # by one pipeline: more waits in the server, leaves its caches, and comes later
 _NAME = re.compile(rb"quire/([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})")
 
 _EXISTS = b"""
@@ -154,8 +156,11 @@ class ValkeyStore:
             else:
                 dropped.append(keys[index])
         self._drop(dropped)
-        for batch in _batches([record.nbytes for _, record in sending]):
-            for (index, _), answer in zip(sending[batch], self._send(keys, sending[batch]), strict=True):
+        for batch in _batches([record.nbytes for _, record in sending], _SENT_BYTES):
+            found = self._send(keys, sending[batch])
+            if found is None:
+                break
+            for (index, _), answer in zip(sending[batch], found, strict=True):
                 answers[index] = answer
         return answers
 
@@ -163,7 +168,7 @@ class ValkeyStore:
         """Read into the buffers as the bytes arrive. A record of another size than its buffer is a MISS."""
         buffers = [bytes_of(record) for record in records]
         answers: list[Answer] = []
-        for batch in _batches([buffer.nbytes for buffer in buffers]):
+        for batch in _batches([buffer.nbytes for buffer in buffers], _ASKED_BYTES):
             targets = buffers[batch]
             replies = self._connections.call([(b"GET", _name(_RECORD, key)) for key in keys[batch]], targets)
             for target, reply in zip(targets, replies, strict=True):
@@ -173,7 +178,9 @@ class ValkeyStore:
                     answers.append(Answer.HIT if reply == target.nbytes else Answer.MISS)
                 else:
                     answers.append(Answer.RETRY)
-        return answers
+            if _is_lost(replies):
+                break
+        return answers + [Answer.RETRY] * (len(keys) - len(answers))
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         """Forget records; those of a server that does not answer are not counted, and may still be there."""
@@ -182,6 +189,8 @@ class ValkeyStore:
             names = [_name(_RECORD, key) for key in keys[start : start + _BATCH_KEYS]]
             (reply,) = self._connections.call([(b"UNLINK", *names)])
             removed += reply if isinstance(reply, int) else 0
+            if _is_lost([reply]):
+                break
         return removed
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
@@ -219,9 +228,12 @@ class ValkeyStore:
                 answers += [_ANSWERS[found] if isinstance(found, int) else Answer.RETRY for found in reply]
             else:
                 answers += [Answer.RETRY] * len(batch)
-        return answers
+            if _is_lost([reply]):
+                break
+        return answers + [Answer.RETRY] * (len(keys) - len(answers))
 
-    def _send(self, keys: Sequence[StoreKey], sending: Sequence[tuple[int, memoryview]]) -> list[Answer]:
+    def _send(self, keys: Sequence[StoreKey], sending: Sequence[tuple[int, memoryview]]) -> list[Answer] | None:
+        """What became of records at these indices; None where the server did not say."""
         commands: list[Command] = []
         names: list[bytes] = []
         for index, record in sending:
@@ -229,6 +241,8 @@ class ValkeyStore:
             commands.append((b"SET", written, record, b"PX", self._pending_ms))
             names += [_name(_RECORD, keys[index]), _name(_PENDING, keys[index]), written]
         reply = self._connections.call([*commands, _script(_COMMIT, names, self._token)])[-1]
+        if _is_lost([reply]):
+            return None
         if not isinstance(reply, list) or len(reply) != len(sending):
             return [Answer.RETRY] * len(sending)
         return [Answer.HIT if found == 1 else Answer.RETRY for found in reply]
@@ -236,7 +250,8 @@ class ValkeyStore:
     def _drop(self, keys: Sequence[StoreKey]) -> None:
         for start in range(0, len(keys), _BATCH_KEYS):
             names = [_name(_PENDING, key) for key in keys[start : start + _BATCH_KEYS]]
-            self._connections.call([_script(_DROP, names, self._token)])
+            if _is_lost(self._connections.call([_script(_DROP, names, self._token)])):
+                break
 
     def _described(self, names: list[bytes]) -> Iterator[Entry]:
         # Asking for a length counts as use; newer servers can be told that it does not, older ones refuse that.
@@ -259,6 +274,12 @@ class ValkeyStore:
 _ANSWERS = (Answer.MISS, Answer.HIT, Answer.PENDING)
 
 
+def _is_lost(replies: Sequence[Reply]) -> bool:
+    from quire.tiers.stores.connections import Lost
+
+    return bool(replies) and isinstance(replies[-1], Lost)
+
+
 def _name(prefix: bytes, key: StoreKey) -> bytes:
     return prefix + str(key).encode()
 
@@ -267,11 +288,11 @@ def _script(script: bytes, names: Sequence[bytes], *arguments: bytes) -> Command
     return (b"EVAL", script, b"%d" % len(names), *names, *arguments)
 
 
-def _batches(sizes: Sequence[int]) -> Iterator[slice]:
+def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[slice]:
     """Runs of records that one pipeline may carry."""
     start = total = 0
     for index, size in enumerate(sizes):
-        if index > start and (total + size > _BATCH_BYTES or index - start == _BATCH_KEYS):
+        if index > start and (total + size > most_bytes or index - start == _BATCH_KEYS):
             yield slice(start, index)
             start, total = index, 0
         total += size

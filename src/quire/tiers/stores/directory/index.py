@@ -23,6 +23,9 @@ from quire.errors import StoreError
 Value = TypeVar("Value", int, bytes)
 
 VERSION = 1
+NOBODY = ""
+"""The owner of a record that is not there."""
+
 _APPLICATION = 0x51555231  # "QUR1"
 _BATCH = 256
 _SCHEMA = """
@@ -124,17 +127,17 @@ class Index:
             except sqlite3.Error as error:
                 raise Busy(str(error)) from error
 
-    def owners(self, names: Sequence[bytes]) -> dict[bytes, str | None]:
-        """As `find`, but only who owns them."""
+    def owners(self, names: Sequence[bytes]) -> list[str | None]:
+        """Who owns each record; None for what is visible, and NOBODY for what is not there. Raises Busy."""
+        found: dict[bytes, str | None] = {}
         with self._reads:
             try:
-                found: dict[bytes, str | None] = {}
                 for some in _batches(names):
                     marks = ", ".join("?" * len(some))
                     found.update(self._reader.execute(f"SELECT name, owner FROM records WHERE name IN ({marks})", some))
-                return found
             except sqlite3.Error as error:
                 raise Busy(str(error)) from error
+        return [found.get(name, NOBODY) for name in names]
 
     def still_there(self, ids: Sequence[int]) -> set[int]:
         """Which of these records are visible, and lie where they lay. Raises Busy."""
@@ -237,7 +240,6 @@ def _connect(path: Path, busy_seconds: float, *, durable: bool) -> sqlite3.Conne
         connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA cache_size = -16384")
-        connection.execute("PRAGMA mmap_size = 268435456")
         connection.execute("BEGIN IMMEDIATE")
         try:
             _make_or_check(connection, path)

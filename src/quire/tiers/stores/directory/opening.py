@@ -71,7 +71,9 @@ def _check_folder(path: Path, *, may_be_new: bool) -> None:
     if may_be_new:
         path.mkdir(parents=True, exist_ok=True)
     if not may_be_new and not (path / INDEX).exists():
-        raise StoreError(f"there is no store in '{path}'.", fix="give the directory of one, or a capacity to make one.")
+        raise StoreError(
+            f"there is no store in '{path}'.", fix="give the directory of one, or a size to make one (--storage-size)."
+        )
     foreign = sorted({entry.name for entry in path.iterdir()} - _OURS)
     if foreign and not (path / INDEX).exists():
         raise StoreError(
@@ -86,7 +88,7 @@ def _put_in_order(
     if capacity is not None:
         connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))
     elif connection.execute("SELECT 1 FROM settings").fetchone() is None:
-        raise StoreError(f"the store in '{path}' was never given a capacity.", fix="give one.")
+        raise StoreError(f"the store in '{path}' was never given a capacity.", fix="give one (--storage-size).")
     reclaimed = reclaim_dead(connection, owners)
     slabs = connection.execute("SELECT id, slot_bytes, num_bytes FROM slabs").fetchall()
     for slab, slot_bytes, num_bytes in slabs:

@@ -119,6 +119,18 @@ class SlabFiles:
             self._files.clear()
 
 
+class OpenSlabs(dict[int, SlabFile | None]):
+    """Slabs of one batch, each opened when it is first asked for."""
+
+    def __init__(self, files: SlabFiles) -> None:
+        super().__init__()
+        self._files = files
+
+    def __missing__(self, slab: int) -> SlabFile | None:
+        file = self[slab] = self._files.open(slab)
+        return file
+
+
 def _allocate(file: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, num_bytes)

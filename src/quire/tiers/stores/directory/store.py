@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -28,9 +28,10 @@ from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.stores.directory.facts import Facts, facts_of
 from quire.tiers.stores.directory.gate import Gate
-from quire.tiers.stores.directory.index import Busy, Row, find_rows, insert_rows, release
+from quire.tiers.stores.directory.index import NOBODY, Busy, Row, find_rows, insert_rows, release
 from quire.tiers.stores.directory.opening import Opened, open_directory, reclaim_dead
 from quire.tiers.stores.directory.room import reclaim, slot_size
+from quire.tiers.stores.directory.slab_files import OpenSlabs
 from quire.tiers.stores.directory.statistics import Statistics
 from quire.tiers.stores.directory.transfer import Place, Transfer, as_bytes
 from quire.tiers.stores.directory.uses import Uses
@@ -180,11 +181,12 @@ class DirectoryStore:
             writing: dict[int, _Prepared] = {}  # by row, so that a key given twice is written once
             positions: list[int] = []
             places: list[Place] = []
+            opened = OpenSlabs(self._files)
             for at, (key, record) in enumerate(zip(keys, records, strict=True)):
                 prepared, memory = self._prepared.get(key), as_bytes(record)
                 if prepared is None or len(memory) != prepared.row.num_bytes or prepared.row.id in writing:
                     continue
-                file = self._files.open(prepared.row.slab)
+                file = opened[prepared.row.slab]
                 if file is None:
                     answers[at] = RETRY
                     continue
@@ -193,10 +195,11 @@ class DirectoryStore:
                 positions.append(at)
                 places.append((file, prepared.row.offset, memory))
             moved = self._transfer.write(places)
-        for at, prepared, place, done in zip(positions, writing.values(), places, moved, strict=True):
+        for at, prepared, done in zip(positions, writing.values(), moved, strict=True):
             prepared.is_put = done
             answers[at] = HIT if done else RETRY
-            self.statistics.add(written_bytes=len(place[2]) if done else 0)
+        written = sum(prepared.row.num_bytes for prepared in writing.values() if prepared.is_put)
+        self.statistics.add(written_bytes=written, retries=answers.count(RETRY))
         return answers
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
@@ -233,7 +236,8 @@ class DirectoryStore:
                     "UPDATE records SET owner = NULL, used = ? WHERE id = ? AND owner = ?",
                     [(at, row.id, row.owner) for at, row in zip(self._uses.now(len(good)), good, strict=True)],
                 ).rowcount
-                release(index, (row.id for row in bad))
+                if bad:
+                    release(index, (row.id for row in bad))
             ids = {row.id for row in good}
             return ids if done == len(ids) else self._index.still_there(list(ids))  # less where a slab was deleted
         except (Busy, OSError):
@@ -247,10 +251,12 @@ class DirectoryStore:
         with self._lock:
             left = set(self._left)
         with self._index.writing(self._room.settle) as index:
-            release(index, left, owner=self._owners.name)
+            if left:
+                release(index, left, owner=self._owners.name)
             yield index
-        with self._lock:
-            self._left -= left
+        if left:
+            with self._lock:
+                self._left -= left
 
     # -- reading
 
@@ -264,12 +270,11 @@ class DirectoryStore:
                 owners = self._index.owners(names)
             except Busy:
                 return self._retries(len(keys))
-            return [self._seen(owners[name]) if name in owners else MISS for name in names]
+            return [HIT if owner is None else self._seen(owner) for owner in owners]
 
-    def _seen(self, owner: str | None) -> Answer:
-        if owner is None:
-            return HIT
-        return MISS if self._is_dead(owner) else PENDING
+    def _seen(self, owner: str) -> Answer:
+        """What to say of a record that is being written."""
+        return MISS if owner == NOBODY or self._is_dead(owner) else PENDING
 
     def _is_dead(self, owner: str) -> bool:
         return owner != self._owners.name and self._owners.is_dead(owner)
@@ -295,6 +300,7 @@ class DirectoryStore:
         reading: list[tuple[int, Row]] = []
         places: list[Place] = []
         lost: list[Row] = []
+        opened = OpenSlabs(self._files)
         for at, (name, record) in enumerate(zip(names, records, strict=True)):
             row, memory = rows.get(name), as_bytes(record)
             if row is None or len(memory) != row.num_bytes:
@@ -302,7 +308,7 @@ class DirectoryStore:
             if row.owner is not None:
                 answers[at] = self._seen(row.owner)
                 continue
-            file = self._files.open(row.slab)
+            file = opened[row.slab]
             if file is None:
                 lost.append(row)
                 continue
@@ -312,14 +318,13 @@ class DirectoryStore:
         # A slot is overwritten only after its record's row went. So if the row is still there, the bytes were its own.
         there = self._index.still_there([row.id for _, row in reading])
         for (at, row), done in zip(reading, moved, strict=True):
-            if row.id not in there:
-                self.statistics.add(overtaken=1)
-            elif done:
+            if row.id in there and done:
                 answers[at] = HIT
-                self.statistics.add(read_bytes=row.num_bytes)
-            else:
+            elif row.id in there:
                 lost.append(row)
-        self._uses.note(row.id for at, row in reading if answers[at] is HIT)
+        hits = [row for at, row in reading if answers[at] is HIT]
+        self._uses.note(row.id for row in hits)
+        self.statistics.add(read_bytes=sum(row.num_bytes for row in hits), overtaken=len(reading) - len(there))
         if lost:
             self._forget_lost(lost)
         return answers
@@ -327,18 +332,15 @@ class DirectoryStore:
     def _forget_lost(self, rows: list[Row]) -> None:
         """Records that the medium does not hold in full, and slabs whose file is gone."""
         self.statistics.add(lost=len(rows))
-        with self._writing() as index:
+        with suppress(Busy), self._writing() as index:  # else they are found missing again
             release(index, (row.id for row in rows))
             for slab, slot_bytes in {(row.slab, row.slot_bytes) for row in rows}:
                 if self._files.size(slab) is None:
                     self._room.drop(index, slab, slot_bytes)
 
     def _flush_uses(self) -> None:
-        try:
-            with self._index.writing(wait=False) as index:
-                self._uses.flush(index)
-        except Busy:
-            pass  # another time
+        with suppress(Busy), self._index.writing(wait=False) as index:  # else another time
+            self._uses.flush(index)
 
     # -- the rest
 
@@ -401,12 +403,9 @@ class DirectoryStore:
         if not self._gate.shut():
             return
         self._transfer.close()
-        try:
-            with self._index.writing() as index:
-                self._uses.flush(index)
-                reclaim(index, self._owners.name)
-        except Busy:
-            pass  # the next one who opens it, or needs the room, sees that we are gone
+        with suppress(Busy), self._index.writing() as index:  # else whoever needs the room sees that we are gone
+            self._uses.flush(index)
+            reclaim(index, self._owners.name)
         self._prepared.clear()
         self._index.close()
         self._files.close()

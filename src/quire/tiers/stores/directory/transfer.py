@@ -10,7 +10,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,10 +94,17 @@ class Transfer:
             if len(self._bounces) < 2 * self._threads:
                 self._bounces.append(bounce)
 
-        others = [self._pool.submit(drain) for _ in range(min(self._threads, len(runs)) - 1)]
+        others = self._ask(drain, min(self._threads, len(runs)) - 1)
         drain()
         wait([other for other in others if not other.cancel()])
         return [all(piece.done for piece in pieces) for pieces in cut]
+
+    def _ask(self, work: Callable[[], None], threads: int) -> list[Future[None]]:
+        """So many threads begin to work; none where the interpreter ends and starts no more, and the caller does it."""
+        try:
+            return [self._pool.submit(work) for _ in range(threads)]
+        except RuntimeError:
+            return []
 
 
 class _Bounce:

@@ -1,0 +1,70 @@
+"""Forgetting: what the store shall not have any more, until it has said that it has not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from quire.tiers.mover import Mover
+from quire.tiers.moves import Link, Move
+
+_AGAIN_S = 1.0
+"""Between two tries, where the store cannot be listed or is down."""
+
+
+class Forgetting:
+    """Scopes, or the beginnings of scopes, of which the store is to forget every record.
+
+    A mover forgets behind the archives that it was given before, so that none of them brings back what is to be
+    forgotten. What cannot be forgotten now is tried again; until then nothing may be looked for there (`covers`), and
+    nothing of it archived while the move that forgets has still to be submitted (`is_to_come`).
+    """
+
+    def __init__(self, mover: Mover, seconds: Callable[[], float]) -> None:
+        self._mover = mover
+        self._seconds = seconds
+        self._moves: dict[bytes, Move | None] = {}  # the last for each scope; None: to be submitted
+        self._due_at = -math.inf
+        self.num_failed = 0
+
+    def begin(self, scope: bytes) -> None:
+        """Forget this too, also where that is under way already: what was archived since goes as well."""
+        self._moves[scope] = None
+        self._due_at = -math.inf
+        self.go_on()
+
+    def covers(self, scope: bytes) -> bool:
+        """Whether something of a scope may still be in the store that shall not be found."""
+        return any(scope.startswith(wanted) for wanted in self._moves)
+
+    def is_to_come(self, scope: bytes) -> bool:
+        """Whether what is archived of a scope now would be forgotten with the rest."""
+        return any(move is None and scope.startswith(wanted) for wanted, move in self._moves.items())
+
+    def go_on(self) -> None:
+        """Submit what is due."""
+        if None not in self._moves.values() or self._seconds() < self._due_at:
+            return
+        for scope, move in self._moves.items():
+            if move is None:
+                fresh = Move(Link.FORGET, (), scope)
+                if not self._mover.submit(fresh):
+                    self._due_at = self._seconds() + _AGAIN_S
+                    return
+                self._moves[scope] = fresh
+
+    def ended(self, move: Move) -> None:
+        """A move that forgets has ended. Where it failed, there will be another one."""
+        if self._moves.get(move.scope) is not move:
+            return  # it was asked for again since
+        if not move.error:
+            del self._moves[move.scope]
+            return
+        self.num_failed += 1
+        self._moves[move.scope] = None
+        self._due_at = self._seconds() + _AGAIN_S
+
+    @property
+    def scopes(self) -> tuple[bytes, ...]:
+        """What has still to be forgotten."""
+        return tuple(self._moves)

@@ -1,0 +1,22 @@
+"""`quire store`: look into a store of pages, check it, shrink it, and measure it."""
+
+from __future__ import annotations
+
+import typer
+
+from quire.cli.store_bench import bench
+from quire.cli.store_gc import gc
+from quire.cli.store_inspect import inspect
+from quire.cli.store_verify import verify
+
+store_app = typer.Typer(
+    name="store",
+    help="Look into a store of pages, check it, shrink it, and measure it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+store_app.command()(inspect)
+store_app.command()(verify)
+store_app.command()(gc)
+store_app.command()(bench)

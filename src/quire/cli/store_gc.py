@@ -1,0 +1,124 @@
+"""`quire store gc`: records that nobody will ask for, and what dead writers left."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from quire.cli.options import DebugOption, JsonOption
+from quire.cli.report import reported
+from quire.cli.store_options import UrlArgument, opened, parse_seconds, scope_prefix
+from quire.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from quire.tiers.store import Entry, Store
+
+_BATCH = 500
+
+
+def gc(
+    url: UrlArgument,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Drop all scopes but this one, in hex or how it begins; given again for more.", metavar="SCOPE"
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Drop what was not used for so long: 90s, 15m, 36h, 7d, 2w.", metavar="TIME")
+    ] = None,
+    to_bytes: Annotated[
+        str | None,
+        typer.Option(help="Then drop what was used least lately, down to this size: 100GiB.", metavar="SIZE"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Drop records by scope, age and size, and what writers that died had prepared.
+
+    [dim]Example:[/dim] quire store gc /var/cache/quire --older-than 7d --to-bytes 100GiB
+
+    [dim]Example:[/dim] quire store gc /var/cache/quire --keep 3fa9 --dry-run
+    """
+    with reported(as_json=as_json, debug=debug), opened(url) as store:
+        from quire.plan.budget import parse_bytes
+
+        kept = None if not keep else tuple(scope_prefix(scope) for scope in keep)
+        seconds = None if older_than is None else parse_seconds(older_than)
+        most = None if to_bytes is None else parse_bytes(to_bytes)
+        with Console(stderr=True, quiet=as_json).status("Looking for what can go ..."):
+            entries = list(store.entries())
+            doomed = choose(entries, kept, seconds, most)
+            removed = 0 if dry_run else _remove(store, doomed)
+            reclaimed = 0 if dry_run else _reclaim(store)
+        data = {
+            "url": url,
+            "dry_run": dry_run,
+            "records": len(entries),
+            "bytes": sum(entry.num_bytes for entry in entries),
+            "chosen": len(doomed),
+            "chosen_bytes": sum(entry.num_bytes for entry in doomed),
+            "removed": removed,
+            "reclaimed": reclaimed,
+        }
+        if as_json:
+            print(json.dumps(data))
+        else:
+            _print(data)
+
+
+def choose(
+    entries: list[Entry], keep: tuple[str, ...] | None, older_than: float | None, to_bytes: int | None
+) -> list[Entry]:
+    """Which records go. What is as old goes in the order in which it is listed."""
+    if older_than is not None and any(entry.idle_seconds is None for entry in entries):
+        raise InvalidInput("this store does not know when a record was last used.", fix="leave out --older-than.")
+    doomed: list[Entry] = []
+    left: list[Entry] = []
+    for entry in entries:
+        foreign = keep is not None and not entry.key.scope.hex().startswith(keep)
+        old = older_than is not None and entry.idle_seconds is not None and entry.idle_seconds > older_than
+        (doomed if foreign or old else left).append(entry)
+    if to_bytes is not None:
+        total = sum(entry.num_bytes for entry in left)
+        left.sort(key=lambda entry: -(entry.idle_seconds or 0.0))
+        for entry in left:
+            if total <= to_bytes:
+                break
+            total -= entry.num_bytes
+            doomed.append(entry)
+    return doomed
+
+
+def _remove(store: Store, entries: list[Entry]) -> int:
+    keys = [entry.key for entry in entries]
+    return sum(store.remove(keys[start : start + _BATCH]) for start in range(0, len(keys), _BATCH))
+
+
+def _reclaim(store: Store) -> int:
+    """What dead writers held; opening a directory has dropped that already."""
+    from quire.tiers.stores.directory import DirectoryStore
+
+    if not isinstance(store, DirectoryStore):
+        return 0
+    store.reclaim()
+    return store.statistics["reclaimed"]
+
+
+def _print(data: dict[str, Any]) -> None:
+    from quire.plan.budget import format_bytes
+
+    console = Console(highlight=False)
+    verb = "would go" if data["dry_run"] else "chosen"
+    console.print(
+        f"{data['records']:,} records, {format_bytes(data['bytes'])}: {data['chosen']:,} {verb}, "
+        f"{format_bytes(data['chosen_bytes'])}."
+    )
+    if not data["dry_run"]:
+        console.print(
+            f"[green]{data['removed']:,} removed[/green], and {data['reclaimed']:,} that dead writers had prepared."
+        )

@@ -1,0 +1,120 @@
+"""`quire store inspect`: what is in a store, by scope."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.options import DebugOption, JsonOption
+from quire.cli.report import reported
+from quire.cli.store_options import UrlArgument, format_seconds, opened
+
+if TYPE_CHECKING:
+    from quire.tiers.store import Store
+
+
+@dataclass(slots=True)
+class _Scope:
+    records: int = 0
+    num_bytes: int = 0
+    parts: int = 0
+    newest_idle_seconds: float | None = None
+    oldest_idle_seconds: float | None = None
+
+
+def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Say what is in a store: records, bytes and ages by scope, and how much room is left.
+
+    A scope stands for a model, its weights, its layouts, an adapter and a salt: what pages are kept apart by.
+
+    [dim]Example:[/dim] quire store inspect /var/cache/quire
+
+    [dim]Example:[/dim] quire store inspect valkey://cache:6379/0 --json
+    """
+    with reported(as_json=as_json, debug=debug), opened(url) as store:
+        with Console(stderr=True, quiet=as_json).status("Reading the index ..."):
+            data = examine(url, store)
+        if as_json:
+            print(json.dumps(data))
+        else:
+            _print(data)
+
+
+def examine(url: str, store: Store) -> dict[str, Any]:
+    """All findings, as plain values."""
+    scopes: dict[str, _Scope] = {}
+    for entry in store.entries():
+        scope = scopes.setdefault(entry.key.scope.hex(), _Scope())
+        scope.records += 1
+        scope.num_bytes += entry.num_bytes
+        scope.parts = max(scope.parts, entry.key.part + 1)
+        idle = entry.idle_seconds
+        if idle is not None:
+            newest, oldest = scope.newest_idle_seconds, scope.oldest_idle_seconds
+            scope.newest_idle_seconds = idle if newest is None else min(idle, newest)
+            scope.oldest_idle_seconds = idle if oldest is None else max(idle, oldest)
+    by_bytes = sorted(scopes.items(), key=lambda item: -item[1].num_bytes)
+    return {
+        "url": url,
+        "backend": type(store).__name__,
+        "records": sum(scope.records for scope in scopes.values()),
+        "bytes": sum(scope.num_bytes for scope in scopes.values()),
+        "scopes": [{"scope": name, **_plain(scope)} for name, scope in by_bytes],
+        "facts": _facts(store),
+    }
+
+
+def _plain(scope: _Scope) -> dict[str, Any]:
+    found = asdict(scope)
+    found["bytes"] = found.pop("num_bytes")
+    return found
+
+
+def _facts(store: Store) -> dict[str, Any] | None:
+    from quire.tiers.stores.directory import DirectoryStore
+
+    return asdict(store.facts()) if isinstance(store, DirectoryStore) else None
+
+
+def _print(data: dict[str, Any]) -> None:
+    from quire.plan.budget import format_bytes
+
+    console = Console(highlight=False)
+    facts = data["facts"]
+    console.print(f"[bold]{data['backend']}[/bold] {data['url']}: {data['records']:,} records, ", end="")
+    console.print(f"{format_bytes(data['bytes'])}")
+    if facts is not None:
+        how = "around the page cache (O_DIRECT)" if facts["direct"] else "through the page cache (no O_DIRECT here)"
+        console.print(
+            f"Capacity {format_bytes(facts['capacity'])}: {format_bytes(facts['slab_bytes'])} on the disk in "
+            f"{facts['num_slabs']:,} slabs, {format_bytes(facts['free_bytes'])} free, and "
+            f"{format_bytes(facts['index_bytes'])} of index beside it. The disk has "
+            f"{format_bytes(facts['disk_free_bytes'])} left.",
+            style="dim",
+        )
+        others = facts["num_owners"] - 1
+        console.print(
+            f"Read and written {how}; {facts['num_prepared']:,} records are being written, and "
+            f"{others or 'no'} other process{'es have' if others != 1 else ' has'} it open.",
+            style="dim",
+        )
+    if not data["scopes"]:
+        return
+    table = Table.grid(padding=(0, 2))
+    for title in ("scope", "records", "bytes", "groups", "last used", "least lately used"):
+        table.add_column(f"[bold]{title}[/bold]", justify="left" if title == "scope" else "right")
+    table.add_row(*(str(column.header) for column in table.columns))
+    for scope in data["scopes"]:
+        table.add_row(
+            scope["scope"],
+            f"{scope['records']:,}",
+            format_bytes(scope["bytes"]),
+            str(scope["parts"]),
+            format_seconds(scope["newest_idle_seconds"]),
+            format_seconds(scope["oldest_idle_seconds"]),
+        )
+    console.print(table)

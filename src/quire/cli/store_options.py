@@ -1,0 +1,65 @@
+"""What the commands of `quire store` have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from quire.tiers.store import Store
+
+UrlArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR_OR_URL", help="A directory, or valkey://, redis://, s3://, mooncake:// and what follows."
+    ),
+]
+ScopeOption = Annotated[
+    str | None, typer.Option(help="Only this scope, in hex as `inspect` shows it, or how it begins.")
+]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Store]:
+    """The store as it is, closed afterwards. Nothing is made where there is none."""
+    from quire.tiers.stores.registry import open_store
+
+    store = open_store(url)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def scope_prefix(text: str) -> str:
+    """The beginning of a scope, in hex. Raises InvalidInput."""
+    found = text.lower()
+    if not re.fullmatch(r"[0-9a-f]{1,32}", found):
+        raise InvalidInput(
+            f"'{text}' is no scope.", fix="give up to 32 hex digits, as `quire store inspect` shows them."
+        )
+    return found
+
+
+def parse_seconds(text: str) -> float:
+    """`90s`, `15m`, `36h`, `7d`, `2w`. Raises InvalidInput."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if found is None:
+        raise InvalidInput(f"'{text}' is no time.", fix="write 90s, 15m, 36h, 7d or 2w.")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A time in its largest unit; a dash where it is not known."""
+    if seconds is None:
+        return "-"
+    unit = next((unit for unit in "wdhm" if seconds >= 2 * _SECONDS[unit]), "s")
+    return f"{seconds / _SECONDS[unit]:.0f} {unit}"

@@ -1,0 +1,157 @@
+"""`quire store verify`: every record is read, and its header and digest are checked."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from quire.cli.options import DebugOption, JsonOption
+from quire.cli.report import reported
+from quire.cli.store_options import ScopeOption, UrlArgument, opened, scope_prefix
+
+if TYPE_CHECKING:
+    from quire.tiers.store import Entry, Store, StoreKey
+
+EXIT_CORRUPT = 4
+_BATCH_BYTES = 64 << 20
+_BATCH_RECORDS = 512
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found. `gone`: listed, and forgotten before it was read. `unread`: the store could not say."""
+
+    records: int = 0
+    num_bytes: int = 0
+    gone: int = 0
+    unread: int = 0
+    corrupt: list[tuple[StoreKey, str]] = field(default_factory=list)
+    removed: int = 0
+
+
+def verify(
+    url: UrlArgument,
+    scope: ScopeOption = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Drop what is corrupt.")] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Read every record and check it: its header, the digest that binds it to key, layout and length, and its place.
+
+    Serving checks the same on every load, and treats what fails as a miss. Exits with 4 if anything is corrupt.
+
+    [dim]Example:[/dim] quire store verify /var/cache/quire
+
+    [dim]Example:[/dim] quire store verify s3://bucket/prefix --remove --json
+    """
+    with reported(as_json=as_json, debug=debug), opened(url) as store:
+        prefix = "" if scope is None else scope_prefix(scope)
+        started = time.monotonic()
+        with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
+            task = bar.add_task("Listing", total=None)
+            listed = [entry for entry in store.entries() if entry.key.scope.hex().startswith(prefix)]
+            bar.update(task, description="Reading", total=sum(entry.num_bytes for entry in listed))
+            verdict = check(store, listed, lambda num_bytes: bar.advance(task, num_bytes))
+        if remove and verdict.corrupt:
+            verdict.removed = store.remove([key for key, _ in verdict.corrupt])
+        data = _as_dict(url, verdict, time.monotonic() - started)
+        if as_json:
+            print(json.dumps(data))
+        else:
+            _print(data)
+        if verdict.corrupt:
+            raise typer.Exit(EXIT_CORRUPT)
+
+
+def check(store: Store, entries: Iterable[Entry], progress: Any = lambda num_bytes: None) -> Verdict:
+    """Read and check these records. `progress` is called with the bytes of each batch."""
+    from quire.tiers.store import Answer
+
+    verdict = Verdict()
+    for batch in _batches(entries):
+        buffers = [bytearray(entry.num_bytes) for entry in batch]
+        answers = store.get([entry.key for entry in batch], buffers)
+        for entry, buffer, answer in zip(batch, buffers, answers, strict=True):
+            if answer is Answer.HIT:
+                verdict.records += 1
+                verdict.num_bytes += entry.num_bytes
+                defect = _defect(entry.key, buffer)
+                if defect:
+                    verdict.corrupt.append((entry.key, defect))
+            elif answer is Answer.RETRY:
+                verdict.unread += 1
+            else:
+                verdict.gone += 1
+        progress(sum(entry.num_bytes for entry in batch))
+    return verdict
+
+
+def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    batch: list[Entry] = []
+    num_bytes = 0
+    for entry in entries:
+        if batch and (num_bytes + entry.num_bytes > _BATCH_BYTES or len(batch) == _BATCH_RECORDS):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(entry)
+        num_bytes += entry.num_bytes
+    if batch:
+        yield batch
+
+
+def _defect(key: StoreKey, record: bytearray) -> str:
+    """As `check_record`, and whether it is the record of this key: "group", "key"."""
+    from quire.memory.record import check_record
+
+    defect = check_record(record)
+    if defect:
+        return defect
+    if int.from_bytes(record[4:6], "little") != key.part:
+        return "group"
+    return "" if record[32:48] == key.page[:16] else "key"
+
+
+def _as_dict(url: str, verdict: Verdict, seconds: float) -> dict[str, Any]:
+    return {
+        "url": url,
+        "records": verdict.records,
+        "bytes": verdict.num_bytes,
+        "seconds": round(seconds, 3),
+        "gone": verdict.gone,
+        "unread": verdict.unread,
+        "corrupt": [{"key": str(key), "defect": defect} for key, defect in verdict.corrupt],
+        "removed": verdict.removed,
+        "passed": not verdict.corrupt,
+    }
+
+
+def _print(data: dict[str, Any]) -> None:
+    from quire.plan.budget import format_bytes
+
+    console = Console(highlight=False)
+    beside = [f"{data[name]:,} {what}" for name, what in (("gone", "gone meanwhile"), ("unread", "not read"))]
+    console.print(
+        f"{data['records']:,} records, {format_bytes(data['bytes'])}, in {data['seconds']:.1f} s; {', '.join(beside)}."
+    )
+    corrupt = data["corrupt"]
+    if not corrupt:
+        console.print("[green]Every record is what its header says.[/green]")
+        return
+    defects = Counter(found["defect"] for found in corrupt)
+    told = ", ".join(f"{count:,} by {defect}" for defect, count in defects.most_common())
+    console.print(f"[bold red]{len(corrupt):,} corrupt:[/bold red] {told}; {data['removed']:,} removed.")
+    for found in corrupt[:_SHOWN]:
+        console.print(f"  {found['defect']:7} {found['key']}", style="dim", soft_wrap=True)
+    if len(corrupt) > _SHOWN:
+        console.print(f"  and {len(corrupt) - _SHOWN:,} more; --json has all of them.", style="dim")
+    if not data["removed"]:
+        console.print("--remove drops them.", style="dim")

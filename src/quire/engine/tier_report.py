@@ -1,0 +1,97 @@
+"""What the tiers below the device hold, as the engine resolved its settings: for people, and for machines. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.engine.config import EngineConfig
+from quire.plan.budget import MemoryPlan, format_bytes
+
+
+def tiers_as_dict(
+    config: EngineConfig, plan: MemoryPlan, frames: Sequence[int], record_bytes: Sequence[int], num_bytes: int
+) -> dict[str, Any]:
+    """The resolved tiers. `frames` of the host and `record_bytes` are by group, `num_bytes` what the host pool takes.
+
+    Tokens are those that the tier has room for if every group had to keep all of its pages; `notes` say what was chosen
+    for the caller, and what will bring little.
+    """
+    groups = {
+        group.name: {"frames": count, "bytes": count * size, "whole": group.reach.kind == "full"}
+        for group, count, size in zip(plan.groups, frames, record_bytes, strict=True)
+    }
+    whole = [found["frames"] for found in groups.values() if found["whole"]]
+    tokens = int(max(whole or [found["frames"] for found in groups.values()])) * plan.page_size
+    found: dict[str, Any] = {
+        "host": {"bytes": num_bytes, "tokens": tokens, "groups": groups},
+        "storage": None,
+        "write_policy": config.write_policy,
+        "load": config.load,
+        "prefetch": None,
+    }
+    if config.storage is not None:
+        size = config.storage_size
+        found["storage"] = {
+            "where": without_secrets(config.storage),
+            "bytes": size,
+            "tokens": None if size is None else size // sum(record_bytes) * plan.page_size,
+        }
+        found["prefetch"] = config.prefetch
+        if config.prefetch == "timeout":
+            found["prefetch"] = f"timeout of {config.prefetch_seconds:g} s"
+    return found | {"notes": _notes(config, plan, found)}
+
+
+def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> list[str]:
+    host, storage = found["host"], found["storage"]
+    notes = []
+    if config.host_memory in (None, "auto"):
+        why = "storage is reached through it" if config.host_memory is None else "as asked"
+        notes.append(f"The size of host memory was chosen here: {why}.")
+    if host["tokens"] < plan.num_tokens and config.write_policy != "write_back":
+        notes.append(
+            f"Host memory holds fewer tokens than the device ({host['tokens']:,} of {plan.num_tokens:,}): little of "
+            "what leaves the device will be there."
+        )
+    if storage is not None and storage["tokens"] is not None and storage["tokens"] < host["tokens"]:
+        notes.append(f"Storage holds fewer tokens than host memory ({storage['tokens']:,} of {host['tokens']:,}).")
+    if storage is None:
+        notes.append("Without storage nothing outlives the engine.")
+    if config.load == "always":
+        notes.append("Nobody asks whether to compute would be quicker than to load: load is 'always'.")
+    return notes
+
+
+def tier_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A name and a sentence for each tier, and for how they are used."""
+    host, storage = found["host"], found["storage"]
+    groups = ", ".join(
+        f"{name} {group['frames']:,} frames, {format_bytes(group['bytes'])}" for name, group in host["groups"].items()
+    )
+    rows = [("Host memory", f"{format_bytes(host['bytes'])}: {host['tokens']:,} tokens ({groups})")]
+    if storage is not None:
+        rows.append(("Storage", _storage(storage)))
+    how = f"{found['write_policy']}; load {found['load']}"
+    rows.append(("Tiers", how + (f"; prefetch {found['prefetch']}" if storage is not None else "; no prefetch")))
+    return rows
+
+
+def tiers_line(found: Mapping[str, Any]) -> str:
+    """The tiers in one line, for logs."""
+    return "; ".join(f"{name[0].lower()}{name[1:]} {text}" for name, text in tier_rows(found)) + "."
+
+
+def _storage(storage: Mapping[str, Any]) -> str:
+    if storage["bytes"] is None:
+        return f"{storage['where']}, as large as it is"
+    return f"{storage['where']}, at most {format_bytes(storage['bytes'])}: about {storage['tokens']:,} tokens"
+
+
+def without_secrets(url: str) -> str:
+    """A store's URL without a user's name, password and options."""
+    parts = urlsplit(url)
+    if "://" not in url:
+        return url
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

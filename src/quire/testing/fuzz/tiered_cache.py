@@ -1,0 +1,422 @@
+"""TieredCache: a cache with tiers whose every verb is followed by all checks, as far as a model can say what it does.
+
+What is evicted, saved and fetched when is the policies' business. What must be true whatever they decide:
+
+    the audit, the tiers' laws among them
+    every frame of a cached page holds its page, on the device and on the host, but for what is on its way or damaged
+    a step reads only what it must, when the layer has arrived
+    what a check has met that is damaged has a name, is counted once, and nobody reads it
+    a page is stored in its whole groups after the page before it; keys and scopes are those of the definition
+    a refusal is one: nothing that moves could have made room
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from quire.cache import KVCache, PrefixHit
+from quire.cache.picture import GroupPicture, RowPicture
+from quire.cache.prefetch import Prefetch
+from quire.cache.request_kv import RequestKV
+from quire.cache.running import RunningBatch
+from quire.cache.tiering import Tiering
+from quire.errors import OutOfPages
+from quire.spec.events import CacheEvent, Namespace
+from quire.spec.ids import Ids
+from quire.testing.fuzz.device import Step
+from quire.testing.fuzz.faults import Faults
+from quire.testing.fuzz.followed_cache import NAMESPACE, FollowedCache
+from quire.testing.fuzz.names import Names, Page
+from quire.testing.fuzz.plain_cache import PlainCache
+from quire.testing.fuzz.plain_cache import Sequence as Followed
+from quire.testing.fuzz.tier_world import TierWorld
+from quire.testing.fuzz.tiered_device import TieredDevice
+from quire.testing.fuzz.watch import Watch
+from quire.tiers.moves import Link
+
+
+class TieredPlain(PlainCache):
+    """The model: `ever` is what was committed at any time. What is cached of it, the tree says: it may lose what nobody
+    holds, and get back what it had."""
+
+    def __init__(self, names: Names, num_pages: int, page_size: int, *, shares: bool = True) -> None:
+        super().__init__(names, num_pages, page_size, shares=shares)
+        self.ever: set[int] = set()
+
+    def settle_evictions(self, found: Set[int]) -> None:
+        """The tree holds these now."""
+        if found == self.cached:
+            return
+        self.ever |= self.cached
+        gone = self.cached - found
+        assert gone.isdisjoint(self.leased()), "a page was evicted that a lease holds"
+        assert found <= self.ever, "a page is cached that nobody ever committed"
+        self.cached = set(found)
+
+
+class TieredWatch(Watch):
+    """Frames that a load is to fill hold nothing yet, and nobody begins on pages that are known to be bad."""
+
+    def _check_pages(self, group: GroupPicture, wanted: list[Page | None]) -> None:
+        arriving = self._arriving(group)
+        if arriving:
+            wanted = [None if page in arriving else content for page, content in enumerate(wanted)]
+        super()._check_pages(group, wanted)
+
+    def _check_carried(self, group: GroupPicture, rows: list[RowPicture]) -> None:
+        arriving = self._arriving(group)
+        if not arriving:
+            super()._check_carried(group, rows)
+            return
+        ends = self.ends
+        self.ends = {end: page for end, page in ends.items() if page not in arriving}
+        try:
+            super()._check_carried(group, rows)
+        finally:
+            self.ends = ends
+
+    def _arriving(self, group: GroupPicture) -> set[int]:
+        tiers = self._cache.tiers
+        assert tiers is not None
+        arriving = {
+            page
+            for moving in tiers.moving.values()
+            if moving.on_device and moving.on_host
+            for part in moving.parts
+            if part.group == group.group.index
+            for page in part.pages.tolist()
+        }
+        return arriving.union(tiers.bad.nonzero()[0].tolist()) if tiers.num_bad else arriving
+
+
+class TieredCache(FollowedCache):
+    """See the module. `world` is what is below the device."""
+
+    model_type = TieredPlain
+    device_type = TieredDevice
+    watch_type = TieredWatch
+
+    def __init__(
+        self, cache: KVCache, world: TierWorld, events: list[CacheEvent] | None, faults: Faults | None = None
+    ) -> None:
+        self.world = world
+        super().__init__(cache, events, faults, world.names)
+        world.records.device = self.device
+        self._stored = 0
+        self._host_books: list[bytes] = [b""] * len(cache.groups)
+
+    @property
+    def tiers(self) -> Tiering:
+        """Of the cache."""
+        assert self.cache.tiers is not None
+        return self.cache.tiers
+
+    # -- the verbs
+
+    def begin(
+        self,
+        tokens: Ids,
+        namespace: Namespace = NAMESPACE,
+        *,
+        hit: PrefixHit | None = None,
+        priority: int = 0,
+        resumed: bool = False,
+        label: str = "",
+    ) -> RequestKV:
+        """As the cache's; it begins on what it was matched with, or is refused where what it has to load has no
+        room."""
+        name = self._name(tokens, namespace)
+        kept = hit if hit is not None and self.cache.is_current(hit) else None
+        expected = kept or self._match(name)
+        is_full = len(self.model.live) == self.cache.plan.max_requests
+        try:
+            kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label)
+        except OutOfPages as error:
+            assert is_full == (error.group == "rows"), f"rows are short or are not: {error}"
+            assert is_full or sum(expected.choice.loads), f"a request was refused that loads nothing: {error}"
+            self.happened["begin refused"] += 1
+            self._check("begin")
+            raise
+        assert not is_full, "a request began without a row"
+        cached = kv.num_cached
+        if kept is not None or self.world.settings.always:
+            found = f"a request begins on {cached} tokens, {expected.num_tokens} were matched"
+            assert cached == expected.num_tokens, found
+        self._of[kv] = s = Followed(
+            kv, name, len(tokens), cached, cached // self.page_size, cached, cached, cached, cached, cached
+        )
+        self.model.live.append(s)
+        self.prompt_tokens += 0 if resumed else len(tokens)
+        self.hit_tokens += 0 if resumed else cached
+        self.happened["hit"] += cached > 0
+        self.happened["loads"] += bool(kv.loads)
+        self.happened["outdated hit"] += hit is not None and kept is None
+        self._check("begin")
+        return kv
+
+    def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int]) -> None:
+        """As the cache's: room for all of it, or an error after everything on its way has been waited for."""
+        batch = [self._of[kv] for kv in (kvs.kvs if isinstance(kvs, RunningBatch) else kvs)]
+        each = [counts] * len(batch) if isinstance(counts, int) else counts
+        firsts = [-(-s.allocated // self.page_size) for s in batch]
+        afterwards = self._untouched(batch, firsts)
+        try:
+            self.cache.extend(kvs, counts)
+        except OutOfPages as error:
+            if self.faults is not None and self.faults.take(error):
+                self.happened["fault"] += 1
+            else:
+                assert error.wanted > error.free + error.evictable, f"refused although there is room: {error}"
+                assert not self.tiers.moving, f"refused while moves hold memory: {error}"
+                self.happened["out of pages"] += 1
+            self._check("extend")
+            raise
+        for s, count in zip(batch, each, strict=True):
+            s.allocated += count
+        self.happened["batch"] += len(batch) > 1
+        self._check("extend")
+        if afterwards is not None:
+            afterwards(self.watch.picture)
+
+    def commit(self, kv: RequestKV, tokens: Ids) -> None:
+        """As the cache's; it may be put off while something waits to be forgotten."""
+        s = self._of[kv]
+        self._name_of(s, tokens)
+        self._register(s, len(tokens))
+        self.cache.commit(kv, tokens)
+        self._settled(s, self.cache.committed(kv))
+        self._check("commit")
+
+    def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
+        """As the cache's."""
+        s = self._of.pop(kv)
+        if tokens is not None:
+            self._name_of(s, tokens)
+            self._register(s, len(tokens))
+        lease, before = kv.lease, kv.lease.num_pages
+        self.cache.finish(kv, tokens, returns=returns)
+        if tokens is not None:
+            self._settled(s, len(tokens) if lease.num_pages > before else s.committed)
+        self.model.finish(s)
+        self.happened["abort"] += tokens is None
+        self.happened["fenced"] += bool(self.model.open)
+        self._check("finish")
+
+    def evict(self, num_pages: int) -> int:
+        """As the cache's; so many pages leave the device, if there are so many that nobody holds."""
+        before, idle = self._on_device(), self._idle_on_device()
+        found = self.cache.evict(num_pages)
+        self._check("evict")
+        left = before - self._on_device()
+        assert left == min(num_pages, idle), f"{left} pages left the device, {min(num_pages, idle)} should have"
+        assert found >= left, f"{found} pages were evicted, and {left} of them left the device"
+        self.happened["evicted"] += found > 0
+        return found
+
+    def forget(self) -> None:
+        """What nobody holds is forgotten on the device and on the host, so that it is in the store only, if anywhere."""
+        self.cache.evict(self.cache.pages.num_pages)
+        while self.tiers.evict_host(self.cache.pages.num_pages):
+            pass
+        self._check("forget")
+        left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
+        assert not left, "pages are cached that nobody holds, and all was evicted"
+
+    def clear(self) -> int:
+        """As the cache's; what is left, somebody holds."""
+        found = self.cache.clear()
+        self._check("clear")
+        left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
+        assert not left, "pages are cached that nobody holds, and all was cleared"
+        return found
+
+    def execute(self, step: Step, batch: Sequence[Followed]) -> None:
+        """As without tiers; the time that it took is known to the cache."""
+        super().execute(step, batch)
+        tokens = sum(part.end - part.start for part in step.parts)
+        self.world.break_even.computed(tokens, tokens * 0.01)
+
+    def settle_moves(self) -> bool:
+        """As the cache's."""
+        found = self.cache.settle_moves()
+        self._check("settle moves")
+        return found
+
+    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> Prefetch | None:
+        """As the cache's."""
+        found = self.cache.prefetch(tokens, namespace)
+        self.happened["prefetch"] += found is not None
+        self._check("")
+        return found
+
+    def count(self) -> None:
+        """The statistics say what there is."""
+        found, picture = self.cache.statistics(), self.watch.picture
+        assert (found.prompt_tokens, found.hit_tokens) == (self.prompt_tokens, self.hit_tokens)
+        assert (found.cached_pages, found.evictable_pages) == (self._on_device(), self._idle_on_device())
+        assert found.tiers is not None
+        assert found.tiers["host_pages"] == sum(len(pages) for node, pages in picture.tree.edges if not node.here)
+        for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
+            owners = (frames.free, frames.private, frames.cached, frames.moving)
+            assert sum(owners) == frames.total and min(owners) >= 0, f"{group.name}: frames do not add up: {frames}"
+        self._check("count")
+
+    def look_again(self, operation: str) -> None:
+        """All checks, after something that was not done to the cache."""
+        self._check(operation)
+
+    # -- checks
+
+    def check_idle(self) -> None:
+        """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
+        tiers, cache = self.tiers, self.cache
+        assert not self.model.live and not cache.retired, "memory is held for nobody"
+        assert not (tiers.moving or tiers.archiving or tiers.condemned or tiers._loads), "something moves for ever"
+        assert cache.prefetcher is None or not cache.prefetcher.in_flight, "a prefetch never ends"
+        held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
+        assert not held, "a prefix is held for nobody"
+        found = cache.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
+        assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
+        self.check_counters()
+        self.happened["idle"] += 1
+
+    def check_empty(self) -> None:
+        """All was cleared: nothing is anywhere."""
+        assert not self.watch.ends, "pages are cached that nobody holds, and all was cleared"
+        for host in self.tiers.hosts:
+            left = host.num_frames - host.num_free - host.num_quarantined
+            assert not left, f"{left} host frames of group '{host.name}' are lost"
+        assert self.world.faults or not self.world.medium.visible, "records are stored of what was cleared"
+
+    def check_counters(self) -> None:
+        """With nothing on its way, what was moved and what was found is counted, once."""
+        counters, records = self.tiers.counters, self.world.records
+        counted: dict[str, int] = {}
+        for (_, defect), count in counters.defects.items():
+            counted[defect] = counted.get(defect, 0) + count
+        assert counted == dict(records.found), f"defects are counted as {counted}, and {dict(records.found)} were found"
+        assert counters.loaded_frames == records.loaded, "frames were loaded, and others counted"
+        sealed = sum(self.world.settings.record_bytes[part] * count for part, count in records.saved.items())
+        assert counters.links[Link.SAVE].bytes == sealed, "bytes were saved, and others counted"
+        assert counters.saved_bytes == sealed or self.happened["clear"], "bytes were saved, and not counted"
+        ended = {link: found.moves for link, found in counters.links.items()}
+        assert ended == self.world.mover.num_ended, "moves have ended, and others were counted"
+
+    def _check(self, operation: str) -> None:
+        self.operations += 1
+        self.happened[operation] += bool(operation)
+        self.watch.check()
+        wrong = self.world.wrong()
+        assert not wrong, wrong[0]
+        if self._events is not None:
+            self._check_events(self._events)
+        for group in range(len(self.cache.groups)):
+            self._check_host(group)
+        self._check_stored()
+
+    def _check_events(self, events: list[CacheEvent]) -> None:
+        if events:
+            self._fold.take(events)
+            events.clear()
+        here: set[int] = set()
+        kept: set[int] = set()
+        names = self.names
+        for node, _ in self.watch.picture.tree.edges:
+            ends = names.ends[self.watch.name_of(node)][-node.num_pages :]
+            here.update(ends if node.here else ())
+            kept.update(ends[: node.kept])
+        self._fold.check(here, kept)
+
+    def _check_host(self, group: int) -> None:
+        """Every page's host frame holds that page, but for what was damaged since."""
+        records, host = self.world.records, self.tiers.hosts[group]
+        books = records.rows(group).tobytes() + host.column.tobytes()
+        if books == self._host_books[group]:
+            return
+        self._host_books[group] = books
+        column = host.column.tolist()
+        for end, page in self.watch.ends.items():
+            row = column[page]
+            if row and (group, row) not in records.damaged:
+                assert records.is_names(group, row, records.names_of(group, end)), (
+                    f"page {page} has host frame {row} in group {group}, which holds {records.content(group, row)[0]} "
+                    f"and should hold {records.names_of(group, end)}"
+                )
+
+    def _check_stored(self) -> None:
+        """A page is stored whole, after the one before it. Only what forgets nothing shows it."""
+        medium = self.world.medium
+        if not self.world.is_faultless or medium.version == self._stored:
+            return
+        self._stored = medium.version
+        whole = [group.index for group in self.cache.groups if group.reach.whole]
+        stored = [{self.world.keys.end_of[key.page] for key in medium.visible if key.part == g} for g in whole]
+        for ends in stored:
+            assert ends == stored[0], "a page is stored in one group and not in another"
+            for end in ends:
+                path = self.names.ends[end]
+                assert len(path) < 2 or path[-2] in ends, "a page is stored, and not the one before it"
+
+    # -- what is expected
+
+    def _match(self, name: int) -> PrefixHit:
+        model, size, tokens = self.model, self.page_size, self.names.tokens(name)
+        hit = self.cache.match(tokens, self.names.namespaces[name])
+        matched = model.matched(name)
+        limit = min(matched, (len(tokens) - 1) // size)
+        pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
+        bad = self.tiers.bad
+        pages = pages[: next((at for at, page in enumerate(pages) if bad[page]), limit)]
+        here = [[group.column[page] != 0 for page in pages] for group in self.watch.picture.groups]
+        below = [
+            [there or bool(host.column[page]) for page, there in zip(pages, device, strict=True)]
+            for host, device in zip(self.tiers.hosts, here, strict=True)
+        ]
+        near, far = self._most(here), self._most(below)
+        usable = hit.num_pages
+        assert usable in ((far,) if self.world.settings.always else (near, far)), (
+            f"match finds {usable} pages, {near} could be used on the device, and {far} with what is on the host"
+        )
+        assert hit.held_back == (matched - usable) * size, f"match says that {hit.held_back} tokens are held back"
+        loads = [
+            sum(not device[at] for at in range(self.device.first_page(g, usable * size), usable))
+            if self.device.reads(g, usable * size) < usable * size
+            else 0
+            for g, device in enumerate(here)
+        ]
+        assert list(hit.choice.loads or [0] * len(loads)) == loads, (
+            f"match loads {hit.choice.loads}, {loads} are missing"
+        )
+        self.happened["host hit"] += usable > near
+        self.happened["declined"] += usable < far
+        return hit
+
+    def _most(self, resident: list[list[bool]]) -> int:
+        """The most pages behind which every token that any group reads next is in a page that is resident there."""
+        size, device = self.page_size, self.device
+        for count in range(len(resident[0]), 0, -1):
+            end = count * size
+            if all(
+                device.reads(g, end) == end or False not in there[device.first_page(g, end) : count]
+                for g, there in enumerate(resident)
+            ):
+                return count
+        return 0
+
+    def _on_device(self) -> int:
+        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here)
+
+    def _idle_on_device(self) -> int:
+        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here and not node.level)
+
+    # -- inside
+
+    def _settled(self, s: Followed, num_tokens: int) -> None:
+        """The model does what the cache has done."""
+        if num_tokens > s.committed:
+            self._committed(s, num_tokens)
+
+    def _register(self, s: Followed, num_tokens: int) -> None:
+        """Pages that may be cached from now on have keys."""
+        for end in self.names.ends[s.name][: num_tokens // self.page_size]:
+            self.world.keys.key(end)

@@ -1,0 +1,81 @@
+"""WatchedMover: a virtual mover and its clock; what it hands back is checked against the laws of moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quire.testing.fuzz.host_records import HostRecords
+from quire.tiers.moves import GOOD, MISSING, REFUSED, Link, Move
+from quire.tiers.store import Store
+from quire.tiers.virtual_mover import VirtualMover
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class WatchedMover(VirtualMover):
+    """Whoever waits makes time pass until the next move ends. `wrong` has the laws that were broken, in words; `ended`
+    is called with each move that is handed back."""
+
+    def __init__(
+        self,
+        records: HostRecords,
+        store: Store | None,
+        clock: Clock,
+        *,
+        bandwidths: Mapping[Link, float],
+        latency: Mapping[Link, float],
+        choose: Callable[[int], int] | None,
+        most_bytes: Mapping[Link, int],
+    ) -> None:
+        super().__init__(
+            records,
+            store,
+            seconds=clock,
+            bandwidths=bandwidths,
+            latency=latency,
+            choose=choose,
+            most_bytes=most_bytes,
+        )
+        self._clock = clock
+        self.wrong: list[str] = []
+        self.num_ended = dict.fromkeys(Link, 0)
+
+    def wait(self, seconds: float) -> bool:
+        """Time passes until something ends."""
+        end = self.next_end
+        if end is not None:
+            self._clock.now = max(self._clock.now, end)
+        return super().wait(seconds)
+
+    def finished(self) -> list[Move]:
+        """What has ended keeps the laws."""
+        ended = super().finished()
+        for move in ended:
+            self.num_ended[move.link] += 1
+            if move.error:
+                self.wrong.append(f"a {move.link} failed: {move.error}")
+            elif move.link in (Link.ARCHIVE, Link.FETCH):
+                self._check_pages(move)
+        return ended
+
+    def _check_pages(self, move: Move) -> None:
+        """A page went in all of its groups or in none, and none went behind one that did not."""
+        good: dict[bytes, bool] = {}
+        for units, defects in zip(move.units, move.defects, strict=True):
+            for page, defect in zip(units.pages, defects, strict=True):
+                if good.setdefault(page, defect == GOOD) != (defect == GOOD):
+                    self.wrong.append(f"a {move.link} moved a page in one group and not in another")
+            whole = [defect == GOOD for defect in defects]
+            if whole != sorted(whole, reverse=True):
+                self.wrong.append(f"a {move.link} moved a page behind one that it did not move")
+        named = {defect for defects in move.defects for defect in defects} - {GOOD, MISSING, REFUSED}
+        if named and all(good.values()):
+            self.wrong.append(f"a {move.link} found {named} and moved everything")

@@ -1,0 +1,102 @@
+"""DictStore: the smallest store that keeps the port's contract, in a dictionary. Records are gone when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import RLock
+
+from typing_extensions import Buffer
+
+from quire.tiers.store import Answer, Entry, Store, StoreKey
+
+
+class DictStore(Store):
+    """Keeps at most `most_bytes`, prepared ones counted in, and forgets what was not used for longest. `version`
+    changes whenever `visible` does."""
+
+    def __init__(self, most_bytes: int = 1 << 30) -> None:
+        self.visible: dict[StoreKey, bytes] = {}  # least recently used first
+        self.version = 0
+        self._prepared: dict[StoreKey, int] = {}
+        self._taken: dict[StoreKey, Buffer] = {}
+        self._most_bytes = most_bytes
+        self._lock = RLock()
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        """Never RETRY."""
+        with self._lock:
+            return [Answer.HIT if key in self.visible else Answer.MISS for key in keys]
+
+    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
+        """RETRY where there is no room beside what is prepared."""
+        with self._lock:
+            return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """Keeps the buffers as they are until `complete`."""
+        with self._lock:
+            for key, record in zip(keys, records, strict=True):
+                assert memoryview(record).nbytes == self._prepared[key], "a record of another size than was prepared"
+                self._taken[key] = record
+            return [Answer.HIT] * len(keys)
+
+    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
+        """Never RETRY."""
+        with self._lock:
+            for key, good in zip(keys, ok, strict=True):
+                del self._prepared[key]
+                record = self._taken.pop(key, None)
+                if good:
+                    assert record is not None, "a record was completed and never put"
+                    self.visible[key] = bytes(record)
+                    self.version += 1
+            return [Answer.HIT if good else Answer.MISS for good in ok]
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """RETRY for a record of another size than its buffer."""
+        with self._lock:
+            return [self._get(key, memoryview(record)) for key, record in zip(keys, records, strict=True)]
+
+    def remove(self, keys: Sequence[StoreKey]) -> int:
+        """At once."""
+        with self._lock:
+            found = sum(self.visible.pop(key, None) is not None for key in keys)
+            self.version += found
+            return found
+
+    def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
+        """As they are now."""
+        with self._lock:
+            return iter([Entry(key, len(record)) for key, record in self.visible.items() if scope in (None, key.scope)])
+
+    def close(self) -> None:
+        """Drops what was prepared."""
+        self._prepared.clear()
+        self._taken.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of visible and of prepared records."""
+        return sum(map(len, self.visible.values())) + sum(self._prepared.values())
+
+    def _prepare(self, key: StoreKey, size: int) -> Answer:
+        if key in self.visible:
+            return Answer.HIT
+        if key in self._prepared:
+            return Answer.PENDING
+        while self.visible and self.num_bytes + size > self._most_bytes:
+            del self.visible[next(iter(self.visible))]
+            self.version += 1
+        if self.num_bytes + size > self._most_bytes:
+            return Answer.RETRY
+        self._prepared[key] = size
+        return Answer.MISS
+
+    def _get(self, key: StoreKey, record: memoryview) -> Answer:
+        if key not in self.visible:
+            return Answer.MISS
+        self.visible[key] = found = self.visible.pop(key)
+        if len(found) != record.nbytes:
+            return Answer.RETRY
+        record[:] = found
+        return Answer.HIT

@@ -1,0 +1,170 @@
+"""How fast a store is, and the disk under it: bytes a second of batches, and seconds of one record alone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quire.errors import StoreError
+from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.stores.directory import DirectoryStore
+
+_BLOCK = 4096
+_ALONE = 30
+_MEMORY = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Of records of `record_bytes`: bytes a second in batches, and the median seconds of one record on its own."""
+
+    record_bytes: int
+    num_records: int
+    put_bytes_per_second: float
+    get_bytes_per_second: float
+    put_seconds: float
+    get_seconds: float
+
+
+def measure_store(store: Store, record_bytes: int, total_bytes: int, batch: int) -> Bandwidth:
+    """Write new records in batches, read them in another order, and remove them.
+
+    A put is prepare, put and complete. The records lie on block boundaries of memory, as a host pool's do. Raises
+    StoreError where the store does not take or return them.
+    """
+    count = max(batch, total_bytes // record_bytes)
+    scope = secrets.token_bytes(16)
+    keys = [StoreKey(scope, number.to_bytes(32, "little"), 0) for number in range(count + _ALONE)]
+    order = np.random.default_rng(0).permutation(count).tolist()
+    with _Memory(batch, record_bytes) as memory:
+
+        def put(some: Sequence[StoreKey]) -> None:
+            rows = memory.rows[: len(some)]
+            sizes = [record_bytes] * len(some)
+            done = store.prepare(some, sizes) == [Answer.MISS] * len(some)
+            done = done and store.put(some, rows) == [Answer.HIT] * len(some)
+            if not store.complete(some, [done] * len(some)) == [Answer.HIT] * len(some):
+                raise StoreError(f"the store does not take {len(some)} records of {record_bytes} bytes.")
+
+        def get(some: Sequence[StoreKey]) -> None:
+            if store.get(some, memory.rows[: len(some)]) != [Answer.HIT] * len(some):
+                raise StoreError(f"the store does not return records of {record_bytes} bytes, just written.")
+
+        try:
+            put_seconds = _seconds(put, [keys[at : at + batch] for at in range(0, count, batch)])
+            get_seconds = _seconds(
+                get, [[keys[number] for number in order[at : at + batch]] for at in range(0, count, batch)]
+            )
+            put_alone = _median(put, [[key] for key in keys[count:]])
+            get_alone = _median(get, [[key] for key in keys[count:]])
+        finally:
+            store.remove(keys)
+    moved = count * record_bytes
+    return Bandwidth(record_bytes, count, moved / put_seconds, moved / get_seconds, put_alone, get_alone)
+
+
+def measure_disk(folder: Path, record_bytes: int, total_bytes: int, threads: int, *, direct: bool) -> Bandwidth:
+    """The same with plain reads and writes of one file, in whole blocks, by so many threads. Raises StoreError."""
+    size = -(-record_bytes // _BLOCK) * _BLOCK
+    count = max(threads, total_bytes // size)
+    path = folder / f"quire-bench-{secrets.token_hex(4)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (getattr(os, "O_DIRECT", 0) if direct else 0)
+    order = np.random.default_rng(0).permutation(count).tolist()
+    try:
+        file = os.open(path, flags, 0o600)
+        try:
+            os.posix_fallocate(file, 0, count * size)
+            num_rows = max(threads, _MEMORY // size)  # as much as a batch takes: few rows would stay in the CPU's cache
+            with _Memory(num_rows, size) as memory, ThreadPoolExecutor(threads) as pool:
+
+                def run(move: Callable[[int, list[memoryview], int], int], numbers: Sequence[int]) -> float:
+                    def work(thread: int) -> None:
+                        for at in range(thread, count, threads):
+                            move(file, [memory.rows[at % num_rows]], numbers[at] * size)
+
+                    list(pool.map(bool, range(threads)))  # its threads are there
+                    started = time.perf_counter()
+                    list(pool.map(work, range(threads)))
+                    return time.perf_counter() - started
+
+                put_seconds, get_seconds = run(os.pwritev, range(count)), run(os.preadv, order)
+                row = [memory.rows[0]]
+                put_alone = _median(lambda n: os.pwritev(file, row, n * size), range(min(count, _ALONE)))
+                get_alone = _median(lambda n: os.preadv(file, row, n * size), range(min(count, _ALONE)))
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise StoreError(f"the disk under '{folder}' cannot be measured: {error}.") from error
+    finally:
+        path.unlink(missing_ok=True)
+    moved = count * size
+    return Bandwidth(size, count, moved / put_seconds, moved / get_seconds, put_alone, get_alone)
+
+
+class _Memory:
+    """Rows of random bytes, each on a block boundary."""
+
+    def __init__(self, count: int, num_bytes: int) -> None:
+        stride = -(-num_bytes // _BLOCK) * _BLOCK
+        self._map = mmap.mmap(-1, count * stride)
+        view = memoryview(self._map)
+        some = np.random.default_rng(0).bytes(min(count * stride, 8 << 20))
+        for at in range(0, count * stride, len(some)):
+            view[at : at + len(some)] = some[: count * stride - at]
+        self.rows = [view[row * stride : row * stride + num_bytes] for row in range(count)]
+        self._view = view
+
+    def __enter__(self) -> _Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rows.clear()
+
+
+def _seconds(step: Callable[[list[StoreKey]], None], batches: list[list[StoreKey]]) -> float:
+    started = time.perf_counter()
+    for batch in batches:
+        step(batch)
+    return time.perf_counter() - started
+
+
+def _median(step: Callable[..., object], each: Sequence[object]) -> float:
+    times = []
+    for item in each:
+        started = time.perf_counter()
+        step(item)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def lookups_per_second(store: Store, num_keys: int, calls: int = 50) -> float:
+    """Keys a second of `exists` in batches of `num_keys`, of records that are not there."""
+    keys = [StoreKey(bytes(16), number.to_bytes(32, "little"), 0) for number in range(num_keys)]
+    started = time.perf_counter()
+    for _ in range(calls):
+        store.exists(keys)
+    return num_keys * calls / (time.perf_counter() - started)
+
+
+def measure_directory(
+    folder: Path, record_bytes: int, total_bytes: int, batch: int, threads: int, *, direct: bool
+) -> Bandwidth:
+    """A directory store made for this inside `folder`, and removed. Raises StoreError."""
+    path = folder / f"quire-bench-{secrets.token_hex(4)}"
+    capacity = 2 * total_bytes + 4 * (batch + _ALONE) * (record_bytes + _BLOCK)
+    try:
+        with closing(DirectoryStore(path, capacity, threads=threads, direct=direct)) as store:
+            return measure_store(store, record_bytes, total_bytes, batch)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,196 @@
+"""`quire store`: what it says of a directory, and what it changes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.memory.record import RecordFormat
+from quire.testing.contracts.records import make_key, make_keys, write
+from quire.tiers.store import Answer, StoreKey
+from quire.tiers.stores.directory import DirectoryStore
+from tests.cli.conftest import Run
+from tests.tiers.stores.directory_medium import DirectoryMedium
+
+WIDE = {"COLUMNS": "200"}
+PAYLOAD = 5000
+
+
+def read(output: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def sealed(key: StoreKey) -> bytes:
+    """A sound record of this key."""
+    form = RecordFormat(key.part, b"L" * 16, PAYLOAD)
+    rows = np.random.default_rng(key.part).integers(0, 256, (1, form.num_bytes), dtype=np.uint8)
+    form.seal(rows, np.array([0], dtype=np.int32), [key.page])
+    return rows.tobytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Six records in two scopes, in the order of their numbers."""
+    keys = [make_key(number, scope=number // 4, part=number % 2) for number in range(6)]
+    with closing(DirectoryStore(tmp_path / "store", 1 << 20)) as opened:
+        for key in keys:
+            assert write(opened, [key], [sealed(key)]) == [Answer.HIT]
+    return tmp_path / "store"
+
+
+def keys_of(store: Path) -> set[StoreKey]:
+    return DirectoryMedium(store).keys()
+
+
+# -- inspect
+
+
+def test_inspect(run: Run, store: Path) -> None:
+    done = run("store", "inspect", store, "--json")
+    assert done.exit_code == 0, done.output
+    found = read(done.stdout)
+    assert (found["backend"], found["records"], found["bytes"]) == ("DirectoryStore", 6, 6 * (64 + PAYLOAD))
+    scopes = {scope["scope"]: scope for scope in found["scopes"]}
+    ours = scopes[make_key(0).scope.hex()]
+    assert (ours["records"], ours["parts"], ours["bytes"]) == (4, 2, 4 * (64 + PAYLOAD))
+    assert ours["oldest_idle_seconds"] >= ours["newest_idle_seconds"] >= 0
+    assert found["facts"]["capacity"] == 1 << 20 and found["facts"]["direct"] in (True, False)
+    text = run("store", "inspect", f"dir:{store}", env=WIDE).stdout
+    assert "6 records" in text and "Capacity 1.00 MiB" in text and make_key(0).scope.hex() in text
+    assert "O_DIRECT" in text
+
+
+def test_inspect_nothing(run: Run, tmp_path: Path) -> None:
+    done = run("store", "inspect", tmp_path / "nowhere")
+    assert done.exit_code == 2 and "there is no store" in done.stderr
+    assert not (tmp_path / "nowhere").exists()
+    DirectoryStore(tmp_path / "empty", 1 << 20).close()
+    assert read(run("store", "inspect", tmp_path / "empty", "--json").stdout)["scopes"] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [("ftp://host/x", "no store for 'ftp://'"), ("dir:", "no name"), ("xyz://", "no store for 'xyz://'")],
+)
+def test_urls_that_mean_nothing(run: Run, url: str, text: str) -> None:
+    done = run("store", "inspect", url, env=WIDE)
+    assert done.exit_code == 2 and text in done.stderr
+
+
+# -- verify
+
+
+def test_verify(run: Run, store: Path) -> None:
+    done = run("store", "verify", store, "--json")
+    assert done.exit_code == 0, done.output
+    found = read(done.stdout)
+    assert found["passed"] and (found["records"], found["corrupt"]) == (6, [])
+    assert "Every record is what its header says" in run("store", "verify", store, env=WIDE).stdout
+
+
+def damage(store: Path) -> dict[str, str]:
+    """Four kinds of damage; returns the defect of each key that has one."""
+    medium = DirectoryMedium(store)
+    keys = [make_key(number, scope=number // 4, part=number % 2) for number in range(6)]
+    flipped = bytearray(sealed(keys[0]))
+    flipped[700] ^= 4
+    medium.write(keys[0], bytes(flipped))
+    medium.write(keys[1], b"nonsense" + sealed(keys[1])[8:])
+    medium.write(keys[2], sealed(keys[4]))  # sound, and of another page
+    medium.write(keys[3], sealed(keys[3]._replace(part=7)))
+    return {str(keys[0]): "digest", str(keys[1]): "magic", str(keys[2]): "key", str(keys[3]): "group"}
+
+
+def test_verify_names_each_defect(run: Run, store: Path) -> None:
+    expected = damage(store)
+    done = run("store", "verify", store, "--json")
+    assert done.exit_code == 4
+    found = read(done.stdout)
+    assert {each["key"]: each["defect"] for each in found["corrupt"]} == expected
+    assert not found["passed"] and found["removed"] == 0
+    text = run("store", "verify", store, env=WIDE)
+    assert text.exit_code == 4 and "4 corrupt" in text.stdout and "--remove drops them" in text.stdout
+    only = read(run("store", "verify", store, "--scope", make_key(0, scope=1).scope.hex()[:6], "--json").stdout)
+    assert (only["records"], only["corrupt"]) == (2, [])
+
+
+def test_verify_removes(run: Run, store: Path) -> None:
+    expected = damage(store)
+    done = run("store", "verify", store, "--remove", "--json")
+    assert done.exit_code == 4 and read(done.stdout)["removed"] == 4
+    assert {str(key) for key in keys_of(store)}.isdisjoint(expected)
+    assert run("store", "verify", store).exit_code == 0
+
+
+def test_verify_another_scope(run: Run, store: Path) -> None:
+    done = run("store", "verify", store, "--scope", "nothex")
+    assert done.exit_code == 2 and "is no scope" in done.stderr
+
+
+# -- gc
+
+
+def test_gc_by_scope(run: Run, store: Path) -> None:
+    scope = make_key(0, scope=1).scope.hex()
+    dry = read(run("store", "gc", store, "--keep", scope[:8], "--dry-run", "--json").stdout)
+    assert (dry["chosen"], dry["removed"]) == (4, 0) and len(keys_of(store)) == 6
+    done = read(run("store", "gc", store, "--keep", scope[:8], "--json").stdout)
+    assert (done["chosen"], done["removed"]) == (4, 4)
+    assert {key.scope.hex() for key in keys_of(store)} == {scope}
+
+
+def test_gc_by_size(run: Run, store: Path) -> None:
+    """What was used least lately goes."""
+    done = run("store", "gc", store, "--to-bytes", str(2 * (64 + PAYLOAD)), env=WIDE)
+    assert done.exit_code == 0 and "4 removed" in done.stdout
+    assert keys_of(store) == {make_key(4, scope=1), make_key(5, scope=1, part=1)}
+
+
+def test_gc_by_age(run: Run, store: Path) -> None:
+    DirectoryMedium(store).query("UPDATE records SET used = used - 7200000000 WHERE id <= 3")
+    done = read(run("store", "gc", store, "--older-than", "1h", "--json").stdout)
+    assert done["removed"] == 3 and len(keys_of(store)) == 3
+    assert read(run("store", "gc", store, "--json").stdout)["removed"] == 0
+    assert run("store", "gc", store, "--older-than", "soon").exit_code == 2
+
+
+def test_gc_of_dead_writers(run: Run, store: Path) -> None:
+    """An owner whose lock file is gone has ended."""
+    with closing(DirectoryStore(store, None)) as writer:
+        assert writer.prepare(make_keys(20)[10:], [500] * 10) == [Answer.MISS] * 10
+        alive = read(run("store", "gc", store, "--json").stdout)
+        assert alive["reclaimed"] == 0
+        for path in (store / "owners").iterdir():
+            path.unlink()
+        dead = read(run("store", "gc", store, "--json").stdout)
+        assert dead["reclaimed"] == 10
+    DirectoryMedium(store).check()
+
+
+# -- bench
+
+
+def test_bench(run: Run, tmp_path: Path) -> None:
+    done = run("store", "bench", tmp_path, "--sizes", "8KiB,64KiB", "--total", "1MiB", "--batch", 8, "--json")
+    assert done.exit_code == 0, done.output
+    rows = read(done.stdout)["rows"]
+    assert [(row["how"], row["record_bytes"]) for row in rows if row["how"] == "buffered"] == [
+        ("buffered", 8192),
+        ("buffered", 65536),
+    ]
+    for row in rows:
+        assert (
+            row["store"]["put_gb_per_second"] > 0 and row["disk"]["get_gb_per_second"] > 0 and row["ratio"]["get"] > 0
+        )
+    assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
+def test_bench_for_people(run: Run, tmp_path: Path) -> None:
+    done = run("store", "bench", tmp_path, "--sizes", "8KiB", "--total", "64KiB", env=WIDE)
+    assert done.exit_code == 0 and "put GB/s" in done.stdout and "8.00 KiB" in done.stdout

@@ -1,0 +1,103 @@
+"""The metrics of the tiers are the engine's numbers, each of them once, and absent where there are no tiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.cache.tier_counters import TierCounters
+from quire.observe.metrics import ServerMetrics
+from quire.spec.ids import Tier
+from quire.tiers.moves import Link, Move
+
+
+def counted() -> TierCounters:
+    counters = TierCounters(
+        unsaved_frames=3, unstored_frames=5, host_hit_tokens=32, storage_hit_tokens=64, declined_tokens=16
+    )
+    counters.failed_moves, counters.refused_moves, counters.demoted_pages = 7, 9, 11
+    counters.corrupt(Tier.HOST, ["digest", "digest"])
+    counters.corrupt(Tier.STORAGE, ["key"])
+    for seconds, num_bytes in ((0.0002, 1000), (0.5, 5000), (20.0, 0)):
+        move = Move(Link.FETCH, ())
+        move.seconds, move.moved_bytes = seconds, num_bytes
+        counters.ended(move)
+    return counters
+
+
+def statistics(**tiers: Any) -> dict[str, Any]:
+    host = {"full": {"total": 10, "free": 4, "cached": 3, "moving": 2, "quarantined": 1}}
+    links = [link.value for link in Link if link is not Link.FORGET]
+    return {
+        "hit_tokens": 200,
+        "frames": {"full": {"total": 5, "free": 2, "private": 1, "cached": 2, "moving": 0, "quarantined": 0}},
+        "tiers": {
+            **counted().to_dict(),
+            "host": host,
+            "host_bytes": 4096,
+            "bandwidth": dict.fromkeys(links) | {"fetch": 2.5e8},
+            "off": {},
+            "turned_off": 0,
+            **tiers,
+        },
+    }
+
+
+def samples(found: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    """By name and the values of the labels, in the order of the labels' names."""
+    text = ServerMetrics(lambda: found, lambda: True).text().decode()
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_number_is_there() -> None:
+    shown = samples(statistics(off={"load": "recompute is cheaper below 9.1 GB/s"}, turned_off=2))
+    hits = {tier: shown["quire_tier_hit_tokens_total", tier] for tier in ("device", "host", "storage")}
+    assert hits == {"device": 104, "host": 32, "storage": 64}
+    assert shown["quire_tier_dropped_frames_total", "host"] == 3
+    assert shown["quire_tier_dropped_frames_total", "storage"] == 5
+    assert shown["quire_tier_declined_tokens_total",] == 16
+    assert shown["quire_tier_failed_moves_total",] == 7
+    assert shown["quire_tier_refused_moves_total",] == 9
+    assert shown["quire_tier_demoted_pages_total",] == 11
+    assert shown["quire_tier_turned_off_total",] == 2
+    assert shown["quire_tier_host_bytes",] == 4096
+    assert shown["quire_tier_corrupt_records_total", "digest", "host"] == 2
+    assert shown["quire_tier_corrupt_records_total", "key", "storage"] == 1
+    assert shown["quire_tier_corrupt_records_total", "digest", "storage"] == 0
+    assert (shown["quire_tier_link_off", "load"], shown["quire_tier_link_off", "fetch"]) == (1, 0)
+
+
+def test_a_link_has_bytes_bandwidth_and_a_histogram() -> None:
+    shown = samples(statistics())
+    assert shown["quire_tier_moved_bytes_total", "fetch"] == 6000
+    assert shown["quire_tier_bandwidth_bytes_per_second", "fetch"] == 2.5e8
+    assert ("quire_tier_bandwidth_bytes_per_second", "save") not in shown
+    buckets = {
+        key[1]: value
+        for key, value in shown.items()
+        if (key[0], key[-1]) == ("quire_tier_move_seconds_bucket", "fetch")
+    }
+    assert buckets == {"0.0001": 0, "0.001": 1, "0.01": 1, "0.1": 1, "1.0": 2, "10.0": 2, "+Inf": 3}
+    assert shown["quire_tier_move_seconds_count", "fetch"] == 3
+    assert shown["quire_tier_move_seconds_sum", "fetch"] == 20.5002
+    assert shown["quire_tier_move_seconds_count", "load"] == 0
+
+
+def test_frames_of_a_tier_add_up_to_its_pool() -> None:
+    found = statistics()
+    shown = samples(found)
+    for tier, frames in (("device", found["frames"]["full"]), ("host", found["tiers"]["host"]["full"])):
+        counts = {key[2]: value for key, value in shown.items() if (key[0], key[-1]) == ("quire_frames", tier)}
+        assert sum(counts.values()) == frames["total"]
+        assert all(counts[state] == frames[state] for state in frames if state != "total")
+
+
+def test_without_tiers_there_are_none() -> None:
+    shown = samples(statistics() | {"tiers": None})
+    assert not [name for name in shown if "tier" in name[0]]
+    assert {key[3] for key in shown if key[0] == "quire_frames"} == {"device"}

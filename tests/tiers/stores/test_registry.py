@@ -1,0 +1,55 @@
+"""URLs of stores."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from quire.errors import InvalidInput, StoreError
+from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.stores.registry import directory_of, open_store
+
+
+@pytest.mark.parametrize("form", ["{}", "dir:{}", "dir://{}"])
+def test_directories(tmp_path: Path, form: str) -> None:
+    url = form.format(tmp_path / "store")
+    assert directory_of(url) == str(tmp_path / "store")
+    with pytest.raises(StoreError, match="there is no store"):
+        open_store(url)
+    store = open_store(url, capacity=1 << 20)
+    assert isinstance(store, DirectoryStore) and store.facts().capacity == 1 << 20
+    store.close()
+    open_store(url).close()
+
+
+def test_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of a scheme opens it, with the URL as it is."""
+    module = ModuleType("quire.tiers.stores.s3")
+    module.open = lambda url, capacity: (url, capacity)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quire.tiers.stores.s3", module)
+    assert open_store("s3://bucket/prefix", capacity=5) == ("s3://bucket/prefix", 5)
+    assert directory_of("s3://bucket/prefix") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [
+        ("valkey://host:1/0", "valkey", "valkey"),
+        ("redis://host:1/0", "valkey", "valkey"),
+        ("s3://bucket", "s3", "s3"),
+        ("mooncake://host:1", "mooncake", "mooncake"),
+    ],
+)
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str) -> None:
+    monkeypatch.setitem(sys.modules, f"quire.tiers.stores.{module}", None)
+    with pytest.raises(StoreError) as caught:
+        open_store(url)
+    assert f'pip install "quire[{extra}]"' in caught.value.fix
+
+
+def test_what_means_nothing() -> None:
+    with pytest.raises(InvalidInput, match="no store for 'gopher://'"):
+        open_store("gopher://host")
