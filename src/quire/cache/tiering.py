@@ -553,17 +553,24 @@ class Tiering(PageNames):
             self.num_bad = int(np.count_nonzero(self.bad))
 
     def _discard(self) -> None:
-        waiting, self.condemned = self.condemned, []
-        for lease, first in waiting:
-            end = node = lease.node
+        """Forget what was condemned and is held by nobody. Paths may have pages in common, so that none is kept by what
+        another one holds."""
+        waiting = [(lease.node, first) for lease, first in self.condemned]
+        for lease, _ in self.condemned:
             self._tree.unpin(lease)
+        held = []
+        for end, first in waiting:
+            node = end
             while node.depth > first and node.parent is not None:
                 node = node.parent
-            pages = self._tree.discard(node, first - node.depth) if node.num_pages else None
+            if node.parent is None or node.depth + node.num_pages <= first:
+                continue  # it went with another one
+            pages = self._tree.discard(node, first - node.depth)
             if pages is None:
-                self.condemned.append((self._tree.pin(end), first))
+                held.append((end, first))
             else:
                 self._forget(pages)
+        self.condemned = [(self._tree.pin(end), first) for end, first in held]
 
     # -- inside
 
