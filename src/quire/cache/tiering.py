@@ -26,6 +26,7 @@ from quire.cache.prefix_hit import Choice
 from quire.cache.request_kv import RequestKV
 from quire.cache.tier_counters import TierCounters
 from quire.cache.tier_settings import TierSettings, WritePolicy
+from quire.cache.worth_saving import worth_saving
 from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
@@ -39,8 +40,6 @@ from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
-_SAVING_SHARE = 16
-"""One device frame in so many may be on its way to the host before it has to go."""
 
 
 class Tiering(PageNames):
@@ -231,14 +230,13 @@ class Tiering(PageNames):
         wanted = [at[at >= first] for at in wanted]
         if self.settings.write is WritePolicy.BACK and not goes:
             wanted = [at[:0] if host.shelf is None else at for at, host in zip(wanted, self.hosts, strict=True)]
+        wanted = worth_saving(wanted, self.settings, self._page_size)
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
         scope = self.scope(namespace)
         parts = []
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
-        if not goes:
-            rooms = [min(room, self._unpinned_share(group)) for room, group in zip(rooms, self._groups, strict=True)]
         ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
         for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
             if host.shelf is None and room < len(at):
@@ -255,11 +253,6 @@ class Tiering(PageNames):
             self._tree.unpin(lease)
             return None
         return self._submit(Link.SAVE, moving)
-
-    def _unpinned_share(self, group: GroupCache) -> int:
-        """How many more frames of a group may be saved now. While they are they cannot be evicted, and whoever needs
-        them would wait: where the host is slower than the device fills, some copies are left out."""
-        return max(0, -(-group.num_frames // _SAVING_SHARE) - int(np.count_nonzero(self._saving[group.index])))
 
     def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""

@@ -59,6 +59,10 @@ class BreakEven:
         """A move of so many bytes took so long, without its wait in a queue."""
         self._links[link].rate.add(num_bytes, seconds)
 
+    def knows(self, link: Link) -> bool:
+        """Whether a link was measured, since it was last tried."""
+        return self._links[link].rate.known
+
     # -- what follows from it
 
     def compute_seconds(self, tokens: int) -> float | None:
