@@ -88,7 +88,6 @@ class Tiering(PageNames):
         self._ended: list[Move] = []
         self.forgetting = Forgetting(self.mover, seconds)
         self.fetched: Callable[[Move], None] = _nobody
-        self.losing: Callable[[Bools], int] = _keeps_nothing  # pages (a mask by id) that cannot be had any more
 
     # -- what was flushed
 
@@ -510,8 +509,6 @@ class Tiering(PageNames):
             wrong = np.array([bool(defect) for defect in defects], dtype=np.bool_)
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect])
-                self._mark_bad(part.pages[wrong])
-                self.losing(self.bad)
                 self.hosts[part.group].distrust(part.pages[wrong])
         every = np.unique(np.concatenate([part.pages for part in moving.parts]))
         self._condemn(every, moving.lease.node, moving.first)
@@ -587,10 +584,6 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
-
-
-def _keeps_nothing(bad: Bools) -> int:
-    return 0
 
 
 def _nobody(move: Move) -> None:
