@@ -118,9 +118,9 @@ class TieredCache:
 
     def drain(self) -> None:
         """Until nothing is on its way any more."""
+        self.cache.settle_moves()
         while self.advance():
             pass
-        self.cache.settle_moves()
         assert self.mover.idle
 
     # -- requests
