@@ -120,8 +120,6 @@ class KVCache(RunningTables):
             on_let_go=self._room_came_back,
         )
         self.holders.append(lambda: self.retention.leases)
-        if self.tiers is not None:
-            self.tiers.losing = self.retention.lose
         self._room = Room(self)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles

@@ -89,7 +89,6 @@ class Tiering(PageNames):
         self._ended: list[Move] = []
         self.forgetting = Forgetting(self.mover, seconds)
         self.fetched: Callable[[Move], None] = _nobody
-        self.losing: Callable[[Bools], int] = _keeps_nothing  # pages (a mask by id) that cannot be had any more
 
     # -- what was flushed
 
@@ -612,10 +611,6 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
-
-
-def _keeps_nothing(bad: Bools) -> int:
-    return 0
 
 
 def _nobody(move: Move) -> None:
