@@ -525,7 +525,6 @@ class Tiering(PageNames):
     def _condemn(self, pages: Ids, node: Node, first: int) -> None:
         """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
         self._mark_bad(pages)
-        self.losing(self.bad)
         self.condemned.append((self._tree.pin(node), first))
 
     def _mark_bad(self, pages: Ids) -> None:
