@@ -91,10 +91,9 @@ def tiered_core(
     model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, host: float = 4.0, **settings: Any
 ) -> EngineCore:
     """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
-    waits = {"prefetch": "wait_complete"} if "storage" in settings else {}
-    settings = {"load": "always", "host_memory": 1 << 20, **waits, **settings}  # the size follows from the plan
+    settings = {"load": "always", "host_memory": "auto", **settings}
     if "storage" in settings:
-        settings.setdefault("storage_size", 64 << 20)
+        settings = {"storage_size": 64 << 20, "prefetch": "wait_complete", **settings}
     found, plan = _tight(model, num_tokens, window_tokens, settings)
     frames = [max(1, math.ceil(plan.frames_of(group) * host)) for group in range(len(plan.groups))]
     return EngineCore(found.model_copy(update={"host_memory": records_bytes(plan.groups, frames)}), model=model)

@@ -415,9 +415,9 @@ class KVCache(RunningTables):
         return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch)
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
-        """Nobody waits for it any more."""
+        """Its request waits for it no more."""
         if self.prefetcher is not None:
-            self.prefetcher.stop(prefetch)
+            self.prefetcher.leave(prefetch)
 
     def settle_moves(self) -> bool:
         """Take note of bytes that have arrived in another tier; whether any had. Never waits."""

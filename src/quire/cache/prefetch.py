@@ -51,6 +51,7 @@ class Prefetch:
         "limit",
         "move",
         "namespace",
+        "num_waiting",
         "since",
         "start",
         "stop_at",
@@ -71,6 +72,7 @@ class Prefetch:
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False
         self.holds = True  # the path of its lease
+        self.num_waiting = 1  # requests, which begin with the same pages
 
 
 class Prefetcher:
@@ -93,7 +95,7 @@ class Prefetcher:
         self._record_bytes = tiering.settings.record_bytes
         self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
         self._running: dict[Move, Prefetch] = {}
-        self._first: set[bytes] = set()  # the first page that each one asks for
+        self._first: dict[bytes, Prefetch] = {}  # by the first page that each one asks for
         tiering.fetched = self._ended
 
     @property
@@ -116,7 +118,8 @@ class Prefetcher:
         return np.concatenate(runs) if runs else NO_PAGES
 
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
+        """Look for what of a prompt is stored and not cached; None where nothing can be. Where another request's prompt
+        goes on with the same page, it is waited for that one's."""
         tiering = self._tiering
         if not self.has_room or tiering.forgetting.covers(tiering.scope(namespace)):
             return None
@@ -128,8 +131,10 @@ class Prefetcher:
         above = int(found.pages[start - 1]) if start else 0
         parent = tiering.key_above(namespace, above)
         keys = chain_pages(parent, tokens[start * self._size : limit * self._size].tobytes(), self._size * 4)
-        if keys[0] in self._first:
-            return None
+        other = self._first.get(keys[0])
+        if other is not None:
+            other.num_waiting += 1
+            return other
         units = [Units(group.index, NO_PAGES, NO_PAGES, keys) for group in self._groups]
         prefetch = Prefetch(namespace, tokens, keys, start, self._tree.pin_path(found, start))
         prefetch.since = self._seconds()
@@ -138,7 +143,7 @@ class Prefetcher:
         if not self._submit(prefetch, Move(Link.LOOK, units, tiering.scope(namespace))):
             self._let_go(prefetch)
             return None
-        self._first.add(keys[0])
+        self._first[keys[0]] = prefetch
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
@@ -158,6 +163,12 @@ class Prefetcher:
             return True
         self.stop(prefetch)
         return False
+
+    def leave(self, prefetch: Prefetch) -> None:
+        """A request waits no more. Where no other one does, no more is fetched."""
+        prefetch.num_waiting -= 1
+        if not prefetch.num_waiting:
+            self.stop(prefetch)
 
     def stop(self, prefetch: Prefetch) -> None:
         """No more pieces; the one on its way is kept if it comes."""
@@ -210,7 +221,7 @@ class Prefetcher:
 
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
-        self._first.discard(prefetch.keys[0])
+        del self._first[prefetch.keys[0]]
         self._let_go(prefetch)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
