@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.damaged import DamagedPages
 from quire.cache.forgetting import Forgetting
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
@@ -43,7 +44,7 @@ _SAVING_SHARE = 16
 """One device frame in so many may be on its way to the host before it has to go."""
 
 
-class Tiering(PageNames):
+class Tiering(PageNames, DamagedPages):
     """The tiers of one cache. `forget` gives back pages that have left the tree. See the module."""
 
     def __init__(
@@ -57,7 +58,8 @@ class Tiering(PageNames):
         forget: Callable[[Ids], None],
         seconds: Callable[[], float],
     ) -> None:
-        super().__init__(table.num_pages, plan.page_size, identity)
+        PageNames.__init__(self, table.num_pages, plan.page_size, identity)
+        DamagedPages.__init__(self, table.num_pages, groups, tree, forget)
         self.settings = settings
         self.mover = settings.mover
         self.break_even = settings.break_even
@@ -70,17 +72,10 @@ class Tiering(PageNames):
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
-        self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
-        self.num_bad = 0
         self.moving: dict[Move, Moving] = {}
         self.archiving: dict[Move, list[Part]] = {}
-        self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
-        self._groups = groups
-        self._tree = tree
-        self._forget = forget
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
-        self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
@@ -90,7 +85,6 @@ class Tiering(PageNames):
         self._ended: list[Move] = []
         self.forgetting = Forgetting(self.mover, seconds)
         self.fetched: Callable[[Move], None] = _nobody
-        self.losing: Callable[[Bools], int] = _keeps_nothing  # pages (a mask by id) that cannot be had any more
 
     # -- what was flushed
 
@@ -319,9 +313,7 @@ class Tiering(PageNames):
         """These pages have left the cache, or never were in it."""
         for host in self.hosts:
             host.drop(pages)
-        if self.num_bad:
-            self.bad[pages] = False
-            self.num_bad = int(np.count_nonzero(self.bad))
+        self._mend(pages)
         self._stored[:, pages] = False
         self._fetched[pages] = False
 
@@ -530,41 +522,6 @@ class Tiering(PageNames):
         self._condemn(every, moving.lease.node, moving.first)
         self._tree.unpin(moving.lease)
 
-    def _condemn(self, pages: Ids, node: Node, first: int) -> None:
-        """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
-        self._mark_bad(pages)
-        self.losing(self.bad)
-        self.condemned.append((self._tree.pin(node), first))
-
-    def _mark_bad(self, pages: Ids) -> None:
-        self.bad[pages] = True
-        self.num_bad = int(np.count_nonzero(self.bad))
-        self._num_condemned += 1
-
-    def is_bad_from(self, pages: Ids) -> bool:
-        """Whether frames of these cached pages hold what they should not: then nothing can be cached in their place or
-        behind them."""
-        return bool(self.num_bad and any(group.frames.resident(pages[self.bad[pages]]).any() for group in self._groups))
-
-    def _mend(self, pages: Ids) -> None:
-        """These pages have been computed again."""
-        if self.num_bad:
-            self.bad[pages] = False
-            self.num_bad = int(np.count_nonzero(self.bad))
-
-    def _discard(self) -> None:
-        waiting, self.condemned = self.condemned, []
-        for lease, first in waiting:
-            end = node = lease.node
-            self._tree.unpin(lease)
-            while node.depth > first and node.parent is not None:
-                node = node.parent
-            pages = self._tree.discard(node, first - node.depth) if node.num_pages else None
-            if pages is None:
-                self.condemned.append((self._tree.pin(end), first))
-            else:
-                self._forget(pages)
-
     # -- inside
 
     def _submit(self, link: Link, moving: Moving) -> Move | None:
@@ -612,10 +569,6 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
-
-
-def _keeps_nothing(bad: Bools) -> int:
-    return 0
 
 
 def _nobody(move: Move) -> None:

@@ -1,7 +1,7 @@
 """TieredSchedulerMachine: random requests to a real scheduler on a small cache with tiers below.
 
-Requests wait for storage and for loads as the scheduler has them wait; where it has nothing to launch, time passes until
-something has arrived, as an engine would wait for that.
+Requests wait for storage and for loads as the scheduler has them wait; where it has nothing to launch, time passes
+until something has arrived, as an engine would wait for that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class TieredSchedulerMachine(SchedulerMachine):
         if choices.chance(6):
             self.did = ("forget",)
             self.cache.forget()
-        elif choices.chance(6) and self.world.faults:
+        elif choices.chance(8):
+            self.did = ("demote",)
+            self.cache.demote(choices.one_of((1, 3, self.plan.num_pages)))
+        elif choices.chance(12) and self.world.faults:
             self.did = spoil(self.world.records, self.cache.tiers, self.world.faults, choices)
             self.cache.happened["damage"] += len(self.did) > 1
             self.cache.look_again("damage")
