@@ -27,7 +27,7 @@ from quire.testing.mutants import find, injected
 
 LIFE = 600
 """Operations of one life, about."""
-TIERED_LIFE = 100
+TIERED_LIFE = 150
 """The same of one with tiers, which takes longer to come to rest than to go on."""
 LEVELS = ("cache", "scheduler")
 NO_FAULTS = TierAsk()

@@ -35,7 +35,7 @@ class TieredSchedulerMachine(SchedulerMachine):
         """Time passes, something on the host is damaged or forgotten, or what happens without tiers."""
         if choices.chance(30):
             self.world.clock.now += choices.one_of((0.001, 0.1, 1.0))
-        if choices.chance(6):
+        if choices.chance(3):
             self.did = ("forget",)
             self.cache.forget()
         elif choices.chance(8):
