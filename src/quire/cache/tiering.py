@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.damaged import DamagedPages
 from quire.cache.forgetting import Forgetting
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
@@ -42,7 +43,7 @@ _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
-class Tiering(PageNames):
+class Tiering(PageNames, DamagedPages):
     """The tiers of one cache. `forget` gives back pages that have left the tree. See the module."""
 
     def __init__(
@@ -56,7 +57,8 @@ class Tiering(PageNames):
         forget: Callable[[Ids], None],
         seconds: Callable[[], float],
     ) -> None:
-        super().__init__(table.num_pages, plan.page_size, identity)
+        PageNames.__init__(self, table.num_pages, plan.page_size, identity)
+        DamagedPages.__init__(self, table.num_pages, groups, tree, forget)
         self.settings = settings
         self.mover = settings.mover
         self.break_even = settings.break_even
@@ -69,17 +71,10 @@ class Tiering(PageNames):
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
-        self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
-        self.num_bad = 0
         self.moving: dict[Move, Moving] = {}
         self.archiving: dict[Move, list[Part]] = {}
-        self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
-        self._groups = groups
-        self._tree = tree
-        self._forget = forget
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
-        self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
@@ -311,9 +306,7 @@ class Tiering(PageNames):
         """These pages have left the cache, or never were in it."""
         for host in self.hosts:
             host.drop(pages)
-        if self.num_bad:
-            self.bad[pages] = False
-            self.num_bad = int(np.count_nonzero(self.bad))
+        self._mend(pages)
         self._stored[:, pages] = False
         self._fetched[pages] = False
 
@@ -521,47 +514,6 @@ class Tiering(PageNames):
         every = np.unique(np.concatenate([part.pages for part in moving.parts]))
         self._condemn(every, moving.lease.node, moving.first)
         self._tree.unpin(moving.lease)
-
-    def _condemn(self, pages: Ids, node: Node, first: int) -> None:
-        """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
-        self._mark_bad(pages)
-        self.condemned.append((self._tree.pin(node), first))
-
-    def _mark_bad(self, pages: Ids) -> None:
-        self.bad[pages] = True
-        self.num_bad = int(np.count_nonzero(self.bad))
-        self._num_condemned += 1
-
-    def is_bad_from(self, pages: Ids) -> bool:
-        """Whether frames of these cached pages hold what they should not: then nothing can be cached in their place or
-        behind them."""
-        return bool(self.num_bad and any(group.frames.resident(pages[self.bad[pages]]).any() for group in self._groups))
-
-    def _mend(self, pages: Ids) -> None:
-        """These pages have been computed again."""
-        if self.num_bad:
-            self.bad[pages] = False
-            self.num_bad = int(np.count_nonzero(self.bad))
-
-    def _discard(self) -> None:
-        """Forget what was condemned and is held by nobody. Paths may have pages in common, so that none is kept by what
-        another one holds."""
-        waiting = [(lease.node, first) for lease, first in self.condemned]
-        for lease, _ in self.condemned:
-            self._tree.unpin(lease)
-        held = []
-        for end, first in waiting:
-            node = end
-            while node.depth > first and node.parent is not None:
-                node = node.parent
-            if node.parent is None or node.depth + node.num_pages <= first:
-                continue  # it went with another one
-            pages = self._tree.discard(node, first - node.depth)
-            if pages is None:
-                held.append((end, first))
-            else:
-                self._forget(pages)
-        self.condemned = [(self._tree.pin(end), first) for end, first in held]
 
     # -- inside
 
