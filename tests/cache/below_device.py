@@ -63,7 +63,8 @@ class BelowDevice:
         self.cache.settle_moves()
 
     def come_to_rest(self) -> None:
-        """All bytes arrive."""
+        """All bytes arrive, and what was condemned is gone."""
+        self.cache.settle_moves()
         while not self.mover.idle:
             self.pass_time()
         self.cache.audit()

@@ -7,6 +7,7 @@ import pytest
 from quire.errors import OutOfPages
 from quire.tiers.moves import Link
 from tests.cache.below_device import PAGE_SIZE, BelowDevice, prompt
+from tests.tiers.dict_store import DictStore
 
 
 def test_a_load_that_finds_no_room_on_its_link_leaves_the_request_waiting() -> None:
@@ -81,3 +82,32 @@ def test_requests_elsewhere_go_on_while_a_damaged_path_is_held() -> None:
     below.cache.finish(other)
     below.come_to_rest()
     assert below.cache.match(bad).num_tokens == 4 * PAGE_SIZE
+
+
+def test_a_record_that_is_damaged_before_it_is_stored_is_computed_again() -> None:
+    """Storing finds the damage; whoever wants the page once it has left the device begins again, and heals it."""
+    store = DictStore()
+    below = BelowDevice(16, 32, store=store)
+    tokens = prompt(1, 3)
+    kv = below.compute(tokens)
+    below.pass_time()  # saved, and on the way to the store
+    pages = below.cache.match(tokens).pages
+    below.spoil_host(int(pages[1]))
+    below.cache.finish(kv, tokens)
+    below.leave_device()
+    below.come_to_rest()
+    assert below.tiers.counters.defects[("host", "digest")] == 1
+    assert len(store.visible) == 1  # what comes before it
+    again = below.cache.begin(tokens)
+    below.come_to_rest()
+    while below.cache.has_failed(again):
+        below.cache.finish(again)
+        below.come_to_rest()
+        again = below.cache.begin(tokens)
+    below.cache.extend([again], [len(tokens) - again.num_cached])
+    below.cache.commit(again, tokens)
+    below.cache.finish(again, tokens)
+    below.come_to_rest()
+    assert not below.tiers.num_bad
+    assert below.cache.match(tokens).num_tokens == 3 * PAGE_SIZE
+    assert len(store.visible) == 3

@@ -489,9 +489,7 @@ class Tiering(PageNames, DamagedPages):
             self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
-                damaged = part.pages[wrong & same]
-                host.distrust(damaged)
-                self._mark_bad(damaged[~self._groups[part.group].frames.resident(damaged)])
+                host.distrust(part.pages[wrong & same])  # whoever loads it finds out
             host.end_reading(part.host)
 
     def _loaded(self, move: Move) -> None:
