@@ -24,17 +24,20 @@ _LATENCIES = (0.0, 0.0, 0.01, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class TierAsk:
-    """What a life should have below the device: whether a `storage` tier (None: drawn), and which `faults`."""
+    """What a life should have below the device: whether a `storage` tier (None: drawn), and which `faults`; `spared`
+    percent of all lives have none."""
 
     storage: bool | None = None
     faults: tuple[str, ...] = ()
+    spared: int = 0
 
 
 class TierWorld:
     """Of one life. `limited` says that the store forgets, so that what it lacks proves nothing."""
 
     def __init__(self, plan: MemoryPlan, ask: TierAsk, choices: Choices) -> None:
-        self.faults = tuple(name for name in ask.faults if len(ask.faults) == 1 or choices.chance(60))
+        faults = () if choices.chance(ask.spared) else ask.faults
+        self.faults = tuple(name for name in faults if len(faults) == 1 or choices.chance(60))
         self.clock = Clock()
         self.names = Names(plan.page_size)
         self.keys = PageKeys(self.names, [group.layout.fingerprint() for group in plan.groups])
