@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import xxhash
+
 from quire.cache import page_names, prefetch
 from quire.cache.damaged import DamagedPages
 from quire.cache.host_groups import HostGroup
@@ -13,7 +15,7 @@ from quire.cache.tier_counters import LinkCounters, TierCounters
 from quire.cache.tier_settings import WritePolicy
 from quire.cache.tiering import Tiering
 from quire.memory import record
-from quire.prefix import lower_order
+from quire.prefix import hashing, lower_order
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
@@ -57,12 +59,12 @@ def write_back_does_not_wait(patch: Patch) -> None:
 
     def keep(tiers: Tiering, node: Any) -> int:
         if tiers.settings.write is not WritePolicy.BACK or node.kept == node.num_pages:
-            return real(tiers, node)
+            return int(real(tiers, node))
         pages = tiers.path(node)
         if tiers.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True) is None:
-            return node.kept
+            return int(node.kept)
         tiers._tree._copied(node, node.num_pages)
-        return node.num_pages
+        return int(node.num_pages)
 
     patch.setattr(Tiering, "keep", keep)
 
@@ -122,7 +124,7 @@ def fetches_are_not_checked(patch: Patch) -> None:
 @mutant("tiers", field.SHORT)
 def the_end_of_a_record_is_not_covered(patch: Patch) -> None:
     """The last 16 bytes of a record, where the scales are, are in no digest."""
-    real = record.xxh3_128_digest
+    real = xxhash.xxh3_128_digest
     patch.setattr(record, "xxh3_128_digest", lambda payload, seed: real(payload[:-16], seed))
 
 
@@ -214,7 +216,7 @@ def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
 @mutant("tiers", field.KEY)
 def keys_do_not_cover_the_salt(patch: Patch) -> None:
     """Two tenants with the same prompt find each other's pages in storage."""
-    real = page_names.namespace_seed
+    real = hashing.namespace_seed
     patch.setattr(page_names, "namespace_seed", lambda namespace, identity: real(Namespace(), identity))
 
 
@@ -228,7 +230,7 @@ def all_namespaces_share_a_scope(patch: Patch) -> None:
 @mutant("tiers", field.KEY)
 def keys_do_not_cover_what_came_before(patch: Patch) -> None:
     """A page is found wherever its tokens stand."""
-    real = page_names.chain_pages
+    real = hashing.chain_pages
 
     def chain(parent: bytes, tokens: bytes, page_bytes: int) -> Any:
         return tuple(
@@ -264,12 +266,6 @@ def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
 def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
     """What a request has read ahead on is never given back."""
     patch.setattr(Prefetcher, "_let_go", lambda prefetcher, found: setattr(found, "holds", False))
-
-
-@mutant("tiers", field.PINS)
-def frames_are_not_held_while_room_is_made(patch: Patch) -> None:
-    """To load one half of a prefix, the other half is evicted."""
-    patch.setattr(Tiering, "hold", lambda tiers, pages: [])
 
 
 @mutant("tiers", field.LEAK)
