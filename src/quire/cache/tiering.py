@@ -196,8 +196,12 @@ class Tiering(PageNames, DamagedPages):
             shelf.unpin(pages, Rank.PASSED)
 
     def wait(self) -> bool:
-        """Wait a little for bytes on their way, which keep pages from going; False where nothing is."""
-        return bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
+        """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
+        to wait for any more has gone."""
+        waiting = len(self.condemned)
+        if waiting:
+            self._discard()
+        return len(self.condemned) < waiting or bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""

@@ -110,6 +110,8 @@ class HostRecords:
                 self.met[fault or "nobody's fault", defect] += 1
                 if fault:
                     self.damaged[group, row] = fault
+                else:
+                    self.wrong.append(f"a record of group {group} that nobody has damaged fails its check: {defect}")
             elif not self._is_content_of(group, row, key):
                 self.wrong.append(f"a record of group {group} passed its check, and is wrong ({fault or 'no fault'})")
             else:

@@ -19,6 +19,7 @@ from quire.testing.fuzz.cache_machine import CacheMachine
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.followed_cache import FollowedCache
 from quire.testing.fuzz.scheduler_machine import SchedulerMachine
+from quire.testing.fuzz.tier_faults import FAULTS
 from quire.testing.fuzz.tier_world import TierAsk
 from quire.testing.fuzz.tiered_cache import TieredCache
 from quire.testing.fuzz.tiered_machine import TieredMachine
@@ -168,6 +169,8 @@ def run_lives(
     """
     total = Tally()
     level = level_for(level, inject)
+    if inject is not None and level == "tiers" and not ask.faults:
+        ask = TierAsk(ask.storage, FAULTS, spared=40)
     started = time.monotonic()
     until = started + seconds if seconds is not None else None
     with injected(inject) if inject is not None else nullcontext():

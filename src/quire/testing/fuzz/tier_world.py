@@ -24,21 +24,25 @@ _LATENCIES = (0.0, 0.0, 0.01, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class TierAsk:
-    """What a life should have below the device: whether a `storage` tier (None: drawn), and which `faults`."""
+    """What a life should have below the device: whether a `storage` tier (None: drawn), and which `faults`; `spared`
+    percent of all lives have none."""
 
     storage: bool | None = None
     faults: tuple[str, ...] = ()
+    spared: int = 0
 
 
 class TierWorld:
     """Of one life. `limited` says that the store forgets, so that what it lacks proves nothing."""
 
     def __init__(self, plan: MemoryPlan, ask: TierAsk, choices: Choices) -> None:
-        self.faults = tuple(name for name in ask.faults if len(ask.faults) == 1 or choices.chance(60))
+        faults = () if choices.chance(ask.spared) else ask.faults
+        self.faults = tuple(name for name in faults if len(faults) == 1 or choices.chance(60))
         self.clock = Clock()
         self.names = Names(plan.page_size)
         self.keys = PageKeys(self.names, [group.layout.fingerprint() for group in plan.groups])
-        frames = tuple(choices.between(1, _MOST_HOST_FRAMES) for _ in plan.groups)
+        least = 1 if choices.chance(30) else _MOST_HOST_FRAMES // 2
+        frames = tuple(choices.between(least, _MOST_HOST_FRAMES) for _ in plan.groups)
         self.records = HostRecords(plan, self.keys, frames)
         stores = choices.chance(75) if ask.storage is None else ask.storage
         seed = choices.below(1 << 30)
@@ -46,7 +50,7 @@ class TierWorld:
         most = per_page * choices.between(1, 40)
         self.limited = "full-disk" in self.faults or choices.chance(25)
         self.medium = DictStore(most if self.limited else 1 << 30)
-        percent = choices.one_of((2, 10, 30))
+        percent = choices.one_of((5, 20, 50))
         self.store = WatchedStore(self.medium, self.keys, self.faults, seed=seed, percent=percent) if stores else None
         if self.store is not None:
             self.records.lied = self.store.lied

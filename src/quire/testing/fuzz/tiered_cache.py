@@ -210,6 +210,15 @@ class TieredCache(FollowedCache):
         self.happened["fenced"] += bool(self.model.open)
         self._check("finish")
 
+    def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
+        """As the cache's; who computes for itself alone leaves nothing."""
+        if kv.shares:
+            return super().will_leave(kv, num_pages)
+        left = self.cache.will_leave(kv, num_pages)
+        assert not left, "a request that keeps what it computes to itself says that it leaves it"
+        self._check("mark")
+        return left
+
     def evict(self, num_pages: int) -> int:
         """As the cache's; so many pages leave the device, if there are so many that nobody holds."""
         before, idle = self._on_device(), self._idle_on_device()

@@ -145,10 +145,12 @@ class TieredMachine(CacheMachine):
         if name in known and len(self.names.path[name]) < self.context:
             name = self.names.child(name, self._token(choices))
         self.did = "prefetch", self.names.tokens(name).tolist()
+        if choices.chance(20):
+            self.cache.forget()
         found = self.cache.prefetch(self.names.tokens(name), self.names.namespaces[name])
         if found is not None:
             self._prefetches.append((name, found))
-            if choices.chance(50):
+            if choices.chance(70):
                 self._rest(choices)
                 return self.give_up(choices)
         return self.did

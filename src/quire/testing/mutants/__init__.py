@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.testing.mutants import allocator, cache, scheduler, states, tree, windows
+from quire.testing.mutants import allocator, cache, scheduler, states, tiers, tree, windows
 from quire.testing.mutants.registry import MUTANTS, Mutant, Patch, find, injected, mutant
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "mutant",
     "scheduler",
     "states",
+    "tiers",
     "tree",
     "windows",
 ]

@@ -19,4 +19,7 @@ ESTIMATE: Final = "an estimate that differs from the allocator: vLLM #40691, #52
 DEAD: Final = "a feature that does nothing: SGLang #18843, #12092"
 VIEW: Final = "a view where a copy was needed: SGLang #21624, #20271"
 EVENTS: Final = "events that drift from what is cached: vLLM #55092; LMCache #5076"
+DAMAGED: Final = "damage that nobody looks for: LMCache #4385; TensorRT-LLM #8813, #8274; SGLang #32176"
+SHORT: Final = "a row or a digest that ends too early: SGLang #38161, #36121"
+VISIBLE: Final = "a failed store that is found: LMCache #4991"
 PADDING: Final = "padding that is not nothing: vLLM #57156, #57158"

@@ -1,0 +1,295 @@
+"""Mistakes of tiers: bytes that are not there yet, not there any more, somebody else's, or damaged and not noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from quire.cache import page_names, prefetch
+from quire.cache.damaged import DamagedPages
+from quire.cache.host_groups import HostGroup
+from quire.cache.page_names import PageNames
+from quire.cache.prefetch import Prefetcher
+from quire.cache.tier_counters import LinkCounters, TierCounters
+from quire.cache.tier_settings import WritePolicy
+from quire.cache.tiering import Tiering
+from quire.memory import record
+from quire.prefix import hashing, lower_order
+from quire.prefix.radix_cache import RadixCache
+from quire.spec.events import Namespace
+from quire.spec.ids import Tier
+from quire.testing.mutants import field
+from quire.testing.mutants.registry import Patch, mutant
+from quire.tiers import carrier
+from quire.tiers.carrier import Carrier
+from quire.tiers.moves import GOOD, Link, Move
+from quire.tiers.store import Answer
+
+# -- what is on its way
+
+
+@mutant("tiers", field.FREED_EARLY)
+def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
+    """A frame is handed out again while its bytes are still being copied to the host, which keeps another page's."""
+    real = Tiering._submit
+
+    def submit(tiers: Tiering, link: Link, moving: Any) -> Any:
+        move = real(tiers, link, moving)
+        if move is not None and link is Link.SAVE:
+            root = tiers._tree._root(moving.lease.node.namespace)
+            tiers._tree.unpin(moving.lease)
+            moving.lease = tiers._tree.pin(root)
+        return move
+
+    patch.setattr(Tiering, "_submit", submit)
+
+
+@mutant("tiers", field.FREED_EARLY)
+def a_host_frame_is_reused_while_it_is_archived(patch: Patch) -> None:
+    """A host frame is handed out again while the store still reads it, and another page is stored in its place."""
+    patch.setattr(HostGroup, "begin_reading", lambda host, frames: None)
+    patch.setattr(HostGroup, "end_reading", lambda host, frames: None)
+
+
+@mutant("tiers", field.FREED_EARLY)
+def write_back_does_not_wait(patch: Patch) -> None:
+    """A page leaves the device before its copy is made."""
+    real = Tiering.keep
+
+    def keep(tiers: Tiering, node: Any) -> int:
+        if tiers.settings.write is not WritePolicy.BACK or node.kept == node.num_pages:
+            return int(real(tiers, node))
+        pages = tiers.path(node)
+        if tiers.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True) is None:
+            return int(node.kept)
+        tiers._tree._copied(node, node.num_pages)
+        return int(node.num_pages)
+
+    patch.setattr(Tiering, "keep", keep)
+
+
+@mutant("tiers", field.AHEAD)
+def a_load_is_ready_before_its_check(patch: Patch) -> None:
+    """A step is launched on a prefix that was asked for and has not come."""
+    patch.setattr(Tiering, "is_ready", lambda tiers, kv: not tiers.has_failed(kv))
+
+
+@mutant("tiers", field.AHEAD)
+def an_arriving_page_is_there(patch: Patch) -> None:
+    """A second request begins on a page that the first one is still loading, and does not wait for it."""
+    patch.setattr(Tiering, "loads_of", lambda tiers, pages: [])
+
+
+@mutant("tiers", field.STALE)
+def what_is_below_is_not_loaded(patch: Patch) -> None:
+    """A page that has left the device is read where it was."""
+    patch.setattr(Tiering, "missing", lambda tiers, pages: [pages[:0] for _ in tiers._groups])
+
+
+# -- what is damaged
+
+
+@mutant("tiers", field.DAMAGED)
+def loads_are_not_checked(patch: Patch) -> None:
+    """What memory has lost meanwhile is loaded and read."""
+    real = Carrier._load
+
+    def load(carrier: Carrier, move: Move) -> Any:
+        copies = carrier._copies
+        patched = Patch()
+        patched.setattr(copies, "defects", lambda group, host, keys: [GOOD] * len(keys))
+        work = real(carrier, move)
+        try:
+            next(work)
+        finally:
+            patched.undo()
+        yield
+        yield from work
+
+    patch.setattr(Carrier, "_load", load)
+
+
+@mutant("tiers", field.DAMAGED)
+def fetches_are_not_checked(patch: Patch) -> None:
+    """What a store returns is taken for what was asked for."""
+    real = carrier._Batch.check
+
+    def check(batch: Any, copies: Any, move: Move) -> Any:
+        return [] if move.link is Link.FETCH else real(batch, copies, move)
+
+    patch.setattr(carrier._Batch, "check", check)
+
+
+@mutant("tiers", field.SHORT)
+def the_end_of_a_record_is_not_covered(patch: Patch) -> None:
+    """The last 16 bytes of a record, where the scales are, are in no digest."""
+    real = xxhash.xxh3_128_digest
+    patch.setattr(record, "xxh3_128_digest", lambda payload, seed: real(payload[:-16], seed))
+
+
+@mutant("tiers", field.DAMAGED)
+def pages_are_cached_behind_damaged_ones(patch: Patch) -> None:
+    """A request that has computed a damaged page again goes on with the damaged one."""
+    patch.setattr(DamagedPages, "is_bad_from", lambda pages, some: False)
+
+
+@mutant("tiers", field.TWICE)
+def a_failed_load_frees_its_frames_twice(patch: Patch) -> None:
+    """When a load fails, host frames are given back that are their pages' still."""
+    real = Tiering._loaded
+
+    def loaded(tiers: Tiering, move: Move) -> None:
+        parts = tiers.moving[move].parts
+        real(tiers, move)
+        if not move.is_whole:
+            for part in parts:
+                tiers.hosts[part.group].untake(part.host)
+
+    patch.setattr(Tiering, "_loaded", loaded)
+
+
+@mutant("tiers", field.DEAD)
+def damage_is_not_counted(patch: Patch) -> None:
+    """Damaged records are noticed, and nobody hears of them."""
+    patch.setattr(TierCounters, "corrupt", lambda counters, tier, defects: None)
+
+
+@mutant("tiers", field.DEAD)
+def moves_are_not_counted(patch: Patch) -> None:
+    """The metrics of a tier stay at zero."""
+    patch.setattr(LinkCounters, "add", lambda counters, move: None)
+
+
+# -- what is stored
+
+
+@mutant("tiers", field.PARTIAL)
+def part_of_a_page_is_stored(patch: Patch) -> None:
+    """A page is stored in one group, and in another one not."""
+
+    def complete(store: Any, batch: Any, mine: Any) -> None:
+        ok = [at not in batch.failed for at in mine]
+        for at, good, answer in zip(mine, ok, store.complete([batch.keys[at] for at in mine], ok), strict=True):
+            if good and answer is not Answer.HIT:
+                batch.failed[at] = "store"
+
+    def tell(batch: Any, found: Any, rest: str) -> None:
+        for number, (at, place) in enumerate(place for page in batch.pages for place in page):
+            found[at][place] = batch.failed.get(number, GOOD)
+
+    patch.setattr(Carrier, "_complete", staticmethod(complete))
+    patch.setattr(carrier._Batch, "tell", tell)
+
+
+@mutant("tiers", field.VISIBLE)
+def a_failed_store_is_visible(patch: Patch) -> None:
+    """Records that the store did not take are made visible all the same."""
+
+    def complete(store: Any, batch: Any, mine: Any) -> None:
+        store.complete([batch.keys[at] for at in mine], [True] * len(mine))
+
+    patch.setattr(Carrier, "_complete", staticmethod(complete))
+
+
+@mutant("tiers", field.PARTIAL)
+def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
+    """Pages are stored that nobody can find, since those before them are not."""
+    real = Tiering._move
+
+    def make(tiers: Tiering, link: Link, parts: Any, *args: Any) -> Move:
+        if link is Link.ARCHIVE:
+            for part in parts:
+                if len(part.pages) > 1:
+                    part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]
+        return real(tiers, link, parts, *args)
+
+    patch.setattr(Tiering, "_move", make)
+
+
+@mutant("tiers", field.PARTIAL)
+def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
+    """A prefix is resumed on its keys and values, though the state that goes with them is in no tier."""
+    patch.setattr(Tiering, "_resumable", lambda tiers, pages, below: (len(pages), ""))
+
+
+@mutant("tiers", field.KEY)
+def keys_do_not_cover_the_salt(patch: Patch) -> None:
+    """Two tenants with the same prompt find each other's pages in storage."""
+    real = hashing.namespace_seed
+    patch.setattr(page_names, "namespace_seed", lambda namespace, identity: real(Namespace(), identity))
+
+
+@mutant("tiers", field.KEY)
+def all_namespaces_share_a_scope(patch: Patch) -> None:
+    """What is flushed of one tenant is flushed of all, and what is listed of one is everybody's."""
+    real = PageNames.scope
+    patch.setattr(PageNames, "scope", lambda names, namespace: real(names, Namespace()))
+
+
+@mutant("tiers", field.KEY)
+def keys_do_not_cover_what_came_before(patch: Patch) -> None:
+    """A page is found wherever its tokens stand."""
+    real = hashing.chain_pages
+
+    def chain(parent: bytes, tokens: bytes, page_bytes: int) -> Any:
+        return tuple(
+            key
+            for at in range(0, len(tokens) - page_bytes + 1, page_bytes)
+            for key in real(bytes(32), tokens[at : at + page_bytes], page_bytes)
+        )
+
+    patch.setattr(page_names, "chain_pages", chain)
+    patch.setattr(prefetch, "chain_pages", chain)
+
+
+@mutant("tiers", field.STALE)
+def a_flush_leaves_the_store(patch: Patch) -> None:
+    """What was flushed comes back from storage."""
+    patch.setattr(Tiering, "forget_stored", lambda tiers, namespace: tiers.abandon(namespace))
+
+
+# -- what keeps what
+
+
+@mutant("tiers", field.EVICTED)
+def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
+    """The copy of a page goes while it is being loaded."""
+
+    def is_candidate(node: Any, ticket: int) -> bool:
+        return bool(node.kept) and not node.num_kept
+
+    patch.setattr(lower_order, "_is_candidate", is_candidate)
+
+
+@mutant("tiers", field.PINS)
+def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
+    """What a request has read ahead on is never given back."""
+    patch.setattr(Prefetcher, "_let_go", lambda prefetcher, found: setattr(found, "holds", False))
+
+
+@mutant("tiers", field.LEAK)
+def a_refused_save_keeps_its_frames(patch: Patch) -> None:
+    """Where too much is on its way already, host frames are lost."""
+    real = Tiering._submit
+
+    def submit(tiers: Tiering, link: Link, moving: Any) -> Any:
+        within = Patch()
+        within.setattr(HostGroup, "untake", lambda host, frames: None)
+        try:
+            return real(tiers, link, moving)
+        finally:
+            within.undo()
+
+    patch.setattr(Tiering, "_submit", submit)
+
+
+@mutant("tiers", field.EVENTS)
+def removed_on_the_first_of_two_copies(patch: Patch) -> None:
+    """Routers are told that a page has left the device when only its copy on the host is gone."""
+    real = RadixCache._tell_removed
+    patch.setattr(
+        RadixCache,
+        "_tell_removed",
+        lambda tree, node, start, stop, tier: real(tree, node, start, stop, Tier.DEVICE),
+    )
