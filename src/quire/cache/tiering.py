@@ -179,15 +179,16 @@ class Tiering(PageNames, DamagedPages):
             self.archive(kv.namespace, pages)
 
     def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
-        """Keep what the device has of single frames that a request needs to begin behind `pages`."""
+        """Keep what device and host have of single frames that a request needs to begin behind `pages`."""
         held = []
         for group in self._partial:
-            needed = group.reach.needed(len(pages))
+            host, needed = self.hosts[group.index], group.reach.needed(len(pages))
             part = pages[needed.start : needed.stop]
-            part = part[group.frames.resident(part)]
-            if group.shelf is not None and len(part):
-                group.shelf.pin(part)
-                held.append((group.shelf, part))
+            for shelf, frames in ((group.shelf, group.frames), (host.shelf, host.frames)):
+                kept = part[frames.resident(part)]
+                if shelf is not None and len(kept):
+                    shelf.pin(kept)
+                    held.append((shelf, kept))
         return held
 
     def let_go(self, held: list[tuple[Shelf, Ids]]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CACHE = "Cache"
 _COST = "Cost of steps"
 _ENGINE = "Engine"
+_TIERS = "Below the device"
 _OUTPUT = "Output"
 
 
@@ -54,6 +55,20 @@ def replay(
         bool, _option(_ENGINE, "Launch a step before the one before it has settled.", "--overlap/--no-overlap")
     ] = False,
     order: Annotated[str, _option(_ENGINE, "Who waits first: fcfs, or lpm.")] = "fcfs",
+    host_tokens: Annotated[
+        str | None, _option(_TIERS, "Tokens that host memory holds; everything is replayed without it and with it.")
+    ] = None,
+    host_memory: Annotated[str | None, _option(_TIERS, "The same in bytes: 64GiB.")] = None,
+    storage_tokens: Annotated[str | None, _option(_TIERS, "Tokens that storage behind it holds.")] = None,
+    host_bandwidth: Annotated[float | None, _option(_TIERS, "GB/s each way. (default: the device's bus)")] = None,
+    storage_bandwidth: Annotated[float | None, _option(_TIERS, "GB/s each way. (default: 7)")] = None,
+    write_policy: Annotated[
+        str, _option(_TIERS, "write_through, write_through_selective or write_back.")
+    ] = "write_through",
+    prefetch_policy: Annotated[
+        str, _option(_TIERS, "break_even, best_effort, wait_complete or timeout.")
+    ] = "break_even",
+    load: Annotated[str, _option(_TIERS, "break_even: where that is quicker than computing; or always.")] = "break_even",
     limit: Annotated[int | None, _option(_OUTPUT, "Only the first N requests.", min=1)] = None,
     seed: Annotated[int, _option(_OUTPUT, "Of a workload.")] = 0,
     check: Annotated[
@@ -77,12 +92,17 @@ def replay(
             return
         if trace is None:
             raise InvalidInput("a replay is of a trace.", fix="name a file or a workload; see --list.")
-        from quire.cli.replay_inputs import ReplayWords
+        from quire.cli.replay_inputs import ReplayWords, TierWords
 
+        tiers = TierWords(
+            host_tokens=host_tokens, host_memory=host_memory, storage_tokens=storage_tokens,
+            host_bandwidth=host_bandwidth, storage_bandwidth=storage_bandwidth, write_policy=write_policy,
+            prefetch_policy=prefetch_policy, load=load,
+        )  # fmt: skip
         words = ReplayWords(
             policy=policy, pool_tokens=pool_tokens, page_size=page_size, models=model or (), gpu=gpu,
             tp=tp, prefill_rate=prefill_rate, decode_ms=decode_ms, fit=fit, max_running=max_running, chunk=chunk,
-            overlap=overlap, order=order, check=check,
+            overlap=overlap, order=order, check=check, tiers=tiers,
         )  # fmt: skip
         _replay(trace, limit, seed, words, plot, as_json)
 
@@ -91,6 +111,7 @@ def _replay(source: str, limit: int | None, seed: int, words: ReplayWords, plot:
     from quire.cli.replay_inputs import grid_of
     from quire.cli.replay_plot import check_picture, draw_runs
     from quire.cli.replay_table import heading, progress_bar, remarks, run_tables
+    from quire.cli.replay_tiers import tier_tables
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
 
@@ -108,6 +129,8 @@ def _replay(source: str, limit: int | None, seed: int, words: ReplayWords, plot:
     console = Console()
     console.print(heading(trace, runs))
     for table in run_tables(runs):
+        console.print(table, "")
+    for table in tier_tables(runs):
         console.print(table, "")
     for remark in remarks(runs):
         console.print(remark)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
 
+from quire.cache.tier_settings import PrefetchPolicy, WritePolicy
 from quire.cli.plan_inputs import PlannedModel, planned_model
 from quire.errors import InvalidInput
-from quire.plan.budget import MemoryPlan
+from quire.plan.budget import MemoryPlan, parse_bytes, parse_tokens
 from quire.plan.source import read_model_config
 from quire.prefix.evict import eviction_policy
 from quire.sim.clock import CostModel
 from quire.sim.comparison import Grid, SimulatedModel
 from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
+from quire.sim.tiers import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
+from quire.spec.record_size import HEADER_BYTES
+
+_Word = TypeVar("_Word", bound=StrEnum)
 
 DEFAULT_POOL = "1/8"
 """Of the working set."""
@@ -43,6 +50,32 @@ class ReplayWords:
     order: str = "fcfs"
     check: str = "off"
     explain: bool = False
+    tiers: TierWords | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierWords:
+    """The options of the tiers below the device, as they were written; bandwidths in GB/s."""
+
+    host_tokens: str | None = None
+    host_memory: str | None = None
+    storage_tokens: str | None = None
+    host_bandwidth: float | None = None
+    storage_bandwidth: float | None = None
+    write_policy: str = "write_through"
+    prefetch_policy: str = "break_even"
+    load: str = "break_even"
+
+    @property
+    def wanted(self) -> bool:
+        """Whether they ask for any tier. Raises InvalidInput where they do not, and mean something else."""
+        if self.host_tokens is not None or self.host_memory is not None:
+            return True
+        if self != TierWords():
+            raise InvalidInput(
+                "tiers are asked for, and no host tier is.", fix="give --host-tokens or --host-memory too."
+            )
+        return False
 
 
 def grid_of(words: ReplayWords) -> Grid:
@@ -59,6 +92,7 @@ def grid_of(words: ReplayWords) -> Grid:
         grows=words.pool_tokens is None,
         page_sizes=_page_sizes(words.page_size),
         max_running=words.max_running,
+        tiers=_tiers(words.tiers) if words.tiers is not None and words.tiers.wanted else None,
         settings=ReplaySettings(
             order=words.order,
             chunk=words.chunk,
@@ -67,6 +101,34 @@ def grid_of(words: ReplayWords) -> Grid:
             explain=words.explain,
         ),
     )
+
+
+def _tiers(words: TierWords) -> SimulatedTiers:
+    for name, bandwidth in (("host", words.host_bandwidth), ("storage", words.storage_bandwidth)):
+        if bandwidth is not None and bandwidth <= 0:
+            raise InvalidInput(f"--{name}-bandwidth is {bandwidth} GB/s.", fix="give more than 0.")
+    return SimulatedTiers(
+        host_tokens=parse_tokens(words.host_tokens) if words.host_tokens is not None else 0,
+        host_bytes=parse_bytes(words.host_memory) if words.host_memory is not None else 0,
+        storage_tokens=parse_tokens(words.storage_tokens) if words.storage_tokens is not None else 0,
+        host_bandwidth=(words.host_bandwidth or 0.0) * 1e9,
+        storage_bandwidth=(words.storage_bandwidth or 0.0) * 1e9,
+        write=_one_of(WritePolicy, "--write-policy", words.write_policy),
+        prefetch=_one_of(PrefetchPolicy, "--prefetch-policy", words.prefetch_policy),
+        always=_one_of(_Load, "--load", words.load) is _Load.ALWAYS,
+    )
+
+
+class _Load(StrEnum):
+    BREAK_EVEN = "break_even"
+    ALWAYS = "always"
+
+
+def _one_of(known: type[_Word], option: str, text: str) -> _Word:
+    try:
+        return known(text)
+    except ValueError:
+        raise InvalidInput(f"{option} {text} is not known.", fix=f"use one of {', '.join(known)}.") from None
 
 
 def _page_sizes(text: str) -> list[int]:
@@ -81,9 +143,15 @@ def _page_sizes(text: str) -> list[int]:
 
 def _model(name: str, words: ReplayWords) -> SimulatedModel:
     if name == PLAIN:
-        return SimulatedModel(cost=_cost(_COSTS_LIKE, words, plain=True))
+        return SimulatedModel(cost=_cost(_COSTS_LIKE, words, plain=True), record_bytes=_plain_record_bytes)
     cost = _cost(name, words, plain=False)
     return SimulatedModel(name=name, spec=planned_model(name).spec, cost=cost)
+
+
+def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
+    """Of the model whose steps the plain one costs."""
+    spec = planned_model(_COSTS_LIKE).spec
+    return tuple(group.layout.bytes_per_frame + HEADER_BYTES for group in spec.groups(plan.page_size))
 
 
 def _cost(name: str, words: ReplayWords, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.replay_tiers import tier_remarks
 from quire.sim.comparison import Run
 from quire.sim.trace_request import Trace
 
@@ -65,6 +66,7 @@ def remarks(runs: Sequence[Run]) -> Iterator[Text]:
                 f"{refused[0].refused}",
                 style="yellow",
             )
+    yield from tier_remarks(runs)
     if runs and runs[0].result.checked != "off":
         yield Text("Every page that a step read held what it must.", style="green")
 
@@ -82,7 +84,7 @@ def _row(run: Run) -> tuple[str, ...]:
     result = run.result
     first, late = result.first_token_seconds((50, 99))
     return (
-        result.policy,
+        result.policy if result.tiers is None else "  + tiers",
         f"{result.hit_rate:.2%}",
         "" if run.gap_closed is None else f"{run.gap_closed:.1%}",
         _short(result.evicted_tokens),

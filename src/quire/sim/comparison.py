@@ -16,6 +16,7 @@ from quire.sim.page_runs import PageRuns
 from quire.sim.pools import PLAIN, PoolRequest, model_pools, plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
+from quire.sim.tiers import SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.model import ModelSpec
 
@@ -30,6 +31,8 @@ class SimulatedModel:
     name: str = PLAIN
     spec: ModelSpec | None = None
     cost: Callable[[MemoryPlan], CostModel]
+    record_bytes: Callable[[MemoryPlan], tuple[int, ...]] = lambda plan: ()
+    """Of a page's frames below the device, by group; none: what the plan's layouts take."""
 
     def pools(self, pool_tokens: int, page_size: int, wanted: PoolRequest) -> MemoryPlan:
         """Pools for that many tokens. Raises what the planner raises."""
@@ -41,7 +44,8 @@ class SimulatedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """What to compare. A pool is a number of tokens or a part of the trace's working set; with `grows`, a part that
-    holds no request of the trace becomes the smallest pool that holds all of them."""
+    holds no request of the trace becomes the smallest pool that holds all of them. With `tiers`, every replay is done
+    without them and then with them."""
 
     models: Sequence[SimulatedModel]
     policies: Sequence[str]
@@ -50,11 +54,13 @@ class Grid:
     max_running: int
     settings: ReplaySettings
     grows: bool = False
+    tiers: SimulatedTiers | None = None
 
     @property
     def num_runs(self) -> int:
         """Replays in all."""
-        return len(self.models) * len(self.policies) * len(self.pools) * len(self.page_sizes)
+        below = 1 if self.tiers is None else 2
+        return len(self.models) * len(self.policies) * len(self.pools) * len(self.page_sizes) * below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,7 @@ class Run:
     def as_dict(self) -> dict[str, Any]:
         """What `quire replay --json` prints of it."""
         result = self.result
-        first, late = result.first_token_seconds((50, 99))
+        first, later, late = result.first_token_seconds((50, 95, 99))
         return {
             "trace": self.trace,
             "model": self.model,
@@ -97,7 +103,9 @@ class Run:
             "evicted_tokens": result.evicted_tokens,
             "preemptions": result.preemptions,
             "ttft_p50_s": first,
+            "ttft_p95_s": later,
             "ttft_p99_s": late,
+            "ttft_mean_s": result.mean_first_token_seconds,
             "output_tokens_per_s": result.output_rate,
             "virtual_seconds": result.seconds,
             "steps": result.steps,
@@ -105,6 +113,7 @@ class Run:
             "wall_seconds": result.wall_seconds,
             "checked": result.checked,
             "digest": result.digest,
+            "tiers": asdict(result.tiers) if result.tiers is not None else None,
         }
 
     def requests(self) -> list[dict[str, Any]]:
@@ -188,12 +197,15 @@ def _replays(
     wanted = PoolRequest(lengths=lengths, max_running=grid.max_running, chunk=grid.settings.chunk)
     plan = model.pools(tokens, page_size, wanted)
     cost = model.cost(plan)
+    below = [None] if grid.tiers is None else [None, replace(grid.tiers, record_bytes=model.record_bytes(plan))]
     for policy in grid.policies:
-        what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"
-        progress(what, 0)
-        settings = replace(grid.settings, policy=policy)
-        result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
-        yield replace(result, pool_tokens=tokens)  # plans of windows only have more pages than that
+        for tiers in below:
+            what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"
+            what += " and tiers" if tiers is not None else ""
+            progress(what, 0)
+            settings = replace(grid.settings, policy=policy, tiers=tiers)
+            result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
+            yield replace(result, pool_tokens=tokens)  # plans of windows only have more pages than that
 
 
 def _with_gaps(runs: Sequence[Run]) -> list[Run]:
@@ -202,7 +214,8 @@ def _with_gaps(runs: Sequence[Run]) -> list[Run]:
     def place(run: Run) -> tuple[str, int, int]:
         return run.model, run.result.page_size, run.result.pool_tokens
 
-    baseline = {place(run): run.result.hit_rate for run in runs if run.result.policy == _BASELINE}
+    plain = [run for run in runs if run.result.policy == _BASELINE and run.result.tiers is None]
+    baseline = {place(run): run.result.hit_rate for run in plain}
     found = []
     for run in runs:
         least = baseline.get(place(run))
