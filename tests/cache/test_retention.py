@@ -314,7 +314,7 @@ def test_letting_go_of_a_prefix_of_what_else_is_kept_would_bring_nothing() -> No
 
 
 def test_of_a_long_prefix_only_the_end_goes() -> None:
-    cache, tokens = small(20, share=0.9), prompt(1, 8)
+    cache, tokens = small(20, share=0.9, context=20 * PAGE), prompt(1, 8)
     cache.compute(tokens)
     first = keep(cache, tokens)
     assert cache.retention.give_up(3) == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import count
 from typing import Any
@@ -10,15 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.engine.config import engine_config
+from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
+from quire.plan.budget import MemoryPlan
 from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.record_size import records_bytes
 
 AUDIT_EVERY = 7
+STEPS = 20_000
 AMPLE = 16 * 2**20  # bytes
 
 
@@ -79,6 +84,24 @@ def shared_prompts(seed: int, *, shared: int, tails: Sequence[int], vocabulary: 
 
 def tight_core(model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, **settings: Any) -> EngineCore:
     """An engine whose pools hold `num_tokens` tokens, `window_tokens` of them in window pools, where it has any."""
+    return EngineCore(_tight(model, num_tokens, window_tokens, settings)[0], model=model)
+
+
+def tiered_core(
+    model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, host: float = 4.0, **settings: Any
+) -> EngineCore:
+    """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
+    settings = {"load": "always", "host_memory": "auto", **settings}
+    if "storage" in settings:
+        settings = {"storage_size": 64 << 20, "prefetch": "wait_complete", **settings}
+    found, plan = _tight(model, num_tokens, window_tokens, settings)
+    frames = [max(1, math.ceil(plan.frames_of(group) * host)) for group in range(len(plan.groups))]
+    return EngineCore(found.model_copy(update={"host_memory": records_bytes(plan.groups, frames)}), model=model)
+
+
+def _tight(
+    model: LoadedModel, num_tokens: int, window_tokens: int, settings: dict[str, Any]
+) -> tuple[EngineConfig, MemoryPlan]:
     config = engine_config(model=model.name, **settings)
     reaches = [group.reach.kind for group in model.groups(config.page_size or 16)]
     ratio = None
@@ -97,4 +120,4 @@ def tight_core(model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, *
     found = config.model_copy(
         update={"kv_memory": memory, "swa_full_tokens_ratio": None if ratio is None else float(ratio)}
     )
-    return EngineCore(found, model=model)
+    return found, make_plan(model.spec, replace(asked, kv_memory=memory)).memory

@@ -44,12 +44,14 @@ class Prefetch:
         "abandoned",
         "done",
         "fetching",
+        "holds",
         "keys",
         "last",
         "lease",
         "limit",
         "move",
         "namespace",
+        "num_waiting",
         "since",
         "start",
         "stop_at",
@@ -69,6 +71,8 @@ class Prefetch:
         self.last = start  # the page behind that piece
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False
+        self.holds = True  # the path of its lease
+        self.num_waiting = 1  # requests, which begin with the same pages
 
 
 class Prefetcher:
@@ -91,7 +95,7 @@ class Prefetcher:
         self._record_bytes = tiering.settings.record_bytes
         self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
         self._running: dict[Move, Prefetch] = {}
-        self._first: set[bytes] = set()  # the first page that each one asks for
+        self._first: dict[bytes, Prefetch] = {}  # by the first page that each one asks for
         tiering.fetched = self._ended
 
     @property
@@ -106,7 +110,7 @@ class Prefetcher:
 
     def leases(self) -> list[Lease]:
         """What it holds of the tree."""
-        return [prefetch.lease for prefetch in self._running.values()]
+        return [prefetch.lease for prefetch in self._running.values() if prefetch.holds]
 
     def host_frames(self, group: int) -> Ids:
         """Host frames that pieces on their way have taken."""
@@ -114,7 +118,8 @@ class Prefetcher:
         return np.concatenate(runs) if runs else NO_PAGES
 
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """Look for what of a prompt is stored and not cached; None where nothing can be, or another one is at it."""
+        """Look for what of a prompt is stored and not cached; None where nothing can be. Where another request's prompt
+        goes on with the same page, it is waited for that one's."""
         tiering = self._tiering
         if not self.has_room or tiering.forgetting.covers(tiering.scope(namespace)):
             return None
@@ -126,17 +131,19 @@ class Prefetcher:
         above = int(found.pages[start - 1]) if start else 0
         parent = tiering.key_above(namespace, above)
         keys = chain_pages(parent, tokens[start * self._size : limit * self._size].tobytes(), self._size * 4)
-        if keys[0] in self._first:
-            return None
+        other = self._first.get(keys[0])
+        if other is not None:
+            other.num_waiting += 1
+            return other
         units = [Units(group.index, NO_PAGES, NO_PAGES, keys) for group in self._groups]
         prefetch = Prefetch(namespace, tokens, keys, start, self._tree.pin_path(found, start))
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         if not self._submit(prefetch, Move(Link.LOOK, units, tiering.scope(namespace))):
-            self._tree.unpin(prefetch.lease)
+            self._let_go(prefetch)
             return None
-        self._first.add(keys[0])
+        self._first[keys[0]] = prefetch
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
@@ -157,6 +164,12 @@ class Prefetcher:
         self.stop(prefetch)
         return False
 
+    def leave(self, prefetch: Prefetch) -> None:
+        """A request waits no more. Where no other one does, no more is fetched."""
+        prefetch.num_waiting -= 1
+        if not prefetch.num_waiting:
+            self.stop(prefetch)
+
     def stop(self, prefetch: Prefetch) -> None:
         """No more pieces; the one on its way is kept if it comes."""
         prefetch.stopped = True
@@ -170,7 +183,21 @@ class Prefetcher:
                 prefetch.abandoned = True
                 self.stop(prefetch)
 
+    def give_way(self) -> bool:
+        """Nobody who reads ahead keeps anything any more, since memory is short; whether anybody did."""
+        kept = [prefetch for prefetch in self._running.values() if prefetch.holds]
+        for prefetch in kept:
+            prefetch.abandoned = True
+            self._let_go(prefetch)
+            self.stop(prefetch)
+        return bool(kept)
+
     # -- inside
+
+    def _let_go(self, prefetch: Prefetch) -> None:
+        if prefetch.holds:
+            prefetch.holds = False
+            self._tree.unpin(prefetch.lease)
 
     def _submit(self, prefetch: Prefetch, move: Move) -> bool:
         if not self._tiering.mover.submit(move):
@@ -194,8 +221,8 @@ class Prefetcher:
 
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
-        self._first.discard(prefetch.keys[0])
-        self._tree.unpin(prefetch.lease)
+        del self._first[prefetch.keys[0]]
+        self._let_go(prefetch)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """Decide how far to fetch: behind the last page where every group could resume."""

@@ -54,6 +54,7 @@ class EngineTiers:
             limit=memory.limit,
             total=memory.total,
             device_bytes=plan.pool_bytes,
+            to_come=plan.pool_bytes if pools[0].device.type == "cpu" else 0,  # asked for, and not touched yet
         )
         frames = host_frames(plan, self.num_bytes)
         self.storage_size = storage_size(config)

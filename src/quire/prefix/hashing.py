@@ -115,6 +115,23 @@ class PageHashes:
         return part
 
 
+def cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], list[PageHashes]]:
+    """The hashes of the first `at` pages of consecutive runs, and the rest."""
+    upper: list[PageHashes] = []
+    lower: list[PageHashes] = []
+    for run in hashes:
+        if at >= len(run):
+            upper.append(run)
+        elif at <= 0:
+            lower.append(run)
+        else:
+            left, right = run.cut(at)
+            upper.append(left)
+            lower.append(right)
+        at -= len(run)
+    return upper, lower
+
+
 def _digests(run: _Run) -> tuple[bytes, ...]:
     """The hashes of a run, after those of the runs before it: a loop, since a chain may be long."""
     waiting: list[_Run] = []

@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.errors import LeaseError
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
-from quire.prefix.hashing import PageHashes, namespace_seed
+from quire.prefix.hashing import PageHashes, cut_hashes, namespace_seed
 from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.lower_order import LowerOrder
 from quire.prefix.match import Insertion, Match
@@ -349,7 +349,7 @@ class RadixCache:
         upper.kept, node.kept = min(node.kept, at), max(0, node.kept - at)
         upper.num_kept = int(node.kept > 0)
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
-        upper.hashes, node.hashes = _cut_hashes(node.hashes, at)
+        upper.hashes, node.hashes = cut_hashes(node.hashes, at)
         parent.children[self._first_page(upper)] = upper
         node.parent = upper
         node.key = node.key[cut:]
@@ -439,7 +439,7 @@ class RadixCache:
             if node.here:
                 self._tell_removed(node, keep, node.num_pages, Tier.DEVICE)
             self._tell_removed(node, keep, node.kept, Tier.HOST)
-            node.hashes = _cut_hashes(node.hashes, keep)[0]
+            node.hashes = cut_hashes(node.hashes, keep)[0]
         if node.kept > keep:
             self._copied(node, keep, told=True)
         cut = keep * self._page_bytes
@@ -475,20 +475,10 @@ class RadixCache:
             if not node.children and not node.ghosts:
                 self._drop_root(node)
             return
-        if not node.here:
-            self._offer_above(node)
-        elif not node.num_here:
+        if node.here and not node.num_here:
             self._policy.offered(node)
         if self._has_copies:
             self._offer_lower(node)
-
-    def _offer_above(self, node: Node) -> None:
-        """The last node on the device before one that is not may have become a leaf there that nobody holds."""
-        above: Node | None = node
-        while above is not None and not above.here:
-            above = above.parent
-        if above is not None and above.parent is not None and not above.level and not above.num_here:
-            self._policy.offered(above)
 
     def _drop_root(self, root: Node) -> None:
         if self._roots.get(root.namespace) is root:
@@ -504,13 +494,7 @@ class RadixCache:
             self._beginnings.pop(first, None)
 
     def _offer_lower(self, node: Node) -> None:
-        """Queue the last node with copies below, on the way up from this one, for their eviction if nobody needs
-        them."""
-        last: Node | None = node
-        while last is not None and not (last.kept or last.level):
-            last = last.parent
-        if last is not None and last.kept and not last.level and not last.num_kept:
-            self._lower.offered(last)
+        """Queue what can go from a path with copies below, where there are tiers."""
 
     def _arrive_above(self, node: Node) -> None:
         """A node and all above it are on the device from now on."""
@@ -546,7 +530,7 @@ class RadixCache:
         assert parent is not None
         if self._emit is not None and not told:
             if kept > had:
-                for hashes in _cut_hashes(_cut_hashes(node.hashes, kept)[0], had)[1]:
+                for hashes in cut_hashes(cut_hashes(node.hashes, kept)[0], had)[1]:
                     self._emit(PagesStored(node.namespace, hashes, Tier.HOST))
             else:
                 self._tell_removed(node, kept, had, Tier.HOST)
@@ -559,7 +543,7 @@ class RadixCache:
     def _tell_removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
         assert self._emit is not None
         if start < stop:
-            for hashes in _cut_hashes(_cut_hashes(node.hashes, stop)[0], start)[1]:
+            for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
                 self._emit(PagesRemoved(node.namespace, hashes, tier))
 
     def _forgotten(self, holder: Holder) -> None:
@@ -589,20 +573,3 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
     if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
         return False
     return key.startswith(tokens.data.cast("B")[: len(key)])
-
-
-def _cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], list[PageHashes]]:
-    """Those of the first `at` pages, and the rest."""
-    upper: list[PageHashes] = []
-    lower: list[PageHashes] = []
-    for run in hashes:
-        if at >= len(run):
-            upper.append(run)
-        elif at <= 0:
-            lower.append(run)
-        else:
-            left, right = run.cut(at)
-            upper.append(left)
-            lower.append(right)
-        at -= len(run)
-    return upper, lower

@@ -197,6 +197,20 @@ class TieredRadixCache(RadixCache):
         here = self.evict(self.num_pages)
         return np.concatenate((here, self.evict_lower(self.num_below).removed))
 
+    def _offer_lower(self, node: Node) -> None:
+        """Queue this node and those above it, where they have copies below, for their eviction if nobody needs them:
+        there may be several on one path, since not every page on it has a copy. And queue the last one on the device
+        above it, if that is a leaf there now."""
+        above: Node | None = node
+        was_here = node.here
+        while above is not None and above.parent is not None and not above.level:
+            if above.kept and not above.num_kept:
+                self._lower.offered(above)
+            if above.here and not was_here and not above.num_here:
+                self._policy.offered(above)
+            was_here = above.here
+            above = above.parent
+
     def _leave(self, node: Node) -> bytes:
         """An unleased node's pages, which have copies, are not on the device any more; returns their ids. It has no
         child that is."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.prefetch import Prefetch
 from quire.errors import InvalidInput, OutOfPages
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.policy import SchedulingPolicy
@@ -76,6 +77,13 @@ class Scheduler:
         if not request.read_ahead and self._cache.can_prefetch:
             request.read_ahead = True
             request.prefetch = self._cache.prefetch(request.tokens, request.namespace)
+
+    def _has_read_ahead(self, request: Request, prefetch: Prefetch) -> None:
+        """It waits no more. Where what has come is the beginning of several prompts, each asks for the rest of its."""
+        request.prefetch = None
+        if prefetch.num_waiting > 1 and prefetch.done and prefetch.limit > prefetch.start:
+            request.read_ahead = False
+            self._read_ahead(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
@@ -235,7 +243,10 @@ class Scheduler:
                     request.wait_reason = "waits for a part of its prompt that is in storage"
                     deferred += 1
                     continue
-                request.prefetch = None
+                self._has_read_ahead(request, request.prefetch)
+                if request.prefetch is not None:
+                    deferred += 1
+                    continue
             hit = match(request)
             # Also where nothing is left of the step: a leader hears of who waits for it.
             leader = self._leader(request, hit, leaders)

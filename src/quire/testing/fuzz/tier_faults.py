@@ -1,4 +1,4 @@
-"""Faults of tiers, by name: what is done to records on the host and to a store, and who is to blame for what is found."""
+"""Faults of tiers, by name: what is done to records on the host and to a store, and whose fault it is what is found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from typing_extensions import Buffer
 
+from quire.cache.tiering import Tiering
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.host_records import HostRecords
 from quire.testing.fuzz.tier_keys import PageKeys
@@ -34,7 +35,30 @@ DAMAGING: Final = tuple(name for name in FAULTS if name not in ("fail-store", "f
 _LIES = {fault: name for name, faults in IN_STORE.items() for fault in faults}
 
 
-def damage(records: HostRecords, fault: str, group: int, row: int, other: int, choices: Choices) -> bool:
+def spoil(records: HostRecords, tiers: Tiering, faults: Collection[str], choices: Choices) -> tuple[object, ...]:
+    """Damage a record of a cached page, if there is one and one of `faults` is about records; says what was done."""
+    names = [name for name in ON_HOST if name in faults]
+    group = choices.below(len(tiers.hosts))
+    rows = [row for row in tiers.hosts[group].column.tolist() if row and not _is_read(tiers, group, row)]
+    if not names or not rows:
+        return ("damage nothing",)
+    fault, row = choices.one_of(names), choices.one_of(rows)
+    if not _damage(records, fault, group, row, choices.one_of(rows), choices):
+        return ("damage nothing",)
+    return fault, "on host frame", row, "of group", group
+
+
+def _is_read(tiers: Tiering, group: int, row: int) -> bool:
+    """Whether a load that has checked this record is about to copy it: then nobody could know."""
+    return any(
+        move.checked and not move.done and part.group == group and row in part.host
+        for move, moving in tiers.moving.items()
+        if moving.on_device and moving.on_host
+        for part in moving.parts
+    )
+
+
+def _damage(records: HostRecords, fault: str, group: int, row: int, other: int, choices: Choices) -> bool:
     """Do that to a host record, which nobody is reading; whether it has changed. `other` is another row in use."""
     rows = records.rows(group)
     record, before = rows[row], rows[row].copy()
@@ -73,10 +97,10 @@ class WatchedStore(WrappedStore):
         self.wrong: list[str] = []
         self.injected: Counter[str] = Counter()
 
-    @property
-    def happened(self) -> Counter[Fault]:
-        """What went wrong."""
-        return self._faulty.happened
+    def refusals(self) -> dict[str, int]:
+        """How often it did not do what it was asked, by fault."""
+        names = [name for name in IN_STORE if name not in DAMAGING]
+        return {name: sum(self._faulty.happened[kind] for kind in IN_STORE[name]) for name in names}
 
     def lied(self, group: int, page: bytes) -> str:
         """The fault that a record of this page has, as far as it came from here."""

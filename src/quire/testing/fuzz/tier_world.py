@@ -67,7 +67,7 @@ class TierWorld:
             record_bytes=tuple(self.records.bytes_of(group) for group in range(len(frames))),
             mover=self.mover,
             break_even=self.break_even,
-            write=choices.one_of(tuple(WritePolicy)),
+            write=choices.one_of((*WritePolicy, WritePolicy.THROUGH)),
             always=choices.chance(50),
             stores=stores,
             prefetch=choices.one_of(tuple(PrefetchPolicy)),
@@ -78,6 +78,11 @@ class TierWorld:
     def is_faultless(self) -> bool:
         """Whether the store keeps what it was given."""
         return not self.faults and not self.limited
+
+    def injected(self) -> dict[str, int]:
+        """How often a fault happened that damages nothing; of one that is in all that happens, that it was there."""
+        found = self.store.refusals() if self.store is not None else {}
+        return found | {"slow-store": int("slow-store" in self.faults and self.store is not None)}
 
     def wrong(self) -> list[str]:
         """What must never have happened, and has."""

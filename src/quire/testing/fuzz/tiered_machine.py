@@ -1,4 +1,4 @@
-"""TieredMachine: random operations on a small KVCache with tiers below, whose bytes move in time that is only counted."""
+"""TieredMachine: random operations on a small KVCache with tiers below, whose bytes move in counted time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.faults import Faults
 from quire.testing.fuzz.plain_cache import Sequence
 from quire.testing.fuzz.plans import shuffle_frames
-from quire.testing.fuzz.tier_faults import DAMAGING, ON_HOST, damage
+from quire.testing.fuzz.tier_faults import spoil
 from quire.testing.fuzz.tier_world import TierAsk, TierWorld
 from quire.testing.fuzz.tiered_cache import TieredCache
 from quire.testing.fuzz.watched_mover import WatchedMover
@@ -27,10 +27,11 @@ TIERED_WEIGHTS = {
     "settle": 8,
     "finish": 6,
     "look": 1,
-    "clear": 3,
+    "forget": 2,
+    "demote": 8,
     "tick": 14,
-    "serve": 20,
-    "prefetch": 6,
+    "serve": 34,
+    "prefetch": 10,
     "give_up": 4,
     "spoil": 4,
 }
@@ -76,7 +77,7 @@ class TieredMachine(CacheMachine):
             case "give_up":
                 return bool(self._prefetches)
             case "spoil":
-                return bool(self._damaging())
+                return bool(self.world.faults)
         return super().possible(operation)
 
     def end(self) -> None:
@@ -88,9 +89,8 @@ class TieredMachine(CacheMachine):
             self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
         come_to_rest(self.cache)
         self.cache.clear()
-        for host in self.cache.tiers.hosts:
-            left = host.num_frames - host.num_free - host.num_quarantined
-            assert not left, f"{left} host frames of group '{host.name}' are lost"
+        come_to_rest(self.cache)
+        self.cache.check_empty()
 
     # -- operations
 
@@ -140,7 +140,7 @@ class TieredMachine(CacheMachine):
         """A request waits for what of its prompt is stored."""
         if len(self._prefetches) == _MOST_PREFETCHES:
             return self.give_up(choices)
-        known = sorted(self.model.ever - self.model.cached)
+        known = sorted(self.cache.ever - self.model.cached)
         name = choices.one_of(known) if known and choices.chance(70) else self._prompt(choices)
         if name in known and len(self.names.path[name]) < self.context:
             name = self.names.child(name, self._token(choices))
@@ -148,6 +148,9 @@ class TieredMachine(CacheMachine):
         found = self.cache.prefetch(self.names.tokens(name), self.names.namespaces[name])
         if found is not None:
             self._prefetches.append((name, found))
+            if choices.chance(50):
+                self._rest(choices)
+                return self.give_up(choices)
         return self.did
 
     def give_up(self, choices: Choices) -> Did:
@@ -164,7 +167,7 @@ class TieredMachine(CacheMachine):
         else:
             raise AssertionError("a request waits for storage for ever")
         if len(self.model.live) < self.cache.plan.max_requests:
-            self.happened["fetched"] += prefetch.num_fetched > 0
+            self.happened["fetched"] += prefetch.limit > prefetch.start
             try:
                 self.cache.begin(self.names.tokens(name), self.names.namespaces[name])
             except OutOfPages:
@@ -173,22 +176,22 @@ class TieredMachine(CacheMachine):
 
     def spoil(self, choices: Choices) -> Did:
         """A record on the host is damaged."""
-        fault, group = choices.one_of(self._damaging()), choices.below(len(self.cache.cache.groups))
-        rows = [row for row in self.cache.tiers.hosts[group].column.tolist() if row and not self._is_read(group, row)]
-        if not rows:
-            return ("damage nothing",)
-        row = choices.one_of(rows)
-        self.did = fault, "on host frame", row, "of group", group
-        self.happened["damage"] += damage(self.world.records, fault, group, row, choices.one_of(rows), choices)
-        self.cache._check("damage")
+        self.did = spoil(self.world.records, self.cache.tiers, self.world.faults, choices)
+        self.happened["damage"] += len(self.did) > 1
+        self.cache.look_again("damage")
         return self.did
 
-    def clear(self, choices: Choices) -> Did:
-        """Often everything is forgotten that no request holds, but for what is stored."""
-        if choices.chance(40):
-            return self.evict(choices)
-        self.cache.clear()
-        return ("clear",)
+    def demote(self, choices: Choices) -> Did:
+        """What nobody holds leaves the device, all of it or some."""
+        self.did = ("demote",)
+        self.cache.demote(choices.one_of((1, 3, self.cache.cache.plan.num_pages)))
+        return self.did
+
+    def forget(self, choices: Choices) -> Did:
+        """Nothing is left that no request holds, but for what is stored."""
+        self.did = ("forget",)
+        self.cache.forget()
+        return self.did
 
     def launch(self, choices: Choices) -> Did:
         """As without tiers, for requests whose prefix is there or arriving."""
@@ -200,6 +203,11 @@ class TieredMachine(CacheMachine):
 
     # -- inside
 
+    def _rest(self, choices: Choices) -> None:
+        """Time passes for a while."""
+        for _ in range(choices.below(12)):
+            self._pass_time()
+
     def _finish_step(self) -> None:
         """The oldest step is executed and settles."""
         last = Choices(lambda n: n - 1)
@@ -208,18 +216,6 @@ class TieredMachine(CacheMachine):
 
     def _launchable(self) -> list[Sequence]:
         return [s for s in self.model.live if s.launched < s.allocated and self.cache.cache.is_ready(s.kv)]
-
-    def _damaging(self) -> list[str]:
-        return [name for name in self.world.faults if name in ON_HOST and name in DAMAGING]
-
-    def _is_read(self, group: int, row: int) -> bool:
-        """Whether a load that has checked this record is about to copy it: then nobody could know."""
-        return any(
-            move.checked and not move.done and part.group == group and row in part.host
-            for move, moving in self.cache.tiers.moving.items()
-            if moving.on_device and moving.on_host
-            for part in moving.parts
-        )
 
     def _pass_time(self) -> None:
         end = self.world.mover.next_end
