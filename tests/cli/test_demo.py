@@ -20,7 +20,7 @@ from tests.cli.conftest import Run
 
 def test_the_demo_shows_reuse_eviction_refusal_and_no_leak(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "quire", "demo", "--model", str(tiny_model), "--turns", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found["checks"].values()) == {True}

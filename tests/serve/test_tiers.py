@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,8 @@ def test_metrics_are_the_statistics(tiered: LiveServer) -> None:
 
 
 def test_what_was_cached_outlives_the_server(tiered: LiveServer, tiny_model: Path, directory: Path) -> None:
-    """Stopped right after an answer: what was on its way arrives. Killed: what had arrived is there."""
+    """Stopped right after an answer: what was on its way arrives. That a killed one leaves what had arrived, the demo
+    shows and checks."""
     answers = {number: ask(tiered, number) for number in (6, 7)}
     tiered.terminate()
     assert tiered.wait() == 0, tiered.log()
@@ -137,11 +137,6 @@ def test_what_was_cached_outlives_the_server(tiered: LiveServer, tiny_model: Pat
         shown = metrics(second)
         assert shown["quire_tier_hit_tokens_total", "storage"] == 2 * REUSABLE
         assert shown["quire_tier_moved_bytes_total", "fetch"] > 0
-        second.process.send_signal(signal.SIGKILL)
-        second.wait()
-        assert not second.children_left()
-    with started(tiny_model, directory) as third:
-        assert from_tiers(ask(third, 7))["storage"] == REUSABLE
 
 
 def test_usage_without_tiers_is_as_it_was(server: LiveServer) -> None:
