@@ -401,7 +401,7 @@ class Tiering(PageNames):
     # -- what has ended
 
     def settle(self) -> int:
-        """Take note of every move that has ended; returns how many did."""
+        """Take note of every move that has ended; returns how many did, and how many paths were forgotten at last."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
@@ -417,9 +417,7 @@ class Tiering(PageNames):
             else:
                 self.fetched(move)
         self.forgetting.go_on()
-        if self.condemned:
-            self._discard()
-        return len(ended)
+        return len(ended) + self._discard()
 
     def _saved(self, move: Move) -> None:
         moving = self._release(move)
@@ -528,9 +526,9 @@ class Tiering(PageNames):
         self.num_bad = int(np.count_nonzero(self.bad))
         self._num_condemned += 1
 
-    def _discard(self) -> None:
-        """Forget what was condemned and is held by nobody. Paths may have pages in common, so that none is kept by what
-        another one holds."""
+    def _discard(self) -> int:
+        """Forget what was condemned and is held by nobody; how many paths that was. They may have pages in common, so
+        that none is kept by what another one holds."""
         waiting = [(lease.node, first) for lease, first in self.condemned]
         for lease, _ in self.condemned:
             self._tree.unpin(lease)
@@ -547,6 +545,7 @@ class Tiering(PageNames):
             else:
                 self._forget(pages)
         self.condemned = [(self._tree.pin(end), first) for end, first in held]
+        return len(waiting) - len(held)
 
     # -- inside
 
