@@ -111,3 +111,20 @@ def test_a_record_that_is_damaged_before_it_is_stored_is_computed_again() -> Non
     assert not below.tiers.num_bad
     assert below.cache.match(tokens).num_tokens == 3 * PAGE_SIZE
     assert len(store.visible) == 3
+
+
+def test_room_that_comes_back_from_a_damaged_path_is_told() -> None:
+    """Whoever did not fit while it was held asks again."""
+    below = BelowDevice(16, 32)
+    tokens = prompt(1, 3)
+    below.cached(tokens)
+    below.leave_device()
+    below.spoil_host(int(below.cache.match(tokens).pages[0]))
+    kv = below.cache.begin(tokens)
+    below.pass_time()
+    assert below.cache.has_failed(kv)
+    below.cache.finish(kv)
+    before = below.cache.num_changes
+    assert below.cache.settle_moves()
+    assert below.cache.num_changes > before
+    assert below.cache.num_available_pages == below.cache.pages.num_pages

@@ -23,7 +23,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.record_size import records_bytes
 
 AUDIT_EVERY = 7
-STEPS = 20_000
+STEPS = 20_000  # more than any of these takes
 AMPLE = 16 * 2**20  # bytes
 
 
@@ -57,6 +57,7 @@ def run(
     for step in count():
         if not core.has_work():
             break
+        assert step < STEPS, f"it never ends: {core.statistics()['waiting_reason']}"
         for output in core.step():
             tokens[output.request_id].extend(output.token_ids)
         if step % AUDIT_EVERY == 0:

@@ -8,24 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from quire.engine.core import EngineCore
 from quire.models.hf import LoadedModel
-from quire.scheduler.sampling_params import SamplingParams
-from quire.spec.pages import pages_for
-from tests.engine.running import generated, run, shared_prompts, tiered_core
-from tests.tiny_hybrids import build_hybrid
-from tests.tiny_latents import SPARSE, build_latent
-from tests.tiny_models import VOCAB_SIZE
+from tests.engine.running import run
+from tests.engine.tiered import GREEDY, OTHERS, PROMPTS, Case, build, case_of, closed, end_all, small
 
-NEW_TOKENS = 8
-GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
-OTHERS = shared_prompts(8, shared=21, tails=(30, 17, 2), vocabulary=VOCAB_SIZE)
-LONGEST = max(map(len, PROMPTS)) + NEW_TOKENS
 MODELS = {
     "llama_gqa": "keys and values of every token",
     "deepseek_v3": "latents",
@@ -36,82 +25,20 @@ MODELS = {
     "falcon_h1": "states and keys and values",
     "mamba2": "states only",
 }
-
 NAMES = sorted(MODELS)
-OPEN: list[EngineCore] = []
-Case = tuple[LoadedModel, list[list[int]], list[list[int]]]
-
-
-def build(name: str) -> Any:
-    return build_latent(name) if name in SPARSE else build_hybrid(name)
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request: pytest.FixtureRequest) -> Case:
-    """A loaded model, and what transformers generates with the same weights for `PROMPTS` and `OTHERS`."""
-    reference = build(request.param)
-    expected = [[generated(reference, prompt, NEW_TOKENS) for prompt in some] for some in (PROMPTS, OTHERS)]
-    return LoadedModel(build(request.param), name=request.param), expected[0], expected[1]
-
-
-def small(model: LoadedModel, page_size: int = 4, **settings: Any) -> EngineCore:
-    """Room for little more than the longest request, one window, and five states."""
-    kinds = [group.reach.kind for group in model.groups(page_size)]
-    core = tiered_core(
-        model,
-        **{
-            "num_tokens": (pages_for(LONGEST - 1, page_size) + 3) * page_size,
-            "window_tokens": (pages_for(8, page_size) + 5) * page_size,
-            "page_size": page_size,
-            "max_num_batched_tokens": 17,
-            "max_running_requests": 3,
-            "max_mamba_cache_size": 5 if "state" in kinds else None,
-            **settings,
-        },
-    )
-    OPEN.append(core)
-    return core
-
-
-def at_rest(core: EngineCore) -> dict[str, Any]:
-    """Wait for what moves, and check that nothing is held: the tiers' statistics."""
-    assert core.tiers is not None and core.cache.tiers is not None
-    while core.has_moves() or core.cache.tiers.moving:
-        core.cache.wait_moves(1.0)
-        core.cache.settle_moves()
-    core.audit()
-    tiers = core.cache.tiers
-    assert not tiers.moving and not tiers.condemned and not tiers.num_bad
-    assert core.cache.prefetcher is None or not core.cache.prefetcher.in_flight
-    assert core.cache.tree.num_protected == 0
-    for group, host in zip(core.cache.groups, tiers.hosts, strict=True):
-        assert group.shelf is None or group.shelf.num_pinned == 0
-        assert host.shelf is None or host.shelf.num_pinned == 0
-    found = core.statistics()
-    assert all(frames["private"] == frames["moving"] == 0 for frames in found["frames"].values())
-    assert core.cache.num_free_pages == core.cache.pages.num_pages - found["cached_pages"] - core.cache.tree.num_below
-    return dict(found["tiers"])
-
-
-def closed(core: EngineCore) -> dict[str, Any]:
-    """As `at_rest`, and close it."""
-    found = at_rest(core)
-    core.close()
-    return found
+    return case_of(request.param)
 
 
 @pytest.fixture(autouse=True)
 def threads_end() -> Iterator[None]:
-    """An engine that is closed has no thread left; one of a test that failed ends here."""
+    """An engine that is closed has no thread left."""
     before = threading.active_count()
     yield
-    left = [core for core in OPEN if core.tiers is not None]
-    OPEN.clear()
-    for core in left:
-        assert core.tiers is not None
-        core.tiers.mover.close()
-        if core.tiers.store is not None:
-            core.tiers.store.close()
+    end_all()
     assert threading.active_count() <= before
 
 

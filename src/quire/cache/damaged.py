@@ -48,9 +48,9 @@ class DamagedPages:
         self._mark_bad(pages)
         self.condemned.append((self._tree.pin(node), first))
 
-    def _discard(self) -> None:
-        """Forget what was condemned and is held by nobody. Paths may have pages in common, so that none is kept by what
-        another one holds."""
+    def _discard(self) -> int:
+        """Forget what was condemned and is held by nobody; how many paths that was. They may have pages in common, so
+        that none is kept by what another one holds."""
         waiting = [(lease.node, first) for lease, first in self.condemned]
         for lease, _ in self.condemned:
             self._tree.unpin(lease)
@@ -67,3 +67,4 @@ class DamagedPages:
             else:
                 self._forget(pages)
         self.condemned = [(self._tree.pin(end), first) for end, first in held]
+        return len(waiting) - len(held)

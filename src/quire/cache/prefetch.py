@@ -227,6 +227,7 @@ class Prefetcher:
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """Decide how far to fetch: behind the last page where every group could resume."""
         if not move.is_whole or not move.answers:
+            self._tiering.counters.failed_moves += bool(move.error)
             return
         stored = [np.array([a is Answer.HIT for a in answers], dtype=np.bool_) for answers in move.answers]
         cached = self._tiering.path(prefetch.lease.node)

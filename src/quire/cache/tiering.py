@@ -402,7 +402,7 @@ class Tiering(PageNames, DamagedPages):
     # -- what has ended
 
     def settle(self) -> int:
-        """Take note of every move that has ended; returns how many did."""
+        """Take note of every move that has ended; returns how many did, and how many paths were forgotten at last."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
@@ -418,9 +418,7 @@ class Tiering(PageNames, DamagedPages):
             else:
                 self.fetched(move)
         self.forgetting.go_on()
-        if self.condemned:
-            self._discard()
-        return len(ended)
+        return len(ended) + self._discard()
 
     def _saved(self, move: Move) -> None:
         moving = self._release(move)

@@ -1,0 +1,214 @@
+"""Engines over tiers where everything is short, ends early or comes late: the same tokens, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineRequest
+from quire.memory.frame_copies import FrameCopies
+from quire.memory.pool import Pool
+from quire.models.hf import LoadedModel
+from quire.spec.ids import Ids
+from quire.testing.stores import SlowStore
+from tests.engine import running
+from tests.engine.running import run, tight_core
+from tests.engine.tiered import (
+    GREEDY,
+    OTHERS,
+    PROMPTS,
+    Case,
+    at_rest,
+    below_only,
+    build,
+    case_of,
+    closed,
+    end_all,
+    settle,
+    small,
+)
+from tests.tiers.dict_store import DictStore
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    """An engine that is closed has no thread left."""
+    before = threading.active_count()
+    yield
+    end_all()
+    assert threading.active_count() <= before
+
+
+@pytest.fixture(scope="module")
+def dense() -> Case:
+    return case_of("llama_gqa")
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("deepseek_v32", "fp8_e4m3"),
+        pytest.param("deepseek_v3", "fp4_e2m1", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "mxfp8", marks=pytest.mark.slow),
+        ("gpt_oss", "nvfp4"),
+    ],
+)
+def test_encoded_pages(name: str, kv_dtype: str) -> None:
+    """Scales and what they are of go and come together."""
+    model = LoadedModel(build(name), name=name)
+    settings: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "kv_dtype": kv_dtype}
+    plain = tight_core(model, num_tokens=400, window_tokens=200, **settings)
+    expected = run(plain, PROMPTS, GREEDY)
+    core = small(model, **settings, host=8.0)
+    for turn in range(2):
+        assert run(core, PROMPTS, GREEDY, f"p{turn}") == expected
+        run(core, OTHERS, GREEDY, f"o{turn}")
+    found = closed(core)
+    assert found["saved_bytes"] > 0 and found["loaded_bytes"] > 0 and not found["defects"]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("llama_gqa", "write_back"),
+        pytest.param("deepseek_v32", "write_through", marks=pytest.mark.slow),
+        ("gemma3_text", "write_back"),
+        pytest.param("mistral_all_slide", "write_through", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", "write_through_selective", marks=pytest.mark.slow),
+        ("falcon_h1", "write_through"),
+    ],
+)
+def test_a_host_that_is_as_small_as_the_device(name: str, write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are given up all the time, with a store behind them. Audited after every step."""
+    monkeypatch.setattr(running, "AUDIT_EVERY", 1)
+    monkeypatch.setattr("quire.engine.tiers.open_store", lambda url, capacity: DictStore())
+    model, expected, others = case_of(name)
+    core = small(model, write_policy=write, host=1.0, overlap=write == "write_back", storage="anywhere")
+    for turn in range(2):
+        assert run(core, PROMPTS, GREEDY, f"p{turn}") == expected
+        assert run(core, OTHERS, GREEDY, f"o{turn}") == others
+    found = closed(core)
+    assert found["saved_bytes"] > 0
+    if all(group.reach.kind == "full" for group in model.groups(4)):
+        assert found["fetched_bytes"] > 0  # of others, frames of pages that stay cached are computed again
+    assert found["failed_moves"] == 0 and not found["defects"]
+
+
+def test_several_answers_to_one_prompt(dense: Case) -> None:
+    """As with n > 1: they begin together, on what only the host has."""
+    model, expected, others = dense
+    core = small(model, max_running_requests=6)
+    assert run(core, PROMPTS, GREEDY) == expected
+    assert run(core, OTHERS, GREEDY, "o") == others
+    prompts, answers = [PROMPTS[1]] * 3 + [PROMPTS[4]] * 2, [expected[1]] * 3 + [expected[4]] * 2
+    assert run(core, prompts, GREEDY, "n") == answers
+    assert closed(core)["loaded_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "write", [pytest.param("write_through", marks=pytest.mark.slow), "write_through_selective", "write_back"]
+)
+def test_preempted_requests_go_on_from_the_host(dense: Case, write: str) -> None:
+    """Requests that begin small and grow: those that are pushed out come back with what they had."""
+    model, _, _ = dense
+    params = GREEDY.__class__(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [prompt[:20] for prompt in (*PROMPTS, *OTHERS)]
+    prompts = [[7 + index, *prompt] for index, prompt in enumerate(prompts)]
+    expected = run(tight_core(model, num_tokens=1000, page_size=4), prompts, params)
+    core = small(model, num_tokens=128, max_running_requests=8, write_policy=write, host=6.0)
+    assert run(core, prompts, params) == expected
+    assert core.statistics()["preemptions"] > 0
+    found = closed(core)
+    assert found["loaded_bytes"] > 0 and found["host_hit_tokens"] == 0  # which only new requests count
+    assert core.statistics()["hit_tokens"] == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20)]])
+def test_aborts_at_any_moment(dense: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they wait, read ahead, load, compute and decode. Those that are left say what they would have said."""
+    store = SlowStore(DictStore(), (0.0, 0.004), seed=seed)
+    monkeypatch.setattr("quire.engine.tiers.open_store", lambda url, capacity: store)
+    model, expected, others = dense
+    core = small(model, host=1.5, storage="anywhere", overlap=bool(seed % 2), write_policy="write_through")
+    rng = random.Random(seed)
+    known = list(zip((*PROMPTS, *OTHERS), (*expected, *others), strict=True))
+    waiting: dict[str, list[int]] = {}
+    said: dict[str, list[int]] = {}
+    aborted = 0
+    for turn in count():
+        if turn < 80 and len(waiting) < 8:
+            prompt, answer = rng.choice(known)
+            name = f"r{turn}"
+            waiting[name], said[name] = answer, []
+            data = np.array(prompt, dtype=np.int32).tobytes()
+            core.add(EngineRequest(request_id=name, prompt=data, params=GREEDY))
+        if waiting and rng.random() < 0.3:
+            name = rng.choice(list(waiting))
+            core.abort(name)
+            aborted += 1
+            del waiting[name]
+        for output in core.step():
+            said[output.request_id] += output.token_ids
+            if output.finish_reason == "length":
+                assert said[output.request_id] == waiting.pop(output.request_id)
+            assert output.finish_reason != "error"
+        if turn % 5 == 0:
+            core.audit()
+        if turn >= 80 and not core.has_work():
+            break
+    assert not waiting and aborted > 5
+    found = at_rest(core)
+    assert found["failed_moves"] == 0 and not found["defects"]
+    core.close()
+
+
+def test_the_first_layer_computes_while_the_last_ones_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer is copied before the one before it was read, so that a step that waited for all would never begin."""
+    model, expected, others = dense
+    core = small(model, host=8.0)
+    assert run(core, PROMPTS, GREEDY, "p") == expected
+    assert run(core, OTHERS, GREEDY, "o") == others
+    settle(core)
+    assert below_only(core)
+    read = [threading.Event() for _ in range(3)]
+    log: list[tuple[str, int]] = []
+    to_device, layer_of = FrameCopies.to_device, Pool.layer
+
+    def copied(self: FrameCopies, group: int, device: Ids, host: Ids, layer: int | None = None) -> None:
+        assert layer is not None
+        if layer:
+            assert read[layer - 1].wait(30), "the step did not begin"
+        to_device(self, group, device, host, layer)
+        log.append(("copied", layer))
+
+    def looked_at(self: Pool, name: str, layer: int) -> Any:
+        found = layer_of(self, name, layer)
+        if self.arriving and not read[layer].is_set():
+            log.append(("read", layer))
+            read[layer].set()
+        return found
+
+    monkeypatch.setattr(FrameCopies, "to_device", copied)
+    monkeypatch.setattr(Pool, "layer", looked_at)
+    assert run(core, PROMPTS[1:2], GREEDY, "again") == expected[1:2]
+    assert log == [(what, layer) for layer in range(3) for what in ("copied", "read")]
+    assert closed(core)["loaded_bytes"] > 0
+
+
+def test_a_tier_that_is_not_asked_for_is_not_there(dense: Case) -> None:
+    """No threads, no records, no ids for pages below."""
+    model, expected, _ = dense
+    before = threading.active_count()
+    core: EngineCore = tight_core(model, num_tokens=200, page_size=4)
+    assert run(core, PROMPTS, GREEDY) == expected
+    assert threading.active_count() == before
+    assert core.tiers is core.cache.tiers is core.cache.prefetcher is None
+    assert core.statistics()["tiers"] is None
+    assert core.cache.pages.num_pages == core.plan.num_pages
