@@ -1,4 +1,4 @@
-"""Engines whose host memory, store or copies fail: the same tokens, no request fails, and counters say what was wrong."""
+"""Damage and failures below a real engine: the same tokens, no request lost, and counters that name what was wrong."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_loads_that_cannot_be_checked(dense: Case, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_load_that_fails_while_layers_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that reads it cannot be finished. Its requests fail or begin again, and nobody begins on what is torn."""
+    """The step that reads it cannot be finished: its requests fail or begin again, nobody begins on what is torn."""
     model, expected, others = dense
     core = small(model, host=8.0)
     assert run(core, PROMPTS, GREEDY, "p") == expected

@@ -68,7 +68,7 @@ def replay(
     prefetch_policy: Annotated[
         str, _option(_TIERS, "break_even, best_effort, wait_complete or timeout.")
     ] = "break_even",
-    load: Annotated[str, _option(_TIERS, "break_even: where that is quicker than computing; or always.")] = "break_even",
+    load: Annotated[str, _option(_TIERS, "break_even: where that beats computing; or always.")] = "break_even",
     limit: Annotated[int | None, _option(_OUTPUT, "Only the first N requests.", min=1)] = None,
     seed: Annotated[int, _option(_OUTPUT, "Of a workload.")] = 0,
     check: Annotated[

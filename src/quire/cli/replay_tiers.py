@@ -1,4 +1,4 @@
-"""What the tiers of `quire replay` did, as a person reads it: who was hit where, what moved, and what that was worth."""
+"""What the tiers of `quire replay` did, as a person reads it: who was hit where, what moved, what that was worth."""
 
 from __future__ import annotations
 
