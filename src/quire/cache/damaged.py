@@ -50,19 +50,24 @@ class DamagedPages:
         self.losing(self.bad)
         self.condemned.append((self._tree.pin(node), first))
 
-    def _discard(self) -> None:
-        """Forget what is condemned and held by nobody."""
-        waiting, self.condemned = self.condemned, []
-        for lease, first in waiting:
-            end = node = lease.node
+    def _discard(self) -> bool:
+        """Forget what is condemned and held by nobody; whether there was anything."""
+        waiting = [(lease.node, first) for lease, first in self.condemned]
+        for lease, _ in self.condemned:  # all at once, or two that meet on a path would keep each other
             self._tree.unpin(lease)
+        self.condemned = []
+        for end, first in waiting:
+            node = end
             while node.depth > first and node.parent is not None:
                 node = node.parent
-            pages = self._tree.discard(node, first - node.depth) if node.num_pages else None
+            if first - node.depth >= node.num_pages:
+                continue  # it went with another one
+            pages = self._tree.discard(node, first - node.depth)
             if pages is None:
                 self.condemned.append((self._tree.pin(end), first))
             else:
                 self._forget(pages)
+        return len(self.condemned) < len(waiting)
 
 
 def _keeps_nothing(bad: Bools) -> int:

@@ -199,10 +199,7 @@ class Tiering(PageNames, DamagedPages):
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
         to wait for any more has gone."""
-        waiting = len(self.condemned)
-        if waiting:
-            self._discard()
-        return len(self.condemned) < waiting or bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
+        return self._discard() or bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
@@ -408,7 +405,7 @@ class Tiering(PageNames, DamagedPages):
     # -- what has ended
 
     def settle(self) -> int:
-        """Take note of every move that has ended; returns how many did."""
+        """Take note of every move that has ended, and of what nobody holds any more; returns how many did."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
@@ -424,9 +421,7 @@ class Tiering(PageNames, DamagedPages):
             else:
                 self.fetched(move)
         self.forgetting.go_on()
-        if self.condemned:
-            self._discard()
-        return len(ended)
+        return len(ended) + self._discard()
 
     def _saved(self, move: Move) -> None:
         moving = self._release(move)
