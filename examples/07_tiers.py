@@ -12,7 +12,9 @@ from quire.scheduler.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 EMMA = "Emma had nothing to say, and so she looked out of the window at the rain. " * 12
-OTHERS = [f"Letter {number}. The horses were tired, and the road was long and full of stones. " * 12 for number in (1, 2)]
+OTHERS = [
+    f"Letter {number}. The horses were tired, and the road was long and full of stones. " * 12 for number in (1, 2)
+]
 
 
 def engine(directory: str) -> LLM:

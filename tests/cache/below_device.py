@@ -23,8 +23,8 @@ AMPLE = 1 << 30
 
 
 class BelowDevice:
-    """`cache` has `num_pages` pages of four tokens on the device and `host_pages` on the host, for one group. Every move
-    takes a second of `now`."""
+    """`cache` has `num_pages` pages of four tokens on the device and `host_pages` on the host, for one group. Every
+    move takes a second of `now`."""
 
     def __init__(
         self,

@@ -76,6 +76,26 @@ def test_to_clear_the_cache_clears_host_and_store_but_not_what_is_held() -> None
     tiered.close()
 
 
+@pytest.mark.parametrize("link", [Link.SAVE, Link.ARCHIVE, Link.LOOK, Link.FETCH])
+def test_to_clear_the_cache_clears_what_is_on_its_way(link: Link) -> None:
+    tiered = TieredCache()
+    tiered.compute(SECRET, ALICE)
+    if link in (Link.LOOK, Link.FETCH):
+        tiered.drain()
+        pages = tiered.cache.tree.evict(12)
+        tiered.cache._give_back(pages)
+        assert tiered.cached(SECRET) == 0 < tiered.stored()
+        assert tiered.cache.prefetch(asking(SECRET), ALICE) is not None
+    while not tiered.mover._lanes[link]:
+        assert tiered.advance()
+    tiered.now += 0.9
+    tiered.cache.clear()
+    tiered.drain()
+    tiered.cache.audit()
+    assert not tiered.store.visible and tiered.cache.tree.num_below == 0
+    tiered.close()
+
+
 @pytest.mark.parametrize("reaches", MODELS)
 @pytest.mark.parametrize("kind", ["flush", "flush all", "epoch"])
 def test_what_a_request_holds_is_found_by_nobody_else(reaches: tuple[object, ...], kind: str) -> None:
@@ -225,6 +245,25 @@ def test_what_the_store_cannot_forget_now_is_not_looked_for_and_forgotten_later(
     tiered.close()
 
 
+def test_what_would_be_forgotten_with_the_rest_is_stored_later() -> None:
+    store = Moody()
+    tiered = filled(store=store, seconds=0.0)
+    store.down = "entries"
+    tiered.flush(ALICE)
+    tiered.drain()
+    tiered.compute(SECRET, ALICE)
+    tiered.drain()
+    store.down = ""
+    tiered.now += 2
+    tiered.drain()
+    tiered.drain()
+    assert tiered.stored(ALICE) == 0
+    assert tiered.compute(asking(SECRET), ALICE) == len(SECRET)
+    tiered.drain()
+    assert tiered.stored(ALICE) == 4
+    tiered.close()
+
+
 @pytest.mark.parametrize("write", list(WritePolicy))
 def test_events_say_that_it_is_gone(write: WritePolicy) -> None:
     tiered = TieredCache(emit=True, seconds=0.0, write=write)
@@ -245,6 +284,21 @@ def test_events_say_that_it_is_gone(write: WritePolicy) -> None:
     assert {key[0] for key, count in there.items() if count} == {BOB}  # type: ignore[index]
     tiered.flush(None)
     assert isinstance(tiered.events[-1], AllCleared)
+    tiered.close()
+
+
+def test_events_of_new_weights_name_pages_otherwise() -> None:
+    tiered = TieredCache(emit=True, seconds=0.0)
+    named = []
+    for epoch in (0, 1, 0):
+        if epoch != tiered.epoch:
+            tiered.set_epoch(epoch)
+        tiered.events.clear()
+        tiered.compute(SECRET)
+        stored = [event for event in tiered.events if isinstance(event, PagesStored)]
+        named.append({digest for event in stored for digest in event.hashes})
+        tiered.drain()
+    assert named[0] == named[2] and not named[0] & named[1]
     tiered.close()
 
 

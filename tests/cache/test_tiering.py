@@ -1,4 +1,4 @@
-"""What may go wrong below the device: loads that find no room, records that are damaged, and paths that go with them."""
+"""What may go wrong below the device: loads without room, damaged records, and the paths that go with them."""
 
 from __future__ import annotations
 

@@ -118,9 +118,9 @@ class TieredCache:
 
     def drain(self) -> None:
         """Until nothing is on its way any more."""
+        self.cache.settle_moves()
         while self.advance():
             pass
-        self.cache.settle_moves()
         assert self.mover.idle
 
     # -- requests
@@ -160,8 +160,14 @@ class TieredCache:
                     assert frame and found == wanted, f"page {at} of group {group.index} is not what it should be"
 
     def grow(self, kv: RequestKV, tokens: Ids) -> None:
-        """Compute the rest of `tokens`. Raises OutOfPages, with the request as it was."""
-        start = self.cache.allocated(kv)
+        """Compute the rest of `tokens`, as much at once as there are frames for. Raises OutOfPages."""
+        while (start := self.cache.allocated(kv)) < len(tokens):
+            end = start + self.cache.at_once(kv, len(tokens) - start)
+            self._compute(kv, tokens[:end], start)
+            if self.cache.gives_back_early:
+                self.cache.commit(kv, tokens[:end])
+
+    def _compute(self, kv: RequestKV, tokens: Ids, start: int) -> None:
         while True:
             try:
                 self.cache.extend([kv], len(tokens) - start)

@@ -55,11 +55,13 @@ def test_a_url_that_means_nothing(run: Run, tiny_model: Path) -> None:
     assert "valkey://" in error["fix"]
 
 
-def test_a_new_directory_needs_a_size(run: Run, tiny_model: Path, tmp_path: Path) -> None:
-    done = run("generate", "Hello", "--model", tiny_model, *SMALL, "--storage", tmp_path / "new", "--json")
+def test_a_directory_of_somebody_else_is_left_alone(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("Dear Emma")
+    done = run("generate", "Hello", "--model", tiny_model, *SMALL, "--storage", tmp_path, "--json")
     error = json.loads(done.stderr)["error"]
     assert (done.exit_code, error["code"]) == (2, "QUIRE-STORE-01")
     assert "--storage-size" in error["fix"]
+    assert os.listdir(tmp_path) == ["letter.txt"]
 
 
 def test_more_host_memory_than_there_is_names_what_fits(run: Run, tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""An engine over host memory and a store: the same greedy tokens as `transformers`, cold, warm from below and restarted.
+"""An engine over host memory and a store: the same greedy tokens as `transformers`, cold, warm, and restarted.
 
 Device pools hold little more than one request, so that what is cached goes through the tiers again and again.
 """

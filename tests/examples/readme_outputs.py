@@ -78,6 +78,13 @@ def serve() -> str:
     return server.communicate()[1].strip()
 
 
+def example_of_tiers() -> str:
+    """What the example prints, without the plan."""
+    program = (sys.executable, "examples/07_tiers.py")
+    done = subprocess.run(program, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
+
+
 def _wait_until_healthy() -> None:
     for _ in range(240):
         try:
@@ -96,6 +103,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     **{name: partial(output_of, *command.split()) for name, command in PLANS.items()},
     "plan-sweep": sweep,
     "serve": serve,
+    "tiers": example_of_tiers,
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "replay": replay,
     "explain": lambda: output_of("explain", "sessions", EXPLAINED, "--pool-tokens", "1/8"),

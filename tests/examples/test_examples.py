@@ -25,6 +25,7 @@ EXPECTED = {
     "03_serve_and_chat.py": ["prompt tokens, 0 from the cache", "HTTP 400, QUIRE-CONTEXT-01"],
     "05_plan.py": ["62 layers, 2 groups", "KV dtype fp8_e4m3 (fits", "2,048 pages for a request"],
     "06_running_batch.py": ["1984 of 3184 prompt tokens were cached", "page seen, but not as a page"],
+    "07_tiers.py": ["240 from host memory", "240 from storage", "every time: True; damaged records: 0"],
     "04_allocator.py": ["[10, 11, 12, 13, 14, 15, 16]", "QUIRE-PAGES-01", "QUIRE-PAGES-02"],
 }
 """What each example must print. A new example needs a row."""

@@ -15,7 +15,8 @@ from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.fake_core import ByteTokenizer
 from tests.serve.live_server import LiveServer
 
-RETAIN, RELEASE, RETAINED, FLUSH = (f"/v1/cache/{name}" for name in ("retain", "release", "retained", "flush"))
+NAMES = ("retain", "release", "retained", "flush", "epoch")
+RETAIN, RELEASE, RETAINED, FLUSH, EPOCH = (f"/v1/cache/{name}" for name in NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def test_the_answer_says_why_not_more(live: LiveServer) -> None:
         "asked_tokens": 64,
         "expires_in_seconds": 0.0,
         "pinned": False,
+        "host_tokens": 0,
         "reason": "granted 0 of 64 tokens: none of them is cached; ask again when they have been computed.",
     }
     found = []
@@ -173,6 +175,53 @@ def test_a_namespace_is_flushed_alone(live: LiveServer) -> None:
     assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [0, 0, 0]
 
 
+def test_new_weights_find_nothing_of_the_old(live: LiveServer) -> None:
+    prompt = fresh()
+    compute(live, prompt)
+    asked(live, RETAIN, prompt=prompt, ttl_seconds=60)
+    answer = asked(live, EPOCH, weights_epoch=7)
+    assert answer["weights_epoch"] == 7 and answer["flushed_tokens"] >= 48
+    assert (answer["held_tokens"], answer["num_retentions"]) == (0, 1)
+    assert [compute(live, prompt), compute(live, prompt)] == [0, 32]
+    again = {"weights_epoch": 7, "flushed_tokens": 0, "held_tokens": 0, "num_retentions": 0}
+    assert asked(live, EPOCH, weights_epoch=7) == again
+    assert compute(live, prompt) == 32
+    assert live.statistics()["weights_epoch"] == 7
+
+
+def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path) -> None:
+    """A pool so small that what is cached is mostly below the device, and a second server on the same storage."""
+    options = ["--model", str(tiny_model), "--kv-memory", "50KiB", "--max-model-len", "128", "--dtype", "float32"]
+    options += ["--host-memory", "1MiB", "--storage", str(tmp_path / "store"), "--storage-size", "16MiB"]
+    options += ["--load", "always", "--prefetch", "wait_complete"]
+    prompts = {salt: fresh(96) for salt in ("", "one", "two", "three")}
+    with LiveServer.quire(*options) as live:
+        for salt, prompt in prompts.items():
+            compute(live, prompt, cache_salt=salt)
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80] * 4
+        assert asked(live, FLUSH, cache_salt="one")["flushed_tokens"] > 0
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80, 0, 80, 80]
+        assert asked(live, FLUSH, cache_salt="two")["held_tokens"] == 0
+        asked(live, RETAIN, prompt=prompts["three"], ttl_seconds=60, cache_salt="three")
+        live.terminate()
+        assert live.wait() == 0, live.log()
+    with LiveServer.quire(*options) as live:
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80, 80, 0, 80]
+        asked(live, EPOCH, weights_epoch=1)
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [0] * 4
+        asked(live, EPOCH, weights_epoch=0)
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80] * 4
+        asked(live, FLUSH, all=True)
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [0] * 4
+        asked(live, FLUSH, all=True)
+        live.terminate()
+        assert live.wait() == 0, live.log()
+    with LiveServer.quire(*options) as live:
+        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [0] * 4
+        live.terminate()
+        assert live.wait() == 0, live.log()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -203,6 +252,13 @@ def test_a_namespace_is_flushed_alone(live: LiveServer) -> None:
         (FLUSH, {"all": 1}, "all"),
         (FLUSH, {"everything": True}, "everything"),
         (FLUSH, [], None),
+        (EPOCH, {}, "weights_epoch"),
+        (EPOCH, {"weights_epoch": -1}, "weights_epoch"),
+        (EPOCH, {"weights_epoch": 2**63}, "weights_epoch"),
+        (EPOCH, {"weights_epoch": True}, "weights_epoch"),
+        (EPOCH, {"weights_epoch": "1"}, "weights_epoch"),
+        (EPOCH, {"weights_epoch": 1.0}, "weights_epoch"),
+        (EPOCH, {"weights_epoch": 1, "all": True}, "all"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_by_name(live: LiveServer, path: str, body: Any, param: str | None) -> None:
@@ -218,7 +274,7 @@ def test_a_model_that_is_not_served(live: LiveServer) -> None:
 
 def test_they_need_the_key_and_a_live_engine() -> None:
     with LiveServer.echo("--api-key", "sesame") as echo:
-        for path in (RETAIN, RELEASE, FLUSH, RETAINED):
+        for path in (RETAIN, RELEASE, FLUSH, RETAINED, EPOCH):
             assert echo.request(path, None if path == RETAINED else {})[0] == 401
         key = {"Authorization": "Bearer sesame"}
         body = {"prompt": "a", "ttl_seconds": 1}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, StoreError
 from quire.tiers.carrier import Carrier
 from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, StoreKey
@@ -245,3 +245,40 @@ def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataO
     assert store.prepared == {}
     if has_room:
         assert set(store.visible) == {key(page, part) for page in good for part in parts[page]}
+
+
+def forget(store: DictStore, scope: bytes) -> Move:
+    move = Move(Link.FORGET, (), scope)
+    for _ in Carrier(ArrayCopies(), store).carry(move):
+        pass
+    return move
+
+
+def test_everything_of_a_scope_is_forgotten_and_nothing_else() -> None:
+    store = DictStore()
+    scopes = [b"edition1" + name for name in (b"tenant 1", b"tenant 2")] + [b"edition2tenant 1"]
+    for scope in scopes:
+        for page in range(3000 if scope is scopes[0] else 3):
+            store.visible[StoreKey(scope, page_key(page), page % 2)] = b"x"
+    forget(store, scopes[0])
+    assert [sum(key.scope == scope for key in store.visible) for scope in scopes] == [0, 3, 3]
+    assert store.log.count(("remove", 1024)) == 2, "some at a time"
+    store.visible |= {StoreKey(scopes[0], page_key(1), 0): b"x"}
+    forget(store, b"edition1")
+    assert [sum(key.scope == scope for key in store.visible) for scope in scopes] == [0, 0, 3]
+    forget(store, b"edition1")
+    assert store.log[-1][0] == "remove" and len(store.visible) == 3
+
+
+def test_what_a_store_keeps_though_it_was_to_forget_it_is_an_error() -> None:
+    class Stubborn(DictStore):
+        def remove(self, keys: Sequence[StoreKey]) -> int:
+            return super().remove([key for key in keys if key.part])
+
+    store = Stubborn()
+    for part in (0, 1):
+        store.visible[StoreKey(SCOPE, page_key(1), part)] = b"x"
+    with pytest.raises(StoreError, match="1 of 2 records could not be removed"):
+        forget(store, SCOPE)
+    with pytest.raises(InvalidInput, match="no storage"):
+        list(Carrier(ArrayCopies(), None).carry(Move(Link.FORGET, (), SCOPE)))

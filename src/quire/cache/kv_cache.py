@@ -120,8 +120,6 @@ class KVCache(RunningTables):
             on_let_go=self._room_came_back,
         )
         self.holders.append(lambda: self.retention.leases)
-        if self.tiers is not None:
-            self.tiers.losing = self.retention.lose
         self._room = Room(self)
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
@@ -293,13 +291,11 @@ class KVCache(RunningTables):
             have, room = self._committed[row], self._allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
-        if self.tiers is not None and self.tiers.num_bad and kv.shares:
-            found = self.tree.match(kv.namespace, tokens[: end * self.page_size])
-            if self.tiers.bad[found.pages].any():
-                return  # until what cannot be had is forgotten: nothing may be cached behind it
         self._committed[row] = len(tokens)
         if end == start:
             return
+        if self.tiers is not None and self.tiers.num_bad and kv.shares:
+            kv.shares = not self.tiers.is_bad_from(self.tree.match(kv.namespace, tokens).pages[start:end])
         pages = self._rows[row]
         if not kv.shares:
             whole = RowPages(row, pages, end)

@@ -44,6 +44,7 @@ class Prefetch:
         "abandoned",
         "done",
         "fetching",
+        "holds",
         "keys",
         "last",
         "lease",
@@ -70,6 +71,7 @@ class Prefetch:
         self.last = start  # the page behind that piece
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False
+        self.holds = True  # the path of its lease
         self.num_waiting = 1  # requests, which begin with the same pages
 
 
@@ -108,7 +110,7 @@ class Prefetcher:
 
     def leases(self) -> list[Lease]:
         """What it holds of the tree."""
-        return [prefetch.lease for prefetch in self._running.values()]
+        return [prefetch.lease for prefetch in self._running.values() if prefetch.holds]
 
     def host_frames(self, group: int) -> Ids:
         """Host frames that pieces on their way have taken."""
@@ -139,7 +141,7 @@ class Prefetcher:
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         if not self._submit(prefetch, Move(Link.LOOK, units, tiering.scope(namespace))):
-            self._tree.unpin(prefetch.lease)
+            self._let_go(prefetch)
             return None
         self._first[keys[0]] = prefetch
         return prefetch
@@ -181,7 +183,21 @@ class Prefetcher:
                 prefetch.abandoned = True
                 self.stop(prefetch)
 
+    def give_way(self) -> bool:
+        """Nobody who reads ahead keeps anything any more, since memory is short; whether anybody did."""
+        kept = [prefetch for prefetch in self._running.values() if prefetch.holds]
+        for prefetch in kept:
+            prefetch.abandoned = True
+            self._let_go(prefetch)
+            self.stop(prefetch)
+        return bool(kept)
+
     # -- inside
+
+    def _let_go(self, prefetch: Prefetch) -> None:
+        if prefetch.holds:
+            prefetch.holds = False
+            self._tree.unpin(prefetch.lease)
 
     def _submit(self, prefetch: Prefetch, move: Move) -> bool:
         if not self._tiering.mover.submit(move):
@@ -206,7 +222,7 @@ class Prefetcher:
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
         del self._first[prefetch.keys[0]]
-        self._tree.unpin(prefetch.lease)
+        self._let_go(prefetch)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """Decide how far to fetch: behind the last page where every group could resume."""

@@ -3,6 +3,7 @@
     what is free                              first
     what callers asked to keep, softly        until enough could be evicted; the lowest priority first
     what is on its way between tiers          is waited for: it can be evicted when it has arrived
+    what requests that read ahead keep        is taken from them, and they read no further
     what is cached                            whole pages where pages are short, or frames of a group that has all of
                                               them; where another group is short, its frames go, and the pages stay
 
@@ -36,7 +37,7 @@ class Room:
         cache = self._cache
         cache.retention.expire()
         wanted = [group.wanted(rows, num_new) for group in cache.groups]
-        while self._short(wanted, num_new) and (self._give_up(wanted, num_new) or self._wait()):
+        while self._short(wanted, num_new) and (self._give_up(wanted, num_new) or self._wait() or self._take_back()):
             wanted = [group.wanted(rows, num_new) for group in cache.groups]
         self._free_up(wanted, num_new, cause)
 
@@ -101,6 +102,10 @@ class Room:
             return False
         self._cache.settle_moves()
         return True
+
+    def _take_back(self) -> bool:
+        """Take from those who read ahead what they keep; whether there was anything."""
+        return self._cache.prefetcher is not None and self._cache.prefetcher.give_way()
 
     def _free_up(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
         """Evict until so much is free. Raises OutOfPages before that."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from quire.plan.budget import MemoryPlan
+from quire.prefix.reach import reach_of
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
 
@@ -53,6 +54,8 @@ class TierSettings:
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on the host only."""
         whole = [
-            count for count, group in zip(self.host_frames, plan.groups, strict=True) if group.reach.kind == "full"
+            count
+            for count, group in zip(self.host_frames, plan.groups, strict=True)
+            if reach_of(group.reach, plan.page_size).whole
         ]
         return max(whole or self.host_frames)

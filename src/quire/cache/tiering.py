@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.damaged import DamagedPages
 from quire.cache.forgetting import Forgetting
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
@@ -26,6 +27,7 @@ from quire.cache.prefix_hit import Choice
 from quire.cache.request_kv import RequestKV
 from quire.cache.tier_counters import TierCounters
 from quire.cache.tier_settings import TierSettings, WritePolicy
+from quire.cache.worth_saving import worth_saving
 from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.frames import FrameTable
 from quire.plan.budget import MemoryPlan
@@ -41,7 +43,7 @@ _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
-class Tiering(PageNames):
+class Tiering(PageNames, DamagedPages):
     """The tiers of one cache. `forget` gives back pages that have left the tree. See the module."""
 
     def __init__(
@@ -55,7 +57,8 @@ class Tiering(PageNames):
         forget: Callable[[Ids], None],
         seconds: Callable[[], float],
     ) -> None:
-        super().__init__(table.num_pages, plan.page_size, identity)
+        PageNames.__init__(self, table.num_pages, plan.page_size, identity)
+        DamagedPages.__init__(self, table.num_pages, groups, tree, forget)
         self.settings = settings
         self.mover = settings.mover
         self.break_even = settings.break_even
@@ -68,17 +71,10 @@ class Tiering(PageNames):
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
-        self.bad = np.zeros(table.num_pages + 1, dtype=np.bool_)  # pages whose bytes cannot be had: nobody begins there
-        self.num_bad = 0
         self.moving: dict[Move, Moving] = {}
         self.archiving: dict[Move, list[Part]] = {}
-        self.condemned: list[tuple[Lease, int]] = []  # paths, and from which page on they are to be forgotten
-        self._groups = groups
-        self._tree = tree
-        self._forget = forget
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
-        self._num_condemned = 0
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
@@ -88,7 +84,6 @@ class Tiering(PageNames):
         self._ended: list[Move] = []
         self.forgetting = Forgetting(self.mover, seconds)
         self.fetched: Callable[[Move], None] = _nobody
-        self.losing: Callable[[Bools], int] = _keeps_nothing  # pages (a mask by id) that cannot be had any more
 
     # -- what was flushed
 
@@ -126,6 +121,8 @@ class Tiering(PageNames):
         loads = list(map(len, self.missing(pages[:far])))
         num_bytes = sum(count * size for count, size in zip(loads, self.settings.record_bytes, strict=True))
         tokens = (far - near) * self._page_size
+        if any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count):
+            return Choice(near, "", declined_pages=far - near)  # it would leave no frame to go on in
         if (
             not num_bytes
             or self.settings.always
@@ -167,6 +164,7 @@ class Tiering(PageNames):
         own."""
         if new > start:
             kv.loads += self.loads_of(pages[start:new])
+            self._mend(pages[start:new])
         if new < len(pages):
             above = int(pages[new - 1]) if new else 0
             self.name(kv.namespace, above, tokens[new * self._page_size :], pages[new:])
@@ -226,6 +224,7 @@ class Tiering(PageNames):
         wanted = [at[at >= first] for at in wanted]
         if self.settings.write is WritePolicy.BACK and not goes:
             wanted = [at[:0] if host.shelf is None else at for at, host in zip(wanted, self.hosts, strict=True)]
+        wanted = worth_saving(wanted, self.settings, self._page_size)
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
@@ -290,9 +289,8 @@ class Tiering(PageNames):
             pages = self.path(node)
             move = self.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True)
             if move is not None:
-                while move not in self._ended:
-                    self.mover.wait(_WAIT_S)
-                    self._ended += self.mover.finished()
+                self.mover.complete(move)
+                self._ended += self.mover.finished()
                 self._ended.remove(move)
                 self.counters.ended(move)
                 self._saved(move)
@@ -308,9 +306,7 @@ class Tiering(PageNames):
         """These pages have left the cache, or never were in it."""
         for host in self.hosts:
             host.drop(pages)
-        if self.num_bad:
-            self.bad[pages] = False
-            self.num_bad = int(np.count_nonzero(self.bad))
+        self._mend(pages)
         self._stored[:, pages] = False
         self._fetched[pages] = False
 
@@ -515,38 +511,6 @@ class Tiering(PageNames):
         self._condemn(every, moving.lease.node, moving.first)
         self._tree.unpin(moving.lease)
 
-    def _condemn(self, pages: Ids, node: Node, first: int) -> None:
-        """Nobody begins on these pages; all from page `first` of the path on is forgotten once nobody holds it."""
-        self._mark_bad(pages)
-        self.losing(self.bad)
-        self.condemned.append((self._tree.pin(node), first))
-
-    def _mark_bad(self, pages: Ids) -> None:
-        self.bad[pages] = True
-        self.num_bad = int(np.count_nonzero(self.bad))
-        self._num_condemned += 1
-
-    def _discard(self) -> int:
-        """Forget what was condemned and is held by nobody; how many paths that was. They may have pages in common, so
-        that none is kept by what another one holds."""
-        waiting = [(lease.node, first) for lease, first in self.condemned]
-        for lease, _ in self.condemned:
-            self._tree.unpin(lease)
-        held = []
-        for end, first in waiting:
-            node = end
-            while node.depth > first and node.parent is not None:
-                node = node.parent
-            if node.parent is None or node.depth + node.num_pages <= first:
-                continue  # it went with another one
-            pages = self._tree.discard(node, first - node.depth)
-            if pages is None:
-                held.append((end, first))
-            else:
-                self._forget(pages)
-        self.condemned = [(self._tree.pin(end), first) for end, first in held]
-        return len(waiting) - len(held)
-
     # -- inside
 
     def _submit(self, link: Link, moving: Moving) -> Move | None:
@@ -594,10 +558,6 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
-
-
-def _keeps_nothing(bad: Bools) -> int:
-    return 0
 
 
 def _nobody(move: Move) -> None:

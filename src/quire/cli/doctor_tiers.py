@@ -77,5 +77,5 @@ def _words(about: dict[str, Any]) -> str:
     if about["listening"]:
         words.append(f"something listens on {about['listening']}")
     elif about["program"]:
-        words.append(f"{about['program']} could serve it")
+        words.append(f"{Path(about['program']).name} could serve it")
     return ", ".join(words)

@@ -21,8 +21,12 @@ from quire.errors import InvalidInput
 if TYPE_CHECKING:
     from quire.testing.fuzz.parallel import Task
     from quire.testing.fuzz.run import Tally, Violation
+    from quire.testing.fuzz.tier_world import TierAsk
 
-_LEVELS = ("both", "cache", "scheduler")
+_LEVELS = ("both", "cache", "scheduler", "tiers")
+_TIERS = ("device", "host", "storage")
+_SAME = {"swap-pages": "exchange-pages", "truncate-row": "truncate-record", "drop-component": "drop-field"}
+"""Other names of faults, under which they are known elsewhere."""
 _SECONDS = 10.0
 _WORTH_TELLING = ("hit", "evicted", "duplicate", "split", "out of pages", "fault", "abort", "preemption")
 
@@ -36,13 +40,21 @@ def fuzz(
     jobs: Annotated[int | None, typer.Option(help="Processes. (default: one for each core)", min=1)] = None,
     level: Annotated[
         str,
-        typer.Option(help="What is driven: cache (its verbs), scheduler (requests), or both in turn."),
+        typer.Option(help="What is driven: cache (its verbs), scheduler (requests), both in turn, or tiers (both)."),
     ] = "both",
+    tiers: Annotated[
+        str | None,
+        typer.Option(help="With these tiers: device,host or device,host,storage. Implies --level tiers."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many lives, each of its own seed.", min=1)] = None,
     inject: Annotated[
         str | None,
-        typer.Option(help="Break the code in this way, which must be noticed: see --list.", show_default=False),
+        typer.Option(
+            help="Break the code in this way, or records and stores in these, which must be noticed: see --list.",
+            show_default=False,
+        ),
     ] = None,
-    list_mutants: Annotated[bool, typer.Option("--list", help="Name the mistakes that can be injected.")] = False,
+    list_mutants: Annotated[bool, typer.Option("--list", help="Name what can be injected.")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -54,6 +66,8 @@ def fuzz(
     [dim]Example:[/dim] quire fuzz --seconds 60
 
     [dim]Example:[/dim] quire fuzz --inject free-before-fence
+
+    [dim]Example:[/dim] quire fuzz --tiers device,host,storage --inject bit-flip,torn-write --seeds 2000
     """
     with reported(as_json=as_json, debug=debug):
         if list_mutants:
@@ -63,12 +77,14 @@ def fuzz(
             raise InvalidInput(f"there is no level '{level}'.", fix=f"use one of {', '.join(_LEVELS)}.")
         from quire.testing.fuzz.parallel import Task
 
-        if seconds is None and operations is None:
+        if seconds is None and operations is None and seeds is None:
             seconds = _SECONDS
         first = secrets.randbelow(10**9) if seed is None else seed
-        task = Task(level, first, jobs or os.cpu_count() or 1, operations, seconds, inject)
+        mutant, ask = _asked(tiers, inject)
+        level = "tiers" if tiers is not None or ask.faults else level
+        task = Task(level, first, jobs or os.cpu_count() or 1, operations, seconds, mutant, seeds, ask)
         tally = _run(task, as_json=as_json)
-        short = _shortened(tally.violation, as_json=as_json) if tally.violation is not None and inject is None else ()
+        short = _shortened(tally.violation, as_json=as_json) if tally.violation is not None and mutant is None else ()
         data = _as_dict(task, tally, short)
         if as_json:
             print(json.dumps(data))
@@ -78,13 +94,31 @@ def fuzz(
             raise typer.Exit(EXIT_DEFECT)
 
 
+def _asked(tiers: str | None, inject: str | None) -> tuple[str | None, TierAsk]:
+    """The mutant that `inject` names, if it names one, and what there is below the device."""
+    from quire.testing.fuzz.tier_faults import FAULTS
+    from quire.testing.fuzz.tier_world import TierAsk
+
+    named = tuple(tiers.split(",")) if tiers is not None else ()
+    if named not in ((), _TIERS, _TIERS[:2]):
+        raise InvalidInput(f"there are no tiers '{tiers}'.", fix="use device,host or device,host,storage.")
+    storage = None if not named else named == _TIERS
+    names = [_SAME.get(name, name) for name in inject.split(",")] if inject is not None else []
+    if not names or (len(names) == 1 and names[0] not in FAULTS):
+        return inject, TierAsk(storage)
+    unknown = [name for name in names if name not in FAULTS]
+    if unknown:
+        raise InvalidInput(f"there is no fault '{unknown[0]}'.", fix=f"use one or some of {', '.join(FAULTS)}.")
+    return None, TierAsk(storage, tuple(names))
+
+
 def _run(task: Task, *, as_json: bool) -> Tally:
     from quire.testing.fuzz.parallel import fuzz as run
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=as_json) as bar:
         text = f"Fuzzing from seed {task.seed}"
-        shown = bar.add_task(text, total=task.operations or task.seconds)
+        shown = bar.add_task(text, total=task.operations or task.lives or task.seconds)
         started = time.monotonic()
 
         def progress(tally: Tally) -> None:
@@ -93,7 +127,7 @@ def _run(task: Task, *, as_json: bool) -> Tally:
             bar.update(
                 shown,
                 description=f"{text}: {done:,} operations, {done / passed:,.0f}/s",
-                completed=done if task.operations else passed,
+                completed=done if task.operations else tally.lives if task.lives else passed,
             )
 
         return run(task, progress)
@@ -126,6 +160,8 @@ def _as_dict(task: Task, tally: Tally, short: tuple[str, ...]) -> dict[str, Any]
         "lives": tally.lives,
         "happened": dict(sorted(tally.happened.items())),
         "digest": f"{tally.digest:016x}",
+        "faults": list(task.ask.faults),
+        "met": _met(tally),
         "inject": task.inject,
         "passed": caught if task.inject is not None else found is None,
         "violation": None
@@ -142,18 +178,28 @@ def _as_dict(task: Task, tally: Tally, short: tuple[str, ...]) -> dict[str, Any]
     }
 
 
+def _met(tally: Tally) -> dict[str, dict[str, int]]:
+    """By fault, under which name a check has found it, and how often."""
+    found: dict[str, dict[str, int]] = {}
+    for (fault, name), count in sorted(tally.met.items()):
+        found.setdefault(fault, {})[name] = count
+    return found
+
+
 def _list(*, as_json: bool) -> None:
+    from quire.testing.fuzz.tier_faults import FAULTS
     from quire.testing.mutants import MUTANTS
 
     if as_json:
         mutants = [{"name": m.name, "level": m.level, "wrong": m.wrong, "field": m.field} for m in MUTANTS.values()]
-        print(json.dumps({"mutants": mutants}))
+        print(json.dumps({"mutants": mutants, "faults": list(FAULTS)}))
         return
     console = Console(highlight=False)
     for made in MUTANTS.values():
         line = Text(f"{made.name}: ", style="bold")
         line.append(made.wrong, style="not bold").append(f" ({made.field})", style="not bold dim")
         console.print(line, soft_wrap=True)
+    console.print(f"Faults of records and stores, some at once: {', '.join(FAULTS)}", soft_wrap=True)
 
 
 def _print(task: Task, tally: Tally, data: dict[str, Any]) -> None:
@@ -168,6 +214,10 @@ def _print(task: Task, tally: Tally, data: dict[str, Any]) -> None:
     happened = [f"{name} {tally.happened[name]:,}" for name in _WORTH_TELLING if tally.happened[name]]
     told = f"{tally.lives:,} lives" + (f", {' and '.join(levels)}" if levels else "")
     console.print(f"{told}; {', '.join(happened) or 'nothing happened yet'}.", style="dim")
+    for fault in task.ask.faults:
+        names = ", ".join(f"{name} {count:,}" for name, count in data["met"].get(fault, {}).items())
+        met = f"met {tally.happened[fault]:,} times" if tally.happened[fault] else "not met"
+        console.print(f"{fault}: {'found as ' + names if names else met}.")
     violation = data["violation"]
     if violation is None:
         if task.inject is None:

@@ -127,7 +127,7 @@ StorageSizeOption = Annotated[
     str | None,
     typer.Option(
         "--storage-size",
-        help="What may be kept there: 100GiB. A new directory needs it. (default: as the store is)",
+        help="What may be kept there: 100GiB. (default: as the store is; half of the free disk, at most 32GiB, if new)",
         rich_help_panel=TIERS,
     ),
 ]

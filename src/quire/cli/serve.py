@@ -55,6 +55,14 @@ if TYPE_CHECKING:
 SERVER = "Server"
 API_KEY = "QUIRE_API_KEY"
 
+_SERVERS_OWN = {"host", "port", "api_key", "drain", "stall_after", "as_json", "debug"}
+_SETTINGS = {
+    "max_running": "max_running_requests",
+    "max_batched": "max_num_batched_tokens",
+    "prefix_caching": "enable_prefix_caching",
+}
+"""Options whose setting has another name."""
+
 
 def serve(
     model: ModelOption = None,
@@ -116,40 +124,9 @@ def serve(
 
     [dim]Example:[/dim] quire serve --host-memory 8GiB --storage /var/cache/quire --storage-size 100GiB
     """
+    options = dict(locals())  # an option that is not the server's own is a setting of the engine
     with reported(as_json=as_json, debug=debug):
-        config = make_config(
-            model=model,
-            tokenizer=tokenizer,
-            served_model_name=served_model_name,
-            skip_tokenizer_init=skip_tokenizer_init,
-            device=device,
-            dtype=dtype,
-            page_size=page_size,
-            kv_dtype=kv_dtype,
-            kv_memory=kv_memory,
-            max_model_len=max_model_len,
-            max_running_requests=max_running,
-            max_num_batched_tokens=max_batched,
-            policy=policy,
-            threads=threads,
-            eviction=eviction,
-            enable_prefix_caching=prefix_caching,
-            explain=explain,
-            weights_epoch=weights_epoch,
-            retain_share=retain_share,
-            swa_full_tokens_ratio=swa_full_tokens_ratio,
-            mamba_full_memory_ratio=mamba_full_memory_ratio,
-            max_mamba_cache_size=max_mamba_cache_size,
-            checkpoint_interval=checkpoint_interval,
-            host_memory=host_memory,
-            storage=storage,
-            storage_size=storage_size,
-            write_policy=write_policy,
-            load=load,
-            prefetch=prefetch,
-            prefetch_seconds=prefetch_seconds,
-            seed=seed,
-        )
+        config = make_config(**{_SETTINGS.get(name, name): options[name] for name in options.keys() - _SERVERS_OWN})
         from quire.serve.server import ServerConfig
 
         logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s")

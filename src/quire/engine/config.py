@@ -49,9 +49,10 @@ class EngineConfig(BaseModel):
 
     Below the device: `host_memory` is one total in bytes for all groups (`auto`: as much as is useful and there; None:
     none, or `auto` where there is `storage`); `storage` is a directory or a URL (`quire.tiers.stores.registry`), and
-    `storage_size` what may be kept there. `write_policy` says when a cached page is copied to the host, `load` whether
-    it is loaded only where that is quicker than to compute it, as measured, and `prefetch` how long a request waits
-    for what is stored, `prefetch_seconds` so with `timeout`. What contradicts itself, or would do nothing, is refused.
+    `storage_size` what may be kept there (None: as the store is, or what the disk of a new directory has room for).
+    `write_policy` says when a cached page is copied to the host, `load` whether it is loaded only where that is quicker
+    than to compute it, as measured, and `prefetch` how long a request waits for what is stored, `prefetch_seconds` so
+    with `timeout`. What contradicts itself, or would do nothing, is refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -76,6 +76,7 @@ class EngineCore:
             undo.pop_all()
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
         self._in_flight: Step | None = None
+        self._settled_at = 0.0  # when the last step did, by `time.perf_counter`
         self._ended: list[TokenOutput] = []
         self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
 
@@ -162,7 +163,6 @@ class EngineCore:
             self._explain(request, outputs)
         if not batch.works and self._in_flight is None and not outputs:
             self.cache.wait_moves(_MOVES_S)
-        started = time.perf_counter()
         launched = self._launch(batch, outputs)
         if self._in_flight is not None:
             outputs += self._settle(self._in_flight)
@@ -170,8 +170,6 @@ class EngineCore:
         if launched is not None and not self._overlap:
             outputs += self._settle(launched)
             self._in_flight = None
-        if self.tiers is not None and batch.num_tokens > len(batch.works):
-            self.tiers.break_even.computed(batch.num_tokens, time.perf_counter() - started)
         return outputs
 
     def _launch(self, batch: Batch, outputs: list[TokenOutput]) -> Step | None:
@@ -189,10 +187,18 @@ class EngineCore:
 
     def _settle(self, step: Step) -> list[TokenOutput]:
         drawn = step.wait()
+        self._measure(step)
         logprobs = step.logprobs()
         requests = self.scheduler.settle(step.batch, drawn)
         self.cache.close_fence(step.fence)
         return [self._output(request, logprobs) for request in requests]
+
+    def _measure(self, step: Step) -> None:
+        """Learn from a step that has settled what prompts cost, unless it waited for more than the device: for bytes.
+        It began when it was launched, or when the one before it was done."""
+        began, self._settled_at = max(step.began, self._settled_at), time.perf_counter()
+        if self.tiers is not None and step.batch.computes_prompts and not step.waits:
+            self.tiers.break_even.computed(step.batch.num_tokens, self._settled_at - began)
 
     def _explain(self, request: Request, outputs: list[TokenOutput]) -> None:
         """Keep why no more of a request's prompt was cached, and tell its client, who may have asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +26,16 @@ from quire.spec.pages import pages_for
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A launched step. `sampled` are the batch's works that draw a token, in the order of `drawn`'s rows."""
+    """A launched step. `sampled` are the batch's works that draw a token, in the order of `drawn`'s rows. `began` is
+    when it was launched, by `time.perf_counter`, and `waits` says that it waits for bytes from below the device."""
 
     batch: Batch
     fence: int
     sampled: tuple[Work, ...]
     drawn: Drawn | None
     rows: dict[str, int]
+    began: float
+    waits: bool
 
     def row_of(self, request: Request) -> int:
         """The row of `drawn` that holds this request's token."""
@@ -76,6 +80,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch, previous: Step | None) -> Step:
         """Start a step. `previous` is the step in flight, whose tokens this one's may continue."""
+        began = time.perf_counter()
         works = batch.works
         starts = np.array([work.start for work in works], dtype=np.int64)
         counts = np.array([work.count for work in works], dtype=np.int64)
@@ -88,6 +93,7 @@ class ModelRunner:
             requests = self._cache.batch([work.kv for work in works])
             self._tables.apply(self._cache.page_table_changes())
             loads = tuple({load for work in works for load in work.kv.loads})
+            waits = not all(load.done for load in loads)
             for pool in self.pools:
                 pool.arriving = loads
             batches = [self._of_group(requests, starts, counts, group) for group in range(len(self.pools))]
@@ -105,7 +111,8 @@ class ModelRunner:
         finally:
             for pool in self.pools:
                 pool.arriving = ()
-        return Step(batch, fence, sampled, drawn, {work.request.request_id: row for row, work in enumerate(sampled)})
+        row_of = {work.request.request_id: row for row, work in enumerate(sampled)}
+        return Step(batch, fence, sampled, drawn, row_of, began, waits)
 
     def _of_group(
         self, requests: RunningBatch, starts: np.ndarray, counts: np.ndarray, group: int

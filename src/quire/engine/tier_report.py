@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from quire.engine.config import EngineConfig
 from quire.plan.budget import MemoryPlan, format_bytes
+from quire.prefix.reach import reach_of
 
 
 def tiers_as_dict(
@@ -19,7 +20,7 @@ def tiers_as_dict(
     for the caller, and what will bring little.
     """
     groups = {
-        group.name: {"frames": count, "bytes": count * size, "whole": group.reach.kind == "full"}
+        group.name: {"frames": count, "bytes": count * size, "whole": reach_of(group.reach, plan.page_size).whole}
         for group, count, size in zip(plan.groups, frames, record_bytes, strict=True)
     }
     whole = [found["frames"] for found in groups.values() if found["whole"]]

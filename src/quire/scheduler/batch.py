@@ -33,3 +33,8 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens the step computes."""
         return sum(work.count for work in self.works)
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether any request computes more than the token after its last."""
+        return self.num_tokens > len(self.works)

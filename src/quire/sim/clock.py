@@ -20,6 +20,7 @@ _COMPUTE_SHARE = 0.5  # of the published peak, that large matrix products reach
 _MEMORY_SHARE = 0.8  # of the published bandwidth, that streaming reads reach
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
 _STORAGE_BANDWIDTH = 7e9  # an NVMe drive
+_LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has come
 
 _FIGURES: Mapping[str, tuple[float, float, float]] = {
     "a10-24gb": (125, 600, 32),
@@ -53,7 +54,7 @@ class CostModel:
         launch + max(weights, token * new tokens) + pair * (query, key) pairs of prompts + keys read by single tokens
 
     `reads` has a pair for each group: seconds for each key that a decoding token reads, and how many it reads at most
-    (0: all of its context). Bandwidths are bytes per second; tiers will use them.
+    (0: all of its context). Bandwidths are bytes per second, of all ranks together and in each direction.
     """
 
     launch: float
@@ -116,7 +117,7 @@ class CostModel:
             token=(2 * active_parameters + windowed) / compute,
             pair=full / compute,
             reads=reads,
-            host_bandwidth=bus * 1e9 * _MEMORY_SHARE,
+            host_bandwidth=ranks * bus * 1e9 * _MEMORY_SHARE,
             source=f"published peaks of {device}" + (f", {ranks} of them" if ranks > 1 else ""),
         )
 
@@ -165,11 +166,14 @@ class VirtualClock:
         self._cost = cost
         self._free_at = 0.0
 
-    def launch(self, starts: Lengths, ends: Lengths) -> float:
-        """A step is launched now; returns when it will have settled."""
+    def launch(self, starts: Lengths, ends: Lengths, *, arrives: float = 0.0) -> float:
+        """A step is launched now; returns when it will have settled. Its layers wait for those of a load whose last one
+        `arrives` then, so that only the last one's work is left to do after that."""
         seconds = self._cost.seconds(starts, ends)
         self.busy += seconds
         self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
+        if arrives:
+            self._free_at = max(self._free_at, arrives + seconds * _LAST_LAYER)
         return self._free_at
 
     def move_to(self, time: float) -> None:

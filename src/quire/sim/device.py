@@ -34,9 +34,10 @@ import numpy.typing as npt
 from quire.cache import KVCache, RequestKV
 from quire.cache.groups import Pieces
 from quire.errors import WrongContent
+from quire.plan.budget import MemoryPlan
 from quire.scheduler.batch import Batch
 from quire.scheduler.request import RequestState
-from quire.sim.names import NameChain, Names
+from quire.sim.names import NameChain, Names, page_weights
 from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.spec.ids import Ids
 
@@ -89,18 +90,27 @@ class SimulatedStep:
 
 class SimulatedDevice:
     """The device of one cache. `check` off draws tokens and nothing else; `overlap` says whether a step may be launched
-    before the one before it has settled.
+    before the one before it has settled. `frames` are given where others copy them too (`frames_of` makes them).
 
     Raises WrongContent where a step reads what it must not, at the settling of that step or at a launch that comes too
     early.
     """
 
-    def __init__(self, cache: KVCache, *, check: bool = True, overlap: bool = False) -> None:
+    def __init__(
+        self, cache: KVCache, *, check: bool = True, overlap: bool = False, frames: Sequence[Frames] | None = None
+    ) -> None:
         self._lanes = _Lanes(cache) if check else None
         self._memory: tuple[_Memory, ...] = ()
         if self._lanes is not None:
-            self._memory = tuple(_Memory(cache, at, self._lanes, overlap) for at in range(len(cache.groups)))
+            frames = frames if frames is not None else self.frames_of(cache.plan)
+            self._memory = tuple(_Memory(cache, at, each, self._lanes, overlap) for at, each in enumerate(frames))
         self._launched = self._settled = 0
+
+    @staticmethod
+    def frames_of(plan: MemoryPlan) -> list[Frames]:
+        """Frames of each group, in which nothing was ever written."""
+        width = {True: 1, False: plan.page_size}
+        return [Frames(plan.frames_of(at), width[group.reach.carried]) for at, group in enumerate(plan.groups)]
 
     def launch(self, batch: Batch, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
         """Start a step. `fence` was opened for it, and `pieces` are `KVCache.launch` of every group that has any.
@@ -127,6 +137,24 @@ class SimulatedDevice:
             memory.run(step)
         self._settled = step.number
         return step.drawn
+
+
+class Frames:
+    """The frames of one group: `names`, uint64 `[frames + 1, slots]`, and a digest of the names of each frame."""
+
+    def __init__(self, num_frames: int, slots: int) -> None:
+        self.names: Names = np.zeros((num_frames + 1, slots), dtype=np.uint64)
+        self.digests: Names = np.zeros(num_frames + 1, dtype=np.uint64)
+        self._weights = page_weights(slots)
+
+    def write(self, frames: Ids, names: Names) -> None:
+        """Whole frames hold these names, `[frames, slots]`."""
+        self.names[frames] = names
+        self.renew(frames)
+
+    def renew(self, frames: Ids) -> None:
+        """The names of these frames have changed."""
+        self.digests[frames] = (self.names[frames] * self._weights).sum(axis=1, dtype=np.uint64)
 
 
 class _Lanes:
@@ -188,7 +216,7 @@ class _Lanes:
 class _Memory:
     """The frames of one group."""
 
-    def __init__(self, cache: KVCache, group: int, lanes: _Lanes, overlap: bool) -> None:
+    def __init__(self, cache: KVCache, group: int, frames: Frames, lanes: _Lanes, overlap: bool) -> None:
         self._cache = cache
         self._group = group
         self._name = cache.groups[group].name
@@ -196,8 +224,8 @@ class _Memory:
         self._size = cache.page_size
         num_frames = cache.plan.frames_of(group) + 1
         self._carried = cache.groups[group].reach.carried
-        self._held: Names = np.zeros((num_frames, 1 if self._carried else self._size), dtype=np.uint64)
-        self._digests: Names = np.zeros(num_frames, dtype=np.uint64)
+        self._frames = frames
+        self._held, self._digests = frames.names, frames.digests
         self._read_by = np.zeros(num_frames, dtype=np.int64)  # the last step launched that reads the frame
         self._written_by = np.zeros_like(self._read_by)  # and, of a carried frame, the last one that writes it
         self._reader, self._writer = np.zeros_like(self._read_by), np.zeros_like(self._read_by)  # lanes that do so
@@ -289,7 +317,7 @@ class _Memory:
             raise WrongContent(f"request '{owner}' writes to a page of group '{self._name}' that has no frame.")
         self._held.reshape(-1)[slots] = self._lanes.names[lanes, positions]
         touched = frames if len(slots) == len(rows.starts) else frames[np.flatnonzero(np.diff(frames, prepend=0))]
-        self._digests[touched] = self._lanes.chain.digests(self._held[touched].reshape(-1))
+        self._frames.renew(touched)
 
     def _check(self, reads: Sequence[_Reads], step: SimulatedStep) -> None:
         """Whole pages by their digests, and then, for all works at once, the slots of pages that are not full."""

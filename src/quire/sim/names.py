@@ -31,7 +31,7 @@ class NameChain:
         self._powers = _powers(_A, longest)
         self._inverses = _powers(pow(_A, -1, _WORD), longest)
         self._seeds: dict[Namespace, np.uint64] = {}
-        self.weights: Names = _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
+        self.weights = page_weights(page_size)
 
     def names(self, namespace: Namespace, tokens: Ids) -> Names:
         """The name of each token, uint64 `[num_tokens]`."""
@@ -52,6 +52,11 @@ class NameChain:
         if namespace not in self._seeds:
             self._seeds[namespace] = np.uint64(int.from_bytes(namespace_seed(namespace)[:8], "little"))
         return self._seeds[namespace]
+
+
+def page_weights(page_size: int) -> Names:
+    """An odd number for each slot of a page, for its digest."""
+    return _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
 
 
 def _powers(base: int, count: int) -> Names:

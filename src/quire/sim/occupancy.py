@@ -61,6 +61,7 @@ class OccupancyLog:
 
     def _sample(self, now: float, running: int, waiting: int, *, ended: bool) -> Occupancy:
         cache = self._cache
-        total, available = cache.plan.num_pages, cache.num_available_pages
-        cached = available - cache.num_free_pages
+        total, cached = cache.plan.num_pages, cache.tree.num_evictable
+        free = [group.num_free for group in cache.groups if group.reach.whole]
+        available = cached + (min(free) if cache.tiers is not None and free else cache.num_free_pages)
         return Occupancy(now, (total - available) / total, cached / total, running, waiting, ended)

@@ -20,23 +20,27 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.arrivals import Arrivals
 from quire.sim.clock import CostModel, VirtualClock
+from quire.sim.copies import LAYER
 from quire.sim.device import Rows, SimulatedDevice, SimulatedStep
 from quire.sim.occupancy import OccupancyLog
 from quire.sim.result import Ledger, ReplayResult
 from quire.sim.scripted_request import ScriptedRequest, scripted
+from quire.sim.tiers import SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
+from quire.tiers.moves import Move
 
 CHECKS = ("off", "reads", "all")
 """What a replay checks: nothing; what every step reads; and all laws of the cache every so often as well."""
 
 _AUDIT_EVERY = 512  # steps
+_MOVES_S = 0.005  # between looks at what moves, where nothing can be computed: the engine's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
     """How the engine is set up: the eviction policy, the order of waiting requests, the tokens of one step, whether a
-    step is launched before the one before it has settled, what is checked, and whether each record says why no more of
-    its prompt was cached."""
+    step is launched before the one before it has settled, what is checked, whether each record says why no more of its
+    prompt was cached, and what is below the device."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -45,12 +49,23 @@ class ReplaySettings:
     check: str = "off"
     checkpoint_interval: int = 512
     explain: bool = False
+    tiers: SimulatedTiers | None = None
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise InvalidInput(f"'{self.check}' is not something to check.", fix=f"use one of {', '.join(CHECKS)}.")
         if self.chunk < 1:
             raise InvalidInput(f"a step of {self.chunk} tokens.", fix="give at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step in flight, the loads that it waits for, when it was launched and when it will be done."""
+
+    step: SimulatedStep
+    loads: list[Move]
+    began: float
+    done: float
 
 
 class Replay:
@@ -68,23 +83,29 @@ class Replay:
         progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
         self.clock = VirtualClock(cost)
+        frames = SimulatedDevice.frames_of(plan) if settings.check != "off" else None
+        self.tiers = (
+            VirtualTiers(settings.tiers, plan, cost, self.clock, frames) if settings.tiers is not None else None
+        )
         self.cache = KVCache(
             plan,
             eviction=settings.policy,
             checkpoint_interval=settings.checkpoint_interval,
             explains=settings.explain,
             seconds=lambda: self.clock.now,
+            tiers=self.tiers.settings if self.tiers is not None else None,
         )
         self.scheduler = Scheduler(
             self.cache, scheduling_policy(settings.order), max_running=plan.max_requests, max_tokens=settings.chunk
         )
-        self.device = SimulatedDevice(self.cache, check=settings.check != "off", overlap=settings.overlap)
+        self.device = SimulatedDevice(self.cache, check=frames is not None, overlap=settings.overlap, frames=frames)
         self._settings = settings
         self._progress = progress
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.carried)
         self._ledger = Ledger()
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will not stay
-        self._in_flight: tuple[SimulatedStep, float] | None = None  # and when it will have settled
+        self._in_flight: _Launched | None = None
+        self._settled_at = 0.0  # when the last step did
         self._steps = 0
         self._manager_seconds = 0.0
         self._refused_tokens = 0
@@ -108,7 +129,7 @@ class Replay:
             following = arrivals.next_time
             if following is None:
                 break
-            self.clock.move_to(following)
+            self._rest(following)
         if self._settings.check == "all":
             self.cache.audit()
         self._progress(len(self._ledger.records))
@@ -124,16 +145,31 @@ class Replay:
         for request in scripted(batch.admitted):
             request.admitted = self.clock.now
         launched = self._launch(batch) if batch.works else None
-        stuck = launched is None and self._in_flight is None and not self.scheduler.num_running
-        assert not stuck, self.scheduler.waiting[0].wait_reason
+        if launched is None and self._in_flight is None and not self._wait(arrivals):
+            assert self.scheduler.num_running, self.scheduler.waiting[0].wait_reason
         if self._in_flight is not None:
-            self._settle(*self._in_flight, arrivals)
+            self._settle(self._in_flight, arrivals)
         self._in_flight = launched
         if launched is not None and not self._settings.overlap:
-            self._settle(*launched, arrivals)
+            self._settle(launched, arrivals)
             self._in_flight = None
 
-    def _launch(self, batch: Batch) -> tuple[SimulatedStep, float]:
+    def _wait(self, arrivals: Arrivals) -> bool:
+        """There is nothing to compute until bytes have arrived. Looks again as often as the engine does."""
+        if self.tiers is None or self.tiers.mover.next_end is None:
+            return False
+        times = [self.clock.now + _MOVES_S, self.tiers.mover.next_end, arrivals.next_time]
+        self.clock.move_to(min(time for time in times if time is not None))
+        return True
+
+    def _rest(self, until: float) -> None:
+        """There are no requests until then. What moves goes on moving."""
+        while self.tiers is not None and (end := self.tiers.mover.next_end) is not None and end < until:
+            self.clock.move_to(end)
+            self.cache.settle_moves()
+        self.clock.move_to(until)
+
+    def _launch(self, batch: Batch) -> _Launched:
         self._steps += 1
         rows = Rows.of(batch)
         fence, pieces = self.cache.open_fence(), {}
@@ -145,11 +181,23 @@ class Replay:
             pieces = {index: found for index, found in launched.items() if found is not None}
         step = self.device.launch(batch, fence, rows, pieces)
         self._occupancy.launched(self._steps, self.clock.now, *self._load())
-        return step, self.clock.launch(rows.starts, rows.ends)
+        loads: list[Move] = []
+        arrives = 0.0
+        if self.tiers is not None:
+            loads = [load for work in batch.works for load in work.kv.loads if not load.done]
+            arrives = max(map(self.tiers.mover.end_of, loads), default=0.0)
+        began = self.clock.now
+        return _Launched(step, loads, began, self.clock.launch(rows.starts, rows.ends, arrives=arrives))
 
-    def _settle(self, step: SimulatedStep, done_at: float, arrivals: Arrivals) -> None:
+    def _settle(self, launched: _Launched, arrivals: Arrivals) -> None:
+        step = launched.step
+        for load in launched.loads:
+            load.wait_layer(LAYER)  # as a forward pass does before it reads one
         drawn = self.device.settle(step)
-        self.clock.move_to(done_at)
+        self.clock.move_to(launched.done)
+        began, self._settled_at = max(launched.began, self._settled_at), launched.done
+        if self.tiers is not None and step.batch.computes_prompts and not launched.loads:
+            self.tiers.break_even.computed(step.batch.num_tokens, launched.done - began)
         watch = time.thread_time()
         advanced = self.scheduler.settle(step.batch, drawn)
         self.cache.close_fence(step.fence)
@@ -253,4 +301,5 @@ class Replay:
             digest=self._ledger.digest(statistics.prompt_tokens, statistics.hit_tokens, evicted, preemptions),
             checked=self._settings.check,
             occupancy=tuple(self._occupancy.samples),
+            tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
         )

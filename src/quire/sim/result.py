@@ -11,6 +11,7 @@ import numpy as np
 from quire.observe.explain import Cause, Explanation
 from quire.sim.occupancy import Occupancy
 from quire.sim.scripted_request import ScriptedRequest
+from quire.sim.tiers import TierUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,8 @@ class ReplayResult:
     digest: str
     checked: str
     occupancy: tuple[Occupancy, ...]
+    tiers: TierUse | None = None
+    """What the tiers below the device did, where there are any."""
     pool_note: str = ""
     """Why the pool has another size than was asked for, where it has."""
 
@@ -146,6 +149,12 @@ class ReplayResult:
         """Percentiles of the time from a request's arrival to its first token; zeros where there was none."""
         found = [r.first_token - r.arrived for r in self.records if r.first_token is not None]
         return [float(value) for value in np.percentile(found, percentiles)] if found else [0.0] * len(percentiles)
+
+    @property
+    def mean_first_token_seconds(self) -> float:
+        """The mean of the same; zero where there was none."""
+        found = [r.first_token - r.arrived for r in self.records if r.first_token is not None]
+        return sum(found) / len(found) if found else 0.0
 
     @property
     def output_rate(self) -> float:

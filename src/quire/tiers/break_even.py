@@ -26,7 +26,8 @@ class BreakEven:
     calls `on_change(link, "")`. As what always loses is not measured any more, it is tried again after a time that
     doubles: what was known of it is then forgotten, one decision is for it, and the next measurement counts alone.
 
-    Of a FETCH, which ends on the host, the LOAD behind it is counted in.
+    Of a FETCH, which ends on the host, the LOAD behind it is counted in. A LOAD that was never measured is taken to be
+    as fast as a SAVE, which goes the same way back and comes first.
     """
 
     def __init__(
@@ -58,6 +59,10 @@ class BreakEven:
         """A move of so many bytes took so long, without its wait in a queue."""
         self._links[link].rate.add(num_bytes, seconds)
 
+    def knows(self, link: Link) -> bool:
+        """Whether a link was measured, since it was last tried."""
+        return self._links[link].rate.known
+
     # -- what follows from it
 
     def compute_seconds(self, tokens: int) -> float | None:
@@ -67,7 +72,7 @@ class BreakEven:
 
     def load_seconds(self, link: Link, num_bytes: int, queued_bytes: int = 0) -> float | None:
         """What it takes until the bytes can be used on the device, behind others on the link. None: not known."""
-        seconds = self._links[link].rate.seconds(num_bytes + queued_bytes)
+        seconds = self._rate(link).seconds(num_bytes + queued_bytes)
         if seconds is None:
             return None
         return seconds + self._seconds_after(link, num_bytes)
@@ -87,7 +92,7 @@ class BreakEven:
             self._win(link, state)
             return load <= compute
         self._lose(link, state, compute, num_bytes)
-        return bool(state.why_off) and self._tries(state)
+        return bool(state.why_off) and self._may_pay(link, compute, num_bytes) and self._tries(state)
 
     def deadline(self, tokens: int, num_bytes: int) -> float:
         """Seconds that a request may wait for storage before computing would have been quicker."""
@@ -103,6 +108,18 @@ class BreakEven:
     def why_off(self, link: Link) -> str:
         """In the reader's units; nothing where it is on."""
         return self._links[link].why_off
+
+    def _may_pay(self, link: Link, compute: float, num_bytes: int) -> bool:
+        """Whether it is worth a trial. SAVE is measured all the time: a LOAD as fast as that would have to pay."""
+        if link is not Link.LOAD:
+            return True
+        seconds = self._links[Link.SAVE].rate.seconds(num_bytes)
+        return seconds is None or seconds <= compute
+
+    def _rate(self, link: Link) -> Rate:
+        """What is known of a link, or else of one like it."""
+        rate = self._links[link].rate
+        return self._links[Link.SAVE].rate if link is Link.LOAD and not rate.known else rate
 
     def _seconds_after(self, link: Link, num_bytes: int) -> float:
         """What has to follow a move before its bytes are on the device."""
@@ -141,7 +158,7 @@ class BreakEven:
 
     def _why(self, link: Link, compute: float, num_bytes: int) -> str:
         """The bandwidth at which this move would take as long as computing."""
-        rate = self._links[link].rate
+        rate = self._rate(link)
         others = (rate.start or 0.0) + self._seconds_after(link, num_bytes)
         measured = f"measured {_in_units(rate.per_second or 0.0)}"
         if others >= compute:

@@ -39,6 +39,10 @@ class Mover(Protocol):
         """Wait until something has ended that `finished` did not return yet, or a LOAD has become `checked` since the
         last wait; at most so long. Returns whether something has."""
 
+    def complete(self, move: Move) -> None:
+        """Have a move that was taken ended before this returns, however long that takes; `finished` still returns
+        it."""
+
     def in_flight(self, link: Link) -> int:
         """Bytes that were taken and not returned by `finished` yet."""
 
@@ -121,6 +125,10 @@ class ThreadMover(Mover):
             found = self._news.wait_for(lambda: self._ended or self._has_checked, seconds)
             self._has_checked = False
         return bool(found)
+
+    def complete(self, move: Move) -> None:
+        with self._lock:
+            self._news.wait_for(lambda: move.done)
 
     def in_flight(self, link: Link) -> int:
         with self._lock:

@@ -21,6 +21,10 @@ class VirtualMover(Mover):
     for a layer; only the records of a LOAD are checked when it begins. A link without a bandwidth takes no time for
     bytes, one without a latency starts at once. Forgetting goes in line with archiving.
 
+    Time is not this one's to move, unless it is told how: `pass_until(time)` is called where somebody waits, and then
+    it is that time, or later. Without, what has to be complete at once ends early, and its link is busy as long all the
+    same.
+
     With `choose`, which returns a number below the one it is given, moves that are due end in an order that it picks,
     and some only at a later call, as between links of a real machine; on one link the order is kept.
     """
@@ -35,9 +39,11 @@ class VirtualMover(Mover):
         latency: Mapping[Link, float],
         choose: Callable[[int], int] | None = None,
         most_bytes: Mapping[Link, int] = MOST_BYTES,
+        pass_until: Callable[[float], None] | None = None,
     ) -> None:
         self._carrier = Carrier(copies, store)
         self._seconds = seconds
+        self._pass_until = pass_until
         self._bandwidths = bandwidths
         self._latency = latency
         self._choose = choose
@@ -74,13 +80,23 @@ class VirtualMover(Mover):
         return ended
 
     def wait(self, seconds: float) -> bool:
-        """Whether something has ended by now, or a LOAD has become `checked`. Time is not this one's to move: whoever
-        has nothing else to do moves it to `next_end`."""
-        next_end = self.next_end
+        """Whether something has ended by now, or a LOAD has become `checked`. Without `pass_until`, whoever has nothing
+        else to do moves the time to `next_end`."""
+        next_end, until = self.next_end, self._seconds() + seconds
+        if self._pass_until is not None and not self._has_checked and not self._ended:
+            self._pass_until(until if next_end is None else min(next_end, until))
         is_due = next_end is not None and next_end <= self._seconds()
         found = self._has_checked or bool(self._ended) or is_due
         self._has_checked = False
         return found
+
+    def complete(self, move: Move) -> None:
+        """Those before it on its link end too."""
+        if not move.done and self._pass_until is not None:
+            self._pass_until(self.end_of(move))
+        lane = self._lane(move.link)
+        while not move.done:
+            self._finish(lane)
 
     @property
     def next_end(self) -> float | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from quire.testing.fuzz.run import Tally, Violation, level_for, run_lives
+from quire.testing.fuzz.run import NO_FAULTS, Tally, Violation, level_for, run_lives
+from quire.testing.fuzz.tier_world import TierAsk
 
 _PATIENCE = 1.0
 """Seconds without a word after which it is asked whether a process is still there."""
@@ -17,7 +18,8 @@ _PATIENCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to do: `seed` is the first one; without a limit of `operations` there is one of `seconds`, or both."""
+    """What to do: `seed` is the first one; without a limit of `operations` or of `lives` there is one of `seconds`, or
+    several."""
 
     level: str
     seed: int
@@ -25,6 +27,8 @@ class Task:
     operations: int | None = None
     seconds: float | None = None
     inject: str | None = None
+    lives: int | None = None
+    ask: TierAsk = NO_FAULTS
 
 
 def fuzz(task: Task, on_progress: Callable[[Tally], None]) -> Tally:
@@ -73,13 +77,16 @@ def fuzz(task: Task, on_progress: Callable[[Tally], None]) -> Tally:
 def _run(task: Task, at: int, heard: Callable[[Tally], None], stopped: Callable[[], bool] = lambda: False) -> float:
     """The lives of one process; returns how long they took."""
     operations = None if task.operations is None else -(-task.operations // task.jobs)
+    lives = None if task.lives is None else len(range(at, task.lives, task.jobs))
     seeds = count(task.seed + at, task.jobs)
     done = run_lives(
         task.level,
         seeds.__next__,
         operations=operations,
         seconds=task.seconds,
+        lives=lives,
         inject=task.inject,
+        ask=task.ask,
         on_life=heard,
         stopped=stopped,
     )

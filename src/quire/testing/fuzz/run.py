@@ -19,24 +19,37 @@ from quire.testing.fuzz.cache_machine import CacheMachine
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.followed_cache import FollowedCache
 from quire.testing.fuzz.scheduler_machine import SchedulerMachine
+from quire.testing.fuzz.tier_world import TierAsk
+from quire.testing.fuzz.tiered_cache import TieredCache
+from quire.testing.fuzz.tiered_machine import TieredMachine
+from quire.testing.fuzz.tiered_scheduler import TieredSchedulerMachine
 from quire.testing.mutants import find, injected
 
 LIFE = 600
 """Operations of one life, about."""
+TIERED_LIFE = 150
+"""The same of one with tiers, which takes longer to come to rest than to go on."""
 LEVELS = ("cache", "scheduler")
+NO_FAULTS = TierAsk()
 FOUND = (AssertionError, QuireError)
 """What a check raises. Another error is a violation too, but of code that has just failed."""
 
 
 class Machine(Protocol):
-    """What is driven: `step` does something random, `did` is what, which `tell` puts in words; `cache` checks."""
+    """What is driven: `step` does something random, `did` is what, which `tell` puts in words; `cache` checks, and
+    `end` lets everything come to its end."""
 
-    cache: FollowedCache
-    did: tuple[Any, ...]
+    @property
+    def cache(self) -> FollowedCache: ...
+
+    @property
+    def did(self) -> tuple[Any, ...]: ...
 
     def step(self, choices: Choices, /) -> object: ...
 
     def tell(self, did: tuple[Any, ...], /) -> str: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +63,23 @@ class Violation:
     message: str
     trail: tuple[str, ...]
     by_check: bool = True
+    ask: TierAsk = NO_FAULTS
 
     @property
     def command(self) -> str:
         """What shows it again."""
-        return f"quire fuzz --level {self.level} --seed {self.seed} --operations {self.operation} --jobs 1"
+        again = f"quire fuzz --level {self.level} --seed {self.seed} --operations {self.operation} --jobs 1"
+        if self.ask.storage is not None:
+            again += f" --tiers device,host{',storage' if self.ask.storage else ''}"
+        return again + (f" --inject {','.join(self.ask.faults)}" if self.ask.faults else "")
 
 
 @dataclass(slots=True)
 class Tally:
     """What was done: operations and seconds of CPU by level, lives, what happened, and a digest of it all.
 
-    `wall` is how many seconds it took, the start of processes left out.
+    `met` counts faults that checks have met, with the name that each gave it. `wall` is how many seconds it took, the
+    start of processes left out.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -70,6 +88,7 @@ class Tally:
     lives: int = 0
     digest: int = 0
     wall: float = 0.0
+    met: Counter[tuple[str, str]] = field(default_factory=Counter)
     violation: Violation | None = None
 
     def add(self, other: Tally) -> None:
@@ -78,6 +97,7 @@ class Tally:
         for level, seconds in other.seconds.items():
             self.seconds[level] = self.seconds.get(level, 0.0) + seconds
         self.happened.update(other.happened)
+        self.met.update(other.met)
         self.lives += other.lives
         self.digest ^= other.digest
         self.wall = max(self.wall, other.wall)
@@ -89,34 +109,43 @@ def level_of(seed: int, level: str) -> str:
     return LEVELS[seed % 2] if level == "both" else level
 
 
-def make_machine(level: str, choices: Choices) -> Machine:
+def make_machine(level: str, choices: Choices, ask: TierAsk = NO_FAULTS) -> Machine:
     """A new cache and what drives it."""
+    if level == "tiers":
+        return TieredMachine(choices, ask) if choices.chance(60) else TieredSchedulerMachine(choices, ask)
     return CacheMachine(choices) if level == "cache" else SchedulerMachine(choices)
 
 
-def run_life(level: str, seed: int, operations: int, *, trail: int = 12) -> Tally:
-    """One life of about that many operations."""
+def run_life(level: str, seed: int, operations: int, *, trail: int = 12, ask: TierAsk = NO_FAULTS) -> Tally:
+    """One life of about that many operations, and its end."""
     choices = Choices.seeded(seed)
     started = time.process_time()
     tally = Tally(lives=1)
     done: deque[tuple[Any, ...]] = deque(maxlen=trail - 1)
     machine: Machine | None = None
+    at = 0
     try:
-        machine = make_machine(level, choices)
+        machine = make_machine(level, choices, ask)
         while machine.cache.operations < operations:
             machine.step(choices)
             done.append(machine.did)
+        at = machine.cache.operations
+        machine.end()
     except Exception as error:
         told = [machine.tell(did) for did in (*done, machine.did)] if machine is not None else ["make a cache"]
         by_check = isinstance(error, FOUND)
         message = str(error) if by_check else f"{type(error).__name__}: {error}"
-        at = machine.cache.operations + 1 if machine is not None else 1
-        tally.violation = Violation(level, seed, at, message or "an assertion", tuple(told), by_check)
+        at = at or (machine.cache.operations + 1 if machine is not None else 1)
+        tally.violation = Violation(level, seed, at, message or "an assertion", tuple(told), by_check, ask)
     tally.seconds[level] = time.process_time() - started
     if machine is not None:
         tally.operations[level] = machine.cache.operations
         tally.happened = machine.cache.happened
         tally.digest = _digest(seed, machine.cache)
+        if isinstance(machine.cache, TieredCache):
+            world = machine.cache.world
+            tally.met = world.records.met
+            tally.happened.update(world.injected())
     return tally
 
 
@@ -126,11 +155,14 @@ def run_lives(
     *,
     operations: int | None = None,
     seconds: float | None = None,
+    lives: int | None = None,
     inject: str | None = None,
+    ask: TierAsk = NO_FAULTS,
     on_life: Callable[[Tally], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tally:
-    """Lives of these seeds until something is wrong, that much was done or it is stopped; with a mutant if named.
+    """Lives of these seeds until something is wrong, that much was done or it is stopped; with a mutant if named, and
+    faults and tiers as asked for.
 
     `on_life` hears of each life. Raises InvalidInput for a mutant that is not known.
     """
@@ -141,10 +173,11 @@ def run_lives(
     with injected(inject) if inject is not None else nullcontext():
         while total.violation is None and not stopped():
             left = LIFE if operations is None else operations - total.operations.total()
-            if left <= 0 or (until is not None and time.monotonic() >= until):
+            if left <= 0 or total.lives == lives or (until is not None and time.monotonic() >= until):
                 break
             seed = seeds()
-            life = run_life(level_of(seed, level), seed, min(LIFE, left))
+            longest = TIERED_LIFE if level == "tiers" else LIFE
+            life = run_life(level_of(seed, level), seed, min(longest, left), ask=ask)
             if inject is not None and life.violation is not None and not life.violation.by_check:
                 life.violation = None  # broken code that only fails shows nothing of the checks
             total.add(life)

@@ -20,13 +20,13 @@ def shorten(violation: Violation, seconds: float = 10.0) -> tuple[str, ...]:
     """
     setup, steps = _record(violation)
     until = time.monotonic() + seconds
-    told = _replay(violation.level, setup, steps)
+    told = _replay(violation, setup, steps)
     size = max(1, len(steps) // 2)
     while told and time.monotonic() < until:
         at, shorter = 0, False
         while at < len(steps) and time.monotonic() < until:
             fewer = steps[:at] + steps[at + size :]
-            found = _replay(violation.level, setup, fewer)
+            found = _replay(violation, setup, fewer)
             if found:
                 steps, told, shorter = fewer[: len(found)], found, True
             else:
@@ -48,20 +48,21 @@ def _record(violation: Violation) -> tuple[Draws, list[Draws]]:
 
     choices, setup, steps = Choices(below), draws, []
     try:
-        machine = make_machine(violation.level, choices)
+        machine = make_machine(violation.level, choices, violation.ask)
         while machine.cache.operations < violation.operation:
             draws = []
             steps.append(draws)
             machine.step(choices)
+        machine.end()
     except Exception:
         return setup, steps
     return setup, []
 
 
-def _replay(level: str, setup: Draws, steps: Sequence[Draws]) -> list[str]:
+def _replay(violation: Violation, setup: Draws, steps: Sequence[Draws]) -> list[str]:
     """What is done until the violation; empty if there is none. A step that draws more than it had gets zeros."""
     choices = Choices(_again(setup))
-    machine = make_machine(level, choices)
+    machine = make_machine(violation.level, choices, violation.ask)
     told: list[str] = []
     for draws in steps:
         try:
@@ -69,6 +70,10 @@ def _replay(level: str, setup: Draws, steps: Sequence[Draws]) -> list[str]:
         except Exception as error:
             return [*told, f"{machine.tell(machine.did)}: {error}"]
         told.append(machine.tell(machine.did))
+    try:
+        machine.end()
+    except Exception as error:
+        return [*told, f"end: {error}"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Faults of tiers, by name: what is done to records on the host and to a store, and who is to blame for what is found."""
+"""Faults of tiers, by name: what is done to records on the host and to a store, and whose fault it is what is found."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class WatchedStore(WrappedStore):
         self.wrong: list[str] = []
         self.injected: Counter[str] = Counter()
 
-    @property
-    def happened(self) -> Counter[Fault]:
-        """What went wrong."""
-        return self._faulty.happened
+    def refusals(self) -> dict[str, int]:
+        """How often it did not do what it was asked, by fault."""
+        names = [name for name in IN_STORE if name not in DAMAGING]
+        return {name: sum(self._faulty.happened[kind] for kind in IN_STORE[name]) for name in names}
 
     def lied(self, group: int, page: bytes) -> str:
         """The fault that a record of this page has, as far as it came from here."""

@@ -79,6 +79,11 @@ class TierWorld:
         """Whether the store keeps what it was given."""
         return not self.faults and not self.limited
 
+    def injected(self) -> dict[str, int]:
+        """How often a fault happened that damages nothing; of one that is in all that happens, that it was there."""
+        found = self.store.refusals() if self.store is not None else {}
+        return found | {"slow-store": int("slow-store" in self.faults and self.store is not None)}
+
     def wrong(self) -> list[str]:
         """What must never have happened, and has."""
         return [*self.records.wrong, *self.mover.wrong, *(self.store.wrong if self.store is not None else ())]

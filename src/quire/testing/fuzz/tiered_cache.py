@@ -106,6 +106,11 @@ class TieredCache(FollowedCache):
         self._host_books: list[bytes] = [b""] * len(cache.groups)
 
     @property
+    def ever(self) -> set[int]:
+        """The last names of pages that were cached at any time."""
+        return self.model.ever if isinstance(self.model, TieredPlain) else set()
+
+    @property
     def tiers(self) -> Tiering:
         """Of the cache."""
         assert self.cache.tiers is not None
@@ -132,8 +137,11 @@ class TieredCache(FollowedCache):
         try:
             kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label)
         except OutOfPages as error:
-            assert is_full == (error.group == "rows"), f"rows are short or are not: {error}"
-            assert is_full or sum(expected.choice.loads), f"a request was refused that loads nothing: {error}"
+            why = "rows are short or are not" if is_full != (error.group == "rows") else ""
+            if not is_full and not any(expected.choice.loads):
+                why = "a request was refused that loads nothing"
+            if why:
+                raise AssertionError(f"{why}: {error}") from error
             self.happened["begin refused"] += 1
             self._check("begin")
             raise
@@ -166,8 +174,8 @@ class TieredCache(FollowedCache):
             if self.faults is not None and self.faults.take(error):
                 self.happened["fault"] += 1
             else:
-                assert error.wanted > error.free + error.evictable, f"refused although there is room: {error}"
-                assert not self.tiers.moving, f"refused while moves hold memory: {error}"
+                if error.wanted <= error.free + error.evictable or self.tiers.moving:
+                    raise AssertionError(f"refused although there is room, or could be: {error}") from error
                 self.happened["out of pages"] += 1
             self._check("extend")
             raise
@@ -179,7 +187,7 @@ class TieredCache(FollowedCache):
             afterwards(self.watch.picture)
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
-        """As the cache's; it may be put off while something waits to be forgotten."""
+        """As the cache's; it stays private where it would be cached behind what is damaged."""
         s = self._of[kv]
         self._name_of(s, tokens)
         self._register(s, len(tokens))
@@ -214,13 +222,22 @@ class TieredCache(FollowedCache):
         return found
 
     def forget(self) -> None:
-        """What nobody holds is forgotten on the device and on the host, so that it is in the store only, if anywhere."""
+        """What nobody holds is forgotten on the device and on the host: it is in the store only, if anywhere."""
         self.cache.evict(self.cache.pages.num_pages)
         while self.tiers.evict_host(self.cache.pages.num_pages):
             pass
         self._check("forget")
         left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
         assert not left, "pages are cached that nobody holds, and all was evicted"
+
+    def demote(self, num_frames: int) -> None:
+        """Room is made for so many frames, as for a request, so that what is cached leaves the device."""
+        cache = self.cache
+        wanted = [group.num_free + min(num_frames, group.num_evictable) for group in cache.groups]
+        cache._room._free_up(wanted, 0, "")
+        self._check("demote")
+        short = [g.name for g, wants in zip(cache.groups, wanted, strict=True) if g.num_free < wants]
+        assert not short, f"there is no room in {short}, where something could have gone"
 
     def clear(self) -> int:
         """As the cache's; what is left, somebody holds."""
@@ -374,16 +391,16 @@ class TieredCache(FollowedCache):
         ]
         near, far = self._most(here), self._most(below)
         usable = hit.num_pages
-        assert usable in ((far,) if self.world.settings.always else (near, far)), (
+        fits = all(
+            not missing or missing < group.num_frames
+            for missing, group in zip(self._missing(here, far), self.cache.groups, strict=True)
+        )
+        expected = (far,) if fits and self.world.settings.always else (near, far)[: 1 + fits]
+        assert usable in expected, (
             f"match finds {usable} pages, {near} could be used on the device, and {far} with what is on the host"
         )
         assert hit.held_back == (matched - usable) * size, f"match says that {hit.held_back} tokens are held back"
-        loads = [
-            sum(not device[at] for at in range(self.device.first_page(g, usable * size), usable))
-            if self.device.reads(g, usable * size) < usable * size
-            else 0
-            for g, device in enumerate(here)
-        ]
+        loads = self._missing(here, usable)
         assert list(hit.choice.loads or [0] * len(loads)) == loads, (
             f"match loads {hit.choice.loads}, {loads} are missing"
         )
@@ -403,6 +420,16 @@ class TieredCache(FollowedCache):
                 return count
         return 0
 
+    def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:
+        """By group, how many frames the device lacks for a request that begins behind so many pages."""
+        end = num_pages * self.page_size
+        return [
+            sum(not device[at] for at in range(self.device.first_page(g, end), num_pages))
+            if self.device.reads(g, end) < end
+            else 0
+            for g, device in enumerate(here)
+        ]
+
     def _on_device(self) -> int:
         return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here)
 
@@ -413,7 +440,10 @@ class TieredCache(FollowedCache):
 
     def _settled(self, s: Followed, num_tokens: int) -> None:
         """The model does what the cache has done."""
-        if num_tokens > s.committed:
+        if not s.kv.shares:
+            s.committed = num_tokens
+            self.happened["private"] += 1
+        elif num_tokens > s.committed:
             self._committed(s, num_tokens)
 
     def _register(self, s: Followed, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""TieredMachine: random operations on a small KVCache with tiers below, whose bytes move in time that is only counted."""
+"""TieredMachine: random operations on a small KVCache with tiers below, whose bytes move in counted time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ TIERED_WEIGHTS = {
     "settle": 8,
     "finish": 6,
     "look": 1,
-    "forget": 4,
+    "forget": 2,
+    "demote": 8,
     "tick": 14,
-    "serve": 20,
+    "serve": 34,
     "prefetch": 10,
     "give_up": 4,
     "spoil": 4,
@@ -139,7 +140,7 @@ class TieredMachine(CacheMachine):
         """A request waits for what of its prompt is stored."""
         if len(self._prefetches) == _MOST_PREFETCHES:
             return self.give_up(choices)
-        known = sorted(self.model.ever - self.model.cached)
+        known = sorted(self.cache.ever - self.model.cached)
         name = choices.one_of(known) if known and choices.chance(70) else self._prompt(choices)
         if name in known and len(self.names.path[name]) < self.context:
             name = self.names.child(name, self._token(choices))
@@ -178,6 +179,12 @@ class TieredMachine(CacheMachine):
         self.did = spoil(self.world.records, self.cache.tiers, self.world.faults, choices)
         self.happened["damage"] += len(self.did) > 1
         self.cache.look_again("damage")
+        return self.did
+
+    def demote(self, choices: Choices) -> Did:
+        """What nobody holds leaves the device, all of it or some."""
+        self.did = ("demote",)
+        self.cache.demote(choices.one_of((1, 3, self.cache.cache.plan.num_pages)))
         return self.did
 
     def forget(self, choices: Choices) -> Did:

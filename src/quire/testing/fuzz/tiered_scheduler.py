@@ -1,7 +1,7 @@
 """TieredSchedulerMachine: random requests to a real scheduler on a small cache with tiers below.
 
-Requests wait for storage and for loads as the scheduler has them wait; where it has nothing to launch, time passes until
-something has arrived, as an engine would wait for that.
+Requests wait for storage and for loads as the scheduler has them wait; where it has nothing to launch, time passes
+until something has arrived, as an engine would wait for that.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ class TieredSchedulerMachine(SchedulerMachine):
         """Time passes, something on the host is damaged or forgotten, or what happens without tiers."""
         if choices.chance(30):
             self.world.clock.now += choices.one_of((0.001, 0.1, 1.0))
-        if choices.chance(6):
+        if choices.chance(3):
             self.did = ("forget",)
             self.cache.forget()
-        elif choices.chance(6) and self.world.faults:
+        elif choices.chance(8):
+            self.did = ("demote",)
+            self.cache.demote(choices.one_of((1, 3, self.plan.num_pages)))
+        elif choices.chance(12) and self.world.faults:
             self.did = spoil(self.world.records, self.cache.tiers, self.world.faults, choices)
             self.cache.happened["damage"] += len(self.did) > 1
             self.cache.look_again("damage")

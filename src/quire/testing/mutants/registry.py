@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from quire.errors import InvalidInput
 
-Level = Literal["cache", "scheduler"]
+Level = Literal["cache", "scheduler", "tiers"]
 
 
 class Patch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.prefix import parting, radix_cache
+from quire.prefix import hashing, parting, radix_cache
 from quire.prefix.match import Insertion
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace, PagesRemoved
@@ -157,15 +157,16 @@ def removals_are_not_told(patch: Patch) -> None:
 @mutant("cache", field.EVENTS)
 def removals_name_the_whole_edge(patch: Patch) -> None:
     """Routers are told that a whole edge is gone when only its tail was evicted."""
-    real, halves = RadixCache._cut, radix_cache.cut_hashes
+    real, halves = RadixCache._cut, hashing.cut_hashes
 
     def cut(tree: RadixCache, node: Any, keep: int, eviction: Any) -> bytes:
         whole = node.hashes
-        radix_cache.cut_hashes = lambda hashes, at: (halves(hashes, at)[0], whole)
+        within = Patch()
+        within.setattr(radix_cache, "cut_hashes", lambda hashes, at: (halves(hashes, at)[0], whole))
         try:
             return real(tree, node, keep, eviction)
         finally:
-            radix_cache.cut_hashes = halves
+            within.undo()
 
     patch.setattr(RadixCache, "_cut", cut)
 
