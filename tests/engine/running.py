@@ -43,6 +43,8 @@ def run(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     name: str = "r",
+    *,
+    salt: str = "",
 ) -> list[list[int]]:
     """Add all prompts at once and step until idle; the tokens of each. Audits the cache on the way and at the end."""
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -50,7 +52,7 @@ def run(
     for i, (prompt, p) in enumerate(zip(prompts, many, strict=True)):
         core.add(
             EngineRequest(
-                request_id=f"{name}-{i}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=p, index=0
+                request_id=f"{name}-{i}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=p, salt=salt
             )
         )
         tokens[f"{name}-{i}"] = []

@@ -1,0 +1,148 @@
+"""Engines in processes of their own that share one store: a directory, and a Valkey server where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.running import shared_prompts
+from tests.tiers.stores.directory_medium import DirectoryMedium
+from tests.tiers.stores.servers import NotHere, valkey
+from tests.tiny_models import VOCAB_SIZE
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11), vocabulary=VOCAB_SIZE)
+
+
+class Worker:
+    """`sharing_worker` as a process."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.sharing_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            text=True,
+        )
+
+    def begin(self, *, seed: int = 0, salt: str = "", prompts: Any = PROMPTS, endless: int = 0, **settings: Any) -> None:
+        settings = {"storage": self._url, "host": 8.0, **settings}
+        job = {"prompts": prompts, "settings": settings, "seed": seed, "salt": salt, "endless": endless}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, **job: Any) -> dict[str, Any]:
+        self.begin(**job)
+        found = self.hear()
+        assert found["failed_moves"] == 0 and not found["defects"]
+        return found
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture(params=["directory", "valkey"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A store that is empty."""
+    if request.param == "directory":
+        yield str(tmp_path / "kv")
+        return
+    try:
+        server = valkey(tmp_path)
+        server.start()
+    except NotHere as error:
+        pytest.skip(str(error))
+    yield f"unix://{tmp_path}/valkey.sock"
+    server.close()
+
+
+@pytest.fixture
+def worker(url: str) -> Iterator[Callable[[], Worker]]:
+    """Starts processes on that store."""
+    started: list[Worker] = []
+
+    def start() -> Worker:
+        started.append(Worker(url))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_the_second_finds_what_the_first_has_stored_and_nothing_else(worker: Callable[[], Worker]) -> None:
+    first, second = worker(), worker()
+    stored = first.ask()
+    assert stored["archived_frames"] > 0 and stored["storage_hit_tokens"] == 0
+    others: dict[str, dict[str, Any]] = {
+        "salt": {"salt": "mine"},
+        "epoch": {"weights_epoch": 1},
+        "weights": {"seed": 1},
+        "kv dtype": {"kv_dtype": "fp8_e4m3"},
+        "page size": {"page_size": 8},
+    }
+    for name, job in others.items():
+        found = second.ask(**job)
+        assert found["fetched_frames"] == found["storage_hit_tokens"] == 0, name
+        assert found["archived_frames"] > 0, name
+        assert (found["tokens"] == stored["tokens"]) == (name in ("salt", "epoch", "page size")), name
+    found = second.ask()
+    assert found["tokens"] == stored["tokens"]
+    assert found["storage_hit_tokens"] > 0 and found["fetched_frames"] > 0 and found["loaded_frames"] > 0
+    again = first.ask(salt="mine")  # and the other way round
+    assert again["storage_hit_tokens"] > 0 and again["tokens"] == stored["tokens"]
+
+
+def test_both_write_at_once_and_one_is_killed(worker: Callable[[], Worker], url: str) -> None:
+    """The same prompts and others; then one of them ends in the middle of writing, and the other goes on."""
+    first, second = worker(), worker()
+    tails = shared_prompts(9, shared=33, tails=(8, 14), vocabulary=VOCAB_SIZE)
+    first.begin(prompts=[*PROMPTS, tails[0]])
+    second.begin(prompts=[*PROMPTS, tails[1]])
+    one, two = first.hear(), second.hear()
+    assert one["tokens"][:-1] == two["tokens"][:-1]
+    assert not one["defects"] and not two["defects"]
+    found = second.ask(prompts=[*PROMPTS, *tails])
+    assert found["tokens"] == [*one["tokens"], two["tokens"][-1]]
+    assert found["storage_hit_tokens"] > 0
+    first.begin(endless=61, salt="killed")
+    while first.hear()["archived_frames"] < 30:
+        second.begin(prompts=[*PROMPTS, *tails])
+        assert second.hear()["tokens"] == found["tokens"]
+    first.process.kill()
+    first.process.wait()
+    if not url.startswith("unix:"):
+        DirectoryMedium(Path(url)).query("PRAGMA integrity_check")
+    last = second.ask(prompts=[*PROMPTS, *tails])
+    assert last["tokens"] == found["tokens"]
+    assert last["storage_hit_tokens"] > 0
+    more = second.ask(salt="killed", prompts=tails)
+    assert more["tokens"] == found["tokens"][-2:]
+    third = worker()
+    assert third.ask(salt="killed", prompts=tails)["storage_hit_tokens"] > 0
+    if not url.startswith("unix:"):
+        DirectoryMedium(Path(url)).check()
