@@ -37,7 +37,9 @@ class Worker:
             text=True,
         )
 
-    def begin(self, *, seed: int = 0, salt: str = "", prompts: Any = PROMPTS, endless: int = 0, **settings: Any) -> None:
+    def begin(
+        self, *, seed: int = 0, salt: str = "", prompts: Any = PROMPTS, endless: int = 0, **settings: Any
+    ) -> None:
         settings = {"storage": self._url, "host": 8.0, **settings}
         job = {"prompts": prompts, "settings": settings, "seed": seed, "salt": salt, "endless": endless}
         assert self.process.stdin is not None
