@@ -1,49 +1,320 @@
-"""The tree with a tier below: what a lease that ends further down leaves to be evicted above it."""
+"""The tree with copies below the device, against a dictionary of prefixes. A page is one token; its prefix names it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.prefix.evict import eviction_policy
+from quire.errors import LeaseError
+from quire.prefix.evict import POLICIES, eviction_policy
+from quire.prefix.node import Lease, Node
 from quire.prefix.tiered import TieredRadixCache
-from quire.spec.events import Namespace
-from quire.spec.ids import Ids
+from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
+from quire.spec.ids import Ids, Tier
 
-SPACE = Namespace()
+NAMESPACE = Namespace()
+Prefix = tuple[int, ...]
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 
 
-def ids(*numbers: int) -> Ids:
+def ids(numbers: Prefix | list[int]) -> Ids:
     return np.array(numbers, dtype=np.int32)
 
 
-@pytest.fixture
-def tree() -> TieredRadixCache:
-    """Pages 1 to 4 of one token each, of which 1 and 2 have copies; 3 and 4 are an edge of their own."""
-    tree = TieredRadixCache(1, eviction_policy("lru"))
-    lease = tree.lease(tree.match(SPACE, ids()), 0)
-    tree.insert(lease, ids(11, 12, 13, 14), ids(1, 2, 3, 4))
-    other = tree.lease(tree.match(SPACE, ids(11, 12)), 2)
-    tree.keep(other, 0, 2)
-    tree.release(other)
+@dataclass
+class Page:
+    """A cached page of the model."""
+
+    number: int
+    here: bool
+    kept: bool
+
+
+class Model:
+    """What is cached, and which prefixes are held. `fresh` numbers were never a page's before."""
+
+    def __init__(self) -> None:
+        self.pages: dict[Prefix, Page] = {}
+        self.held: Counter[Prefix] = Counter()
+        self._last = 0
+
+    def fresh(self, count: int) -> list[int]:
+        self._last += count
+        return list(range(self._last - count + 1, self._last + 1))
+
+    def matched(self, tokens: Prefix) -> int:
+        return next((n for n in range(len(tokens)) if tokens[: n + 1] not in self.pages), len(tokens))
+
+    def is_held(self, prefix: Prefix) -> bool:
+        return any(count and end[: len(prefix)] == prefix for end, count in self.held.items())
+
+    def named(self, number: int) -> Prefix:
+        return next(prefix for prefix, page in self.pages.items() if page.number == number)
+
+
+class TieredTree(RuleBasedStateMachine):
+    """Every verb of the tree, on leases of requests, which bring what they hold to the device, and on pins."""
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, policy: str) -> None:
+        self.events: list[CacheEvent] = []
+        self.tree = TieredRadixCache(1, eviction_policy(policy), emit=self.events.append, remembered=100)
+        self.model = Model()
+        self.leases: list[tuple[Lease, Prefix, bool]] = []  # whether it is a pin
+        self.told: dict[Tier, set[bytes]] = {Tier.DEVICE: set(), Tier.HOST: set()}
+
+    # -- holding
+
+    @rule(tokens=TOKENS)
+    def begin(self, tokens: Prefix) -> None:
+        """A request begins: what it holds comes to the device."""
+        match = self.tree.match(NAMESPACE, ids(tokens))
+        count = self.model.matched(tokens)
+        assert match.pages.tolist() == [self.model.pages[tokens[: n + 1]].number for n in range(count)]
+        assert match.num_here == sum(self.model.pages[tokens[: n + 1]].here for n in range(count))
+        lease = self.tree.lease(match)
+        self.tree.arrive(lease, count)
+        self.leases.append((lease, tokens[:count], False))
+        self.model.held[tokens[:count]] += 1
+        for n in range(count):
+            self.model.pages[tokens[: n + 1]].here = True
+
+    @rule(tokens=TOKENS)
+    def pin(self, tokens: Prefix) -> None:
+        match = self.tree.match(NAMESPACE, ids(tokens))
+        count = self.model.matched(tokens)
+        self.leases.append((self.tree.pin_path(match, count), tokens[:count], True))
+        self.model.held[tokens[:count]] += 1
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        lease, prefix, is_pin = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        end = self.tree.unpin if is_pin else self.tree.release
+        end(lease)
+        self.model.held[prefix] -= 1
+        with pytest.raises(LeaseError):
+            end(lease)
+
+    # -- growing
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), tokens=TOKENS)
+    def grow(self, data: st.DataObject, tokens: Prefix) -> None:
+        """A request's lease inserts on the device, a pin's grafts below it."""
+        at = data.draw(st.integers(0, len(self.leases) - 1))
+        lease, prefix, is_pin = self.leases[at]
+        whole, numbers = prefix + tokens, self.model.fresh(len(tokens))
+        grown = (self.tree.graft if is_pin else self.tree.insert)(lease, ids(tokens), ids(numbers))
+        duplicates = self.model.matched(whole) - len(prefix)
+        assert grown.duplicates.tolist() == numbers[:duplicates]
+        for n, number in enumerate(numbers):
+            page = self.model.pages.setdefault(whole[: len(prefix) + n + 1], Page(number, not is_pin, is_pin))
+            page.here |= not is_pin
+            assert int(grown.pages[n]) == page.number
+        self.model.held[prefix] -= 1
+        self.model.held[whole] += 1
+        self.leases[at] = lease, whole, is_pin
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        """Copies below are made of a part of a held path."""
+        lease, prefix, _ = self.leases[data.draw(st.integers(0, len(self.leases) - 1))]
+        start = data.draw(st.integers(0, len(prefix)))
+        stop = data.draw(st.integers(start, len(prefix)))
+        before = [self.model.pages[prefix[: n + 1]].kept for n in range(len(prefix))]
+        end = self.tree.keep(lease, start, stop)
+        assert start <= end
+        if start and before[start - 1]:
+            assert end > start or start == stop, "a copy behind another one on the path does not count"
+        for n in range(start, min(end, len(prefix))):
+            self.model.pages[prefix[: n + 1]].kept |= n < stop
+        counted = self.tree.kept_on(lease).tolist()
+        assert counted == [self.model.pages[prefix[: n + 1]].kept for n in range(len(prefix))]
+
+    # -- shrinking
+
+    @rule(count=st.integers(0, 9), most=st.sampled_from((0, 1, 99)))
+    def evict_device(self, count: int, most: int) -> None:
+        """The callback copies all of a node, its first page, or nothing."""
+        idle = [prefix for prefix, page in self.model.pages.items() if page.here and not self.model.is_held(prefix)]
+
+        def keep(node: Node) -> int:
+            lease = self.tree.pin(node)
+            self.tree.keep(lease, node.depth, node.depth + min(most, node.num_pages))
+            self.tree.unpin(lease)
+            return node.kept
+
+        evicted = self.tree.evict_device(count, "", keep)
+        removed = self._forget(evicted.removed)
+        moved = [self.model.named(number) for number in evicted.moved.tolist()]
+        for prefix in moved:
+            self.model.pages[prefix].here, self.model.pages[prefix].kept = False, True
+        assert set(moved) <= set(idle)
+        assert len(moved) + len([prefix for prefix in removed if prefix in idle]) == min(count, len(idle))
+
+    @rule(count=st.integers(0, 9))
+    def evict_lower(self, count: int) -> None:
+        copies = [prefix for prefix, page in self.model.pages.items() if page.kept and not self.model.is_held(prefix)]
+        evicted = self.tree.evict_lower(count)
+        moved = [self.model.named(number) for number in evicted.moved.tolist()]
+        for prefix in moved:
+            assert self.model.pages[prefix].here
+            self.model.pages[prefix].kept = False
+        removed = self._forget(evicted.removed)
+        assert {*moved, *removed} <= set(copies)
+        assert len(moved) + len(removed) == min(count, len(copies))
+
+    @precondition(lambda self: self.model.pages)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        """A page and all behind it are forgotten, unless somebody holds its node or what is behind."""
+        node = data.draw(st.sampled_from(sorted(self.tree.nodes(), key=lambda node: node.pages.tolist())))
+        start = data.draw(st.integers(0, node.num_pages - 1))
+        top = self.model.named(int(node.pages[0]))
+        below = [prefix for prefix in self.model.pages if prefix[: len(top)] == top]
+        gone = self.tree.discard(node, start)
+        if any(map(self.model.is_held, below)):
+            assert gone is None
+            return
+        assert gone is not None
+        first = self.model.named(int(gone.min()))[: len(top) + start]
+        assert set(self._forget(gone)) == {prefix for prefix in below if prefix[: len(first)] == first}
+
+    @rule()
+    def clear(self) -> None:
+        self._forget(self.tree.clear())
+        assert all(map(self.model.is_held, self.model.pages))
+
+    def _forget(self, numbers: Ids) -> list[Prefix]:
+        gone = [self.model.named(number) for number in numbers.tolist()]
+        for prefix in gone:
+            assert not self.model.is_held(prefix), "a page was evicted that a lease holds"
+            del self.model.pages[prefix]
+        return gone
+
+    # -- laws
+
+    @invariant()
+    def what_the_tree_holds(self) -> None:
+        found: dict[Prefix, Page] = {}
+        tokens: dict[Node, Prefix] = {root: () for root in self.tree.roots().values()}
+        for node in self.tree.nodes():
+            assert node.parent is not None
+            above = tokens[node.parent]
+            tokens[node] = above + tuple(np.frombuffer(node.key, dtype=np.int32).tolist())
+            for at, number in enumerate(node.pages.tolist()):
+                found[tokens[node][: len(above) + at + 1]] = Page(number, node.here, at < node.kept)
+            assert node.parent.here or not node.here, "a page is on the device and the one before it is not"
+            assert node.here or node.kept == node.num_pages, "a page is nowhere"
+        assert found == self.model.pages
+
+    @invariant()
+    def counters(self) -> None:
+        tree, model = self.tree, self.model
+        here = [prefix for prefix, page in model.pages.items() if page.here]
+        assert tree.num_pages == len(here)
+        assert tree.num_below == len(model.pages) - len(here)
+        assert tree.num_protected == sum(map(model.is_held, here))
+        for node in (*tree.roots().values(), *tree.nodes()):
+            children = list(node.children.values())
+            assert node.num_here == sum(child.here for child in children)
+            assert node.num_kept == sum(child.kept > 0 for child in children)
+
+    @invariant()
+    def whatever_can_go_is_queued(self) -> None:
+        queued, lower = self.tree.queued(), self.tree.queued_lower()
+        for node in self.tree.nodes():
+            if not node.level and node.here and not node.num_here:
+                assert node in queued, "a leaf on the device can never be evicted"
+            if not node.level and node.kept and not node.num_kept:
+                assert node in lower, "copies can never be given up"
+
+    @invariant()
+    def events_add_up(self) -> None:
+        for event in self.events:
+            if isinstance(event, PagesStored):
+                assert self.told[event.tier].isdisjoint(event.hashes)
+                self.told[event.tier].update(event.hashes)
+            elif isinstance(event, PagesRemoved):
+                assert self.told[event.tier].issuperset(event.hashes)
+                self.told[event.tier].difference_update(event.hashes)
+            else:
+                assert isinstance(event, AllCleared)
+                assert not any(self.told.values()), "all is said to be cleared, and something was not removed"
+        self.events.clear()
+        assert len(self.told[Tier.DEVICE]) == self.tree.num_pages
+        assert len(self.told[Tier.HOST]) == sum(page.kept for page in self.model.pages.values())
+
+
+TieredTree.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTieredTree = TieredTree.TestCase
+
+
+# -- what random operations have found, once
+
+
+def tree_of(text: str, *, below: str = "") -> tuple[TieredRadixCache, list[CacheEvent]]:
+    """`text` is cached on the device, and `below` behind it on the host; nobody holds any of it."""
+    events: list[CacheEvent] = []
+    tree = TieredRadixCache(1, eviction_policy("lru"), emit=events.append)
+    lease = tree.lease(tree.match(NAMESPACE, tokens_of(text)))
+    tree.insert(lease, tokens_of(text), np.arange(1, len(text) + 1, dtype=np.int32))
+    if below:
+        pin = tree.pin(lease.node)
+        tree.graft(pin, tokens_of(below), np.arange(len(text) + 1, len(text + below) + 1, dtype=np.int32))
+        tree.unpin(pin)
     tree.release(lease)
-    return tree
+    return tree, events
 
 
-def test_copies_above_a_lease_that_ends_can_be_given_up(tree: TieredRadixCache) -> None:
-    lease = tree.lease(tree.match(SPACE, ids(11, 12, 13, 14)))
-    assert not len(tree.evict_lower(2).moved)
+def tokens_of(text: str) -> Ids:
+    return ids([ord(letter) for letter in text])
+
+
+def test_a_copy_above_pages_without_one_can_be_given_up_when_their_lease_ends() -> None:
+    tree, _ = tree_of("abcd")
+    lease = tree.lease(tree.match(NAMESPACE, tokens_of("ab")))
+    assert tree.keep(lease, 0, 2) == 2
+    longer = tree.lease(tree.match(NAMESPACE, tokens_of("abcd")))
     tree.release(lease)
-    assert tree.evict_lower(2).moved.tolist() == [1, 2]
+    tree.release(longer)
+    assert sorted(tree.evict_lower(9).moved.tolist()) == [1, 2]
 
 
-def test_what_is_here_above_a_lease_below_can_leave(tree: TieredRadixCache) -> None:
-    """The lease is of pages that are on the host only, so that the last ones here are above it."""
-    pin = tree.pin_path(tree.match(SPACE, ids(11, 12, 13, 14)), 4)
-    tree.keep(pin, 2, 4)
+def test_copies_above_and_below_a_gap_can_both_be_given_up() -> None:
+    tree, _ = tree_of("abc", below="d")
+    lease = tree.lease(tree.match(NAMESPACE, tokens_of("a")))
+    tree.keep(lease, 0, 1)
+    tree.release(lease)
+    held = tree.pin(next(node for node in tree.nodes() if not node.here))
+    tree.unpin(held)
+    evicted = tree.evict_lower(9)
+    assert (evicted.removed.tolist(), evicted.moved.tolist()) == ([4], [1])
+
+
+def test_a_leaf_on_the_device_can_go_when_what_hangs_below_it_is_let_go_of() -> None:
+    tree, _ = tree_of("ab", below="c")
+    pin = tree.pin_path(tree.match(NAMESPACE, tokens_of("abc")), 3)
+    assert not len(tree.evict(9))
     tree.unpin(pin)
-    assert tree.evict_device(2, "", lambda node: node.kept).moved.tolist() == [3, 4]
-    lease = tree.pin_path(tree.match(SPACE, ids(11, 12, 13, 14)), 4)
-    assert not len(tree.evict_device(2, "", lambda node: node.kept).moved)
-    tree.unpin(lease)
-    assert tree.evict_device(2, "", lambda node: node.kept).moved.tolist() == [1, 2]
+    assert sorted(tree.evict(9).tolist()) == [1, 2, 3]
+
+
+def test_all_is_said_to_be_cleared_last() -> None:
+    tree, events = tree_of("ab", below="c")
+    tree.evict_device(2, "", lambda node: 0)
+    pin = tree.pin(tree._root(NAMESPACE))
+    tree.graft(pin, tokens_of("x"), ids([9]))
+    tree.unpin(pin)
+    events.clear()
+    assert tree.clear().tolist() == [9]
+    assert isinstance(events[-1], AllCleared)
+    assert [type(event) for event in events[:-1]] == [PagesRemoved]
