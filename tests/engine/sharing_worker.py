@@ -1,8 +1,8 @@
 """A process that runs one engine after the other, as it is told: a job of JSON a line in, an answer a line out.
 
 A job has `prompts`, `settings` of the engine, `seed` of the model's weights and `salt`. An answer has the tokens and
-the tiers' counters. A job that is `endless` computes new prompts of that number of tokens until the process is killed, and
-says after each how many records it has stored.
+the tiers' counters. A job that is `endless` computes new prompts of that number of tokens until the process is killed,
+and says after each how many records it has stored.
 """
 
 from __future__ import annotations

@@ -105,7 +105,11 @@ class Room:
 
     def _take_back(self) -> bool:
         """Take from those who read ahead what they keep; whether there was anything."""
-        return self._cache.prefetcher is not None and self._cache.prefetcher.give_way()
+        cache = self._cache
+        if cache.prefetcher is None or not cache.prefetcher.give_way():
+            return False
+        cache.sweep()  # before it could be evicted to the host, and from there stored: it may have been flushed
+        return True
 
     def _free_up(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
         """Evict until so much is free. Raises OutOfPages before that."""

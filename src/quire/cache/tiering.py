@@ -207,7 +207,8 @@ class Tiering(PageNames, DamagedPages):
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, and frames of the host by group."""
         hosts = {host.name: host.statistics() for host in self.hosts}
-        return {**self.counters.to_dict(), "host": hosts, "host_pages": self._tree.num_below}
+        forgetting = {"to_forget": len(self.forgetting.scopes), "failed_forgets": self.forgetting.num_failed}
+        return {**self.counters.to_dict(), **forgetting, "host": hosts, "host_pages": self._tree.num_below}
 
     @property
     def num_dropped(self) -> int:
@@ -508,9 +509,9 @@ class Tiering(PageNames, DamagedPages):
             return
         self.counters.failed_moves += 1
         for part, defects in zip(moving.parts, move.defects, strict=False):
-            wrong = np.array([bool(defect) for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in _NOT_DAMAGED for defect in defects], dtype=np.bool_)
             if wrong.any():
-                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect])
+                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
                 self.hosts[part.group].distrust(part.pages[wrong])
         every = np.unique(np.concatenate([part.pages for part in moving.parts]))
         self._condemn(every, moving.lease.node, moving.first)

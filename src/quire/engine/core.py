@@ -151,6 +151,9 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.close(self.cache.settle_moves)
             self.tiers = None
+            left = self.cache.tiers.forgetting.scopes if self.cache.tiers is not None else ()
+            if left:
+                logger.warning("%d flushes have not reached the store: flush again when it answers", len(left))
 
     # -- the loop
 

@@ -6,6 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,19 @@ class EngineTiers:
         )
         frames = host_frames(plan, self.num_bytes)
         self.storage_size = storage_size(config)
-        self.store: Store | None = open_store(config.storage, capacity=self.storage_size) if config.storage else None
-        try:
-            pinned = bool(pools) and pools[0].device.type == "cuda"
+        with ExitStack() as undo:
+            self.store: Store | None = None
+            if config.storage:
+                self.store = open_store(config.storage, capacity=self.storage_size)
+                undo.callback(self.store.close)
+            pinned = pools[0].device.type == "cuda"
             self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
-        except BaseException:
-            if self.store is not None:
-                self.store.close()
-            raise
-        record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
-        sized = config.model_copy(update={"storage_size": self.storage_size})
-        self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
-        self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
+            undo.callback(self._host.close)
+            record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
+            sized = config.model_copy(update={"storage_size": self.storage_size})
+            self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
+            self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
+            undo.pop_all()
         self.break_even = BreakEven(seconds, on_change=_say)
         self.settings = TierSettings(
             host_frames=frames,

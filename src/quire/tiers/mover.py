@@ -224,8 +224,8 @@ class ThreadMover(Mover):
     def _end(self, task: _Task, error: str) -> None:
         move = task.move
         move.seconds = task.seconds
-        move.end(error)
         with self._lock:
+            move.end(error)  # under the lock: whoever sees that it is done finds it among those that have ended
             # Where the store had most of it already, time went by with little to show for it.
             if not error and move.moved_bytes * 2 >= move.num_bytes:
                 self._rates[move.link].add(move.moved_bytes, move.seconds)
