@@ -205,7 +205,7 @@ class TieredTree(RuleBasedStateMachine):
     @invariant()
     def what_the_tree_holds(self) -> None:
         found: dict[Prefix, Page] = {}
-        tokens: dict[Node, Prefix] = {root: () for root in self.tree.roots().values()}
+        tokens: dict[Node, Prefix] = dict.fromkeys(self.tree.roots().values(), ())
         for node in self.tree.nodes():
             assert node.parent is not None
             above = tokens[node.parent]
