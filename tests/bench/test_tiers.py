@@ -1,0 +1,25 @@
+"""The measurement of the tiers at toy size, so that it cannot rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench" / "tiers.py"
+
+
+def test_the_measurement_runs(tmp_path: Path) -> None:
+    written = tmp_path / "result.json"
+    command = [sys.executable, str(BENCH), "--toy", "--folder", str(tmp_path), "--json", str(written)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(written.read_text())
+    assert set(result["parts"]) == {"copies", "directory", "network", "engine", "simulator"}
+    engine = {row["tiers"]: row["use"] for row in result["parts"]["engine"]}
+    assert engine["host"]["host_hit_tokens"] > 0
+    assert engine["restart"]["storage_hit_tokens"] > 0
+    simulated = {row["tiers"]: row for row in result["parts"]["simulator"]}
+    assert simulated["host"]["host_hit_tokens"] > 0
+    assert all(goal["met"] for goal in result["goals"] if goal["what"].startswith("returning sessions"))
