@@ -1,11 +1,14 @@
-"""What the tiers cost and what they bring: copies, digests, a directory, servers, and the time to a first token.
+"""What the tiers below the device cost and bring, part by part, beside what the hardware and other clients do.
 
-    python bench/tiers.py                          everything, about ten minutes
-    python bench/tiers.py --only ttft --turns 4    the time to a first token, with each tier and without
-    python bench/tiers.py --toy                    small sizes, in seconds
+    python bench/tiers.py                           everything, about fifteen minutes
+    python bench/tiers.py --only copies,engine      parts whose names contain one of these
+    python bench/tiers.py --toy                     the same code at small sizes, in seconds
+    python bench/tiers.py --traces FOLDER           where the published traces are (lmcache_agent, mooncake)
 
-The time to a first token is that of a real engine on the bundled model: sessions whose histories do not fit on the
-device together take turns. Engines take turns too, prompt by prompt, so that what else the machine does falls on all.
+Parts: `copies` (frames against a plain copy of memory, digests against copies), `directory` (the directory store
+against plain reads and writes of one file, with O_DIRECT and without), `network` (Valkey and Mooncake against their own
+clients, where their servers are), `engine` (time to the first token of sessions that come back, in the real engine),
+`simulator` (the same on published traces, with the costs of an H100). See bench/README.md.
 """
 
 from __future__ import annotations
@@ -15,218 +18,299 @@ import datetime
 import json
 import os
 import platform
+import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import copies
-import numpy as np
-import stores_network
-from rich.console import Console
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
 
-from quire import LLM, SamplingParams
-from quire.plan.budget import format_bytes
-from quire.tiers.stores.bandwidth import measure_directory, measure_disk
+import numpy as np  # noqa: E402
+from copies import layout_of, measure_copies  # noqa: E402
+from rich.console import Console  # noqa: E402
+from stores_network import measure_mooncake, measure_valkey  # noqa: E402
+from tiers_report import print_report, verdicts  # noqa: E402
 
-GOALS = {
-    "copies": "at least 90 % of a plain copy from 64 KiB per frame on",
-    "digest": "at most 10 % of the copy",
-    "ttft": "never above that without tiers + 2 %; at least 3 times better for sessions that return",
+from quire import LLM, SamplingParams  # noqa: E402
+from quire.cli.replay_inputs import ReplayWords, TierWords, grid_of  # noqa: E402
+from quire.plan.budget import parse_bytes  # noqa: E402
+from quire.sim.comparison import Grid, compare  # noqa: E402
+from quire.sim.ideal import ideal_hits  # noqa: E402
+from quire.sim.page_runs import PageRuns  # noqa: E402
+from quire.sim.trace import Trace, open_trace  # noqa: E402
+from quire.tiers.stores.bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
+
+Row = dict[str, Any]
+SEED = 20
+PAGE = 16
+TRACES = {
+    "taubench": ("lmcache_agent/taubench.jsonl.xz", None),
+    "miniswe": ("lmcache_agent/miniswe.jsonl.xz", 200),
+    "mooncake conversation": ("mooncake/conversation_trace.jsonl", 600),
+    "mooncake synthetic": ("mooncake/synthetic_trace.jsonl", 600),
 }
-MIB = 2**20
-ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-PARTS = ("copies", "directory", "servers", "ttft")
+"""File and number of requests. Tokens of texts are their bytes, as `quire replay` counts them."""
+RETURNING = "alternating:sessions=16,tokens=40000,turns=5,think=300"
 
 
-def measure_copies(options: argparse.Namespace) -> dict[str, Any]:
-    """Copies between device and host beside a plain copy, and what digests cost: `bench/copies.py`."""
-    return copies.run(copies.parse(["--toy"] if options.toy else []))
+class Skipped(Exception):
+    """A part cannot be measured here; the message says why."""
 
 
-def measure_directories(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """GB/s of a directory beside the raw disk, with and without O_DIRECT, by bytes of a record."""
+def measure_frames(options: argparse.Namespace) -> list[Row]:
+    """Copies and digests by page size; see `copies.py`."""
+    found = []
+    for size in ("64KiB",) if options.toy else ("16KiB", "64KiB", "256KiB", "1MiB", "4MiB"):
+        page = parse_bytes(size)
+        layers = max(1, page // (2 * 32 * 2**10))
+        assert layout_of(page, layers).bytes_per_frame == page
+        total, repeats = (2**22, 2) if options.toy else (2**28, 9)
+        found.append(measure_copies(page, layers=layers, total=total, repeats=repeats))
+        options.say(f"pages of {size}")
+    return found
+
+
+def measure_disks(options: argparse.Namespace) -> list[Row]:
+    """The store and the plain disk under it take turns; medians, and medians of ratios of neighbours."""
+    sizes, total, repeats = ((2**16,), 2**21, 1) if options.toy else ((2**16, 2**18, 2**20, 2**22), 2**28, 3)
     rows = []
-    total = (4 if options.toy else 256) * MIB
-    for size in (64 * 1024, MIB) if options.toy else (64 * 1024, 256 * 1024, MIB, 4 * MIB):
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="quire-bench-") as folder:
         for direct in (True, False):
-            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                raw = measure_disk(Path(folder), size, total, 4, direct=direct)
-                store = measure_directory(Path(folder), size, total, max(1, 16 * MIB // size), 4, direct=direct)
-            rows.append({"record_bytes": size, "direct": direct, "raw": asdict(raw), "store": asdict(store)})
+            for size in sizes:
+                pairs = [_disk_and_store(Path(folder), size, total, direct=direct) for _ in range(repeats)]
+                row: Row = {"record_bytes": size, "how": "direct" if direct else "buffered"}
+                for verb in ("put", "get"):
+                    rates = [[getattr(each, f"{verb}_bytes_per_second") for each in pair] for pair in pairs]
+                    row[f"{verb}_disk_gb_per_s"] = statistics.median(disk for disk, _ in rates) / 1e9
+                    row[f"{verb}_store_gb_per_s"] = statistics.median(store for _, store in rates) / 1e9
+                    row[f"{verb}_of_disk"] = statistics.median(store / disk for disk, store in rates)
+                rows.append(row)
+                options.say(f"records of {size >> 10} KiB, {row['how']}")
     return rows
 
 
-def measure_servers(options: argparse.Namespace) -> dict[str, Any]:
-    """Valkey and Mooncake beside their own clients, where they are installed."""
-    volume, repeats = (2 * MIB, 1) if options.toy else (64 * MIB, 5)
-    found: dict[str, Any] = {}
-    for name, measure in (("valkey", stores_network.measure_valkey), ("mooncake", stores_network.measure_mooncake)):
+def _disk_and_store(folder: Path, size: int, total: int, *, direct: bool) -> tuple[Bandwidth, Bandwidth]:
+    batch = max(1, min(64, (16 << 20) // size))
+    disk = measure_disk(folder, size, total, 4, direct=direct)
+    return disk, measure_directory(folder, size, total, batch, 4, direct=direct)
+
+
+def measure_servers(options: argparse.Namespace) -> list[Row]:
+    """Rows of `stores_network.py`; a system whose server is not here has a row that says so."""
+    volume, repeats = (2**21, 1) if options.toy else (2**26, 7)
+    rows: list[Row] = []
+    programs: list[tuple[str, Callable[[int, int], list[Row]], str]] = [
+        ("Valkey", measure_valkey, "no valkey-server or redis-server in PATH"),
+        ("Mooncake", measure_mooncake, "mooncake is not installed; QUIRE_MOONCAKE_SITE may name where it is"),
+    ]
+    for name, measure, absent in programs:
         try:
-            found[name] = measure(volume, repeats) or "not measured: not installed here"
-        except Exception as error:
-            found[name] = f"not measured: {error}"
-    return found
+            found = measure(volume, repeats)
+        except (ImportError, RuntimeError) as error:
+            found, absent = [], f"{type(error).__name__}: {error}"
+        rows += found or [{"system": name, "skipped": absent}]
+        options.say(name)
+    return rows
 
 
-class Sessions:
-    """Histories that grow by an answer and a question each turn."""
-
-    def __init__(self, count: int, tokens: int, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
-        self._histories = [self._some(tokens) for _ in range(count)]
-
-    def _some(self, count: int) -> list[int]:
-        return [int(token) for token in self._random.integers(5, 400, count)]
-
-    def turn(self, index: int) -> list[int]:
-        """The prompt of a session's next turn."""
-        self._histories[index] += self._some(24)
-        return list(self._histories[index])
+# -- time to the first token, in the engine
 
 
-def measure_ttft(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds to the first token of every prompt, by scenario and by what is below the device."""
-    sessions, tokens, turns = (3, 200, 2) if options.toy else (8, 1500, options.turns)
-    device = f"{max(1, tokens * 2 * 512 * 8 // MIB)}MiB"
-    tiers: dict[str, dict[str, Any]] = {
-        "none": {},
-        "host": {"host_memory": "256MiB"},
-        "host and directory": {"host_memory": "256MiB", "storage": str(folder / "kv"), "storage_size": "1GiB"},
-    }
-    common = {"kv_memory": device, "show_plan": False, "threads": 1}
-    returning = _scenario(tiers, common, [Sessions(sessions, tokens, 7) for _ in tiers], turns, sessions)
-    fresh = {"none": {}, "host": tiers["host"], "host and directory": {**tiers["host and directory"]}}
-    fresh["host and directory"]["storage"] = str(folder / "new")
-    others = _scenario(fresh, common, [_Strangers(tokens, 11) for _ in fresh], 1, sessions * turns)
-    again = _restarted(tiers, common, Sessions(sessions, tokens, 7), sessions)
-    return {"returning": returning, "never seen before": others, "after a restart": again, "device": device}
+def measure_engine(options: argparse.Namespace) -> list[Row]:
+    """Sessions take turns in a device pool that holds two of them; a turn is the history and some more.
+
+    Only turns after a session's first count: with `restart` they come to another engine, which finds what the first one
+    has stored.
+    """
+    sessions, turns, history, repeats = (3, 2, 400, 1) if options.toy else (6, 3, 1500, 3)
+    pool = "2MiB" if options.toy else "8MiB"  # of 1,024 or 4,096 tokens
+    waits: dict[str, list[float]] = {"none": [], "host": [], "restart": []}
+    uses: dict[str, Row] = {}
+    for repeat in range(repeats):
+        order = list(waits)
+        random.Random(f"{SEED} {repeat}").shuffle(order)
+        for mode in order:
+            with tempfile.TemporaryDirectory(dir=options.folder, prefix="quire-bench-") as folder:
+                taken, uses[mode] = _returning(mode, folder, pool, sessions, turns, history, repeat)
+            waits[mode] += taken
+            options.say(f"repeat {repeat + 1} of {repeats}, {mode}: median {statistics.median(taken):.3f} s")
+    return [
+        {
+            "tiers": mode,
+            "ttft_p50_s": float(np.percentile(taken, 50)),
+            "ttft_p95_s": float(np.percentile(taken, 95)),
+            "ttft_mean_s": statistics.mean(taken),
+            "times_faster_p50": float(np.percentile(waits["none"], 50) / np.percentile(taken, 50)),
+            "times_faster_p95": float(np.percentile(waits["none"], 95) / np.percentile(taken, 95)),
+            "use": uses[mode],
+            "samples": [round(value, 4) for value in taken],
+        }
+        for mode, taken in waits.items()
+    ]
 
 
-class _Strangers:
-    """Prompts that have nothing in common."""
-
-    def __init__(self, tokens: int, seed: int) -> None:
-        self._random, self._tokens = np.random.default_rng(seed), tokens
-
-    def turn(self, index: int) -> list[int]:
-        """Another one."""
-        return [int(token) for token in self._random.integers(5, 400, self._tokens)]
-
-
-def _scenario(
-    tiers: Mapping[str, dict[str, Any]], common: dict[str, Any], prompts: Sequence[Any], turns: int, count: int
-) -> dict[str, Any]:
-    engines = {name: LLM(None, **common, **settings) for name, settings in tiers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in tiers}
-    for turn in range(turns + (turns > 1)):
-        for index in range(count):
-            for (name, llm), source in zip(engines.items(), prompts, strict=True):
-                taken = _first_token(llm, source.turn(index))
-                if turn or turns == 1:  # in the first turn nobody returns
-                    seconds[name].append(taken)
-    found = {name: _figures(seconds[name], llm.statistics()) for name, llm in engines.items()}
-    for llm in engines.values():
-        llm.close()
-    return found
-
-
-def _restarted(
-    tiers: Mapping[str, dict[str, Any]], common: dict[str, Any], source: Sessions, count: int
-) -> dict[str, Any]:
-    """Engines that begin with nothing on the device and the host; the directory has what earlier ones stored."""
-    found = {}
-    prompts = [source.turn(index) for index in range(count)]
-    for name in ("none", "host and directory"):
-        with LLM(None, **common, **tiers[name]) as llm:
-            _first_token(llm, [9] * 32)
-            found[name] = _figures([_first_token(llm, prompt) for prompt in prompts], llm.statistics())
-    return found
+def _returning(
+    mode: str, folder: str, pool: str, sessions: int, turns: int, history: int, repeat: int
+) -> tuple[list[float], Row]:
+    draw = np.random.default_rng([SEED, repeat])
+    said = [draw.integers(10, 250, size=history).tolist() for _ in range(sessions)]
+    settings: dict[str, Any] = {"kv_memory": pool, "page_size": PAGE, "show_plan": False}
+    if mode != "none":
+        settings["host_memory"] = "64MiB"
+    if mode == "restart":
+        settings |= {"storage": folder, "storage_size": "256MiB"}
+    engine = LLM(None, **settings)
+    waits = []
+    try:
+        for turn in range(turns):
+            if turn == 1 and mode == "restart":
+                engine.close()
+                engine = LLM(None, **settings)
+                engine.generate([draw.integers(10, 250, size=200).tolist()], SamplingParams(max_tokens=1))  # warms up
+            for session in range(sessions):
+                began = time.perf_counter()
+                engine.generate([said[session]], SamplingParams(max_tokens=1, temperature=0.0))
+                if turn:
+                    waits.append(time.perf_counter() - began)
+                said[session] = said[session] + draw.integers(10, 250, size=60).tolist()
+        found = engine.statistics()
+    finally:
+        engine.close()
+    tiers = found["tiers"] or {}
+    names = ("host_hit_tokens", "storage_hit_tokens", "loaded_bytes", "fetched_bytes", "declined_tokens", "off")
+    return waits, {"hit_tokens": found["hit_tokens"]} | {name: tiers[name] for name in names if name in tiers}
 
 
-def _first_token(llm: LLM, prompt: list[int]) -> float:
-    started = time.perf_counter()
-    llm.generate({"prompt_token_ids": prompt}, ONE)
-    return time.perf_counter() - started
+# -- and in the simulator
 
 
-def _figures(seconds: list[float], statistics_: Mapping[str, Any]) -> dict[str, Any]:
-    found = statistics_["tiers"] or {}
-    return {
-        "p50": statistics.median(seconds),
-        "mean": statistics.fmean(seconds),
-        "p95": float(np.quantile(seconds, 0.95)),
-        "hit_tokens": statistics_["hit_tokens"],
-        "prompt_tokens": statistics_["prompt_tokens"],
-        "host_hit_tokens": found.get("host_hit_tokens", 0),
-        "storage_hit_tokens": found.get("storage_hit_tokens", 0),
-        "off": found.get("off", {}),
-    }
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """The figures for people, with the goals."""
-    lines = []
-    if "copies" in result:
-        lines += [copies.table(result["copies"]), f"goals: {GOALS['copies']}; digest {GOALS['digest']}", ""]
-    for row in result.get("directory", ()):
-        how, raw, store = "direct" if row["direct"] else "buffered", row["raw"], row["store"]
-        pairs = [(verb, store[f"{verb}_bytes_per_second"], raw[f"{verb}_bytes_per_second"]) for verb in ("put", "get")]
-        cells = [f"{verb} {mine / 1e9:.2f} of {disk / 1e9:.2f} GB/s" for verb, mine, disk in pairs]
-        lines.append(f"directory, {format_bytes(row['record_bytes'])}, {how}: {', '.join(cells)}")
-    for name, rows in result.get("servers", {}).items():
-        lines += [f"{name}: {row}" for row in ([rows] if isinstance(rows, str) else rows)]
-    for scenario, by_tier in result.get("ttft", {}).items():
-        if isinstance(by_tier, str):
+def measure_traces(options: argparse.Namespace) -> list[Row]:
+    """Each trace without tiers, with a host, and with storage behind a host as small as the device; H100-like costs."""
+    rows: list[Row] = []
+    sources: dict[str, Trace | str] = {"returning sessions": open_trace(RETURNING)}
+    if options.toy:
+        sources = {"returning sessions": open_trace("alternating:sessions=4,tokens=6000,turns=3,think=60")}
+    for name, (path, limit) in TRACES.items():
+        if options.toy:
+            break
+        file = options.traces / path
+        sources[name] = open_trace(str(file), limit=limit) if file.exists() else f"{file.name} is not in --traces"
+    for name, trace in sources.items():
+        if isinstance(trace, str):
+            rows.append({"trace": name, "skipped": trace})
             continue
-        base = by_tier["none"]
-        for name, row in by_tier.items():
-            lines.append(
-                f"first token, {scenario}, {name}: p50 {row['p50'] * 1e3:.1f} ms, mean {row['mean'] * 1e3:.1f} ms, "
-                f"{base['mean'] / row['mean']:.2f} times as fast; hits {row['hit_tokens']:,} of "
-                f"{row['prompt_tokens']:,} tokens, host {row['host_hit_tokens']:,}, storage "
-                f"{row['storage_hit_tokens']:,}"
+        rows += _replayed(name, trace)
+        options.say(f"{name}: {rows[-1]['wall_s']:.0f} s")
+    return rows
+
+
+def _replayed(name: str, trace: Trace) -> list[Row]:
+    longest = max(sum(lengths) for lengths in trace.lengths)
+    working_set = ideal_hits(PageRuns(trace, PAGE), PAGE).working_set_tokens
+    pool = max(working_set // 8, longest * 5 // 4) // PAGE * PAGE
+    tiers = {
+        "host": TierWords(host_tokens=str(2 * working_set)),
+        "host, 2 GB/s": TierWords(host_tokens=str(2 * working_set), host_bandwidth=2.0),
+        "host and storage": TierWords(host_tokens=str(pool), storage_tokens=str(2 * working_set)),
+        "host and 50 GB/s storage": TierWords(
+            host_tokens=str(pool), storage_tokens=str(2 * working_set), storage_bandwidth=50.0
+        ),
+    }
+    rows: list[Row] = []
+    for kind, words in tiers.items():
+        grid: Grid = grid_of(
+            ReplayWords(
+                policy="density", pool_tokens=str(pool), page_size=str(PAGE), models=(), max_running=64, tiers=words
             )
-    if "ttft" in result:
-        lines.append(f"goal: {GOALS['ttft']}")
-    return "\n".join(lines)
+        )
+        without, beside = compare(trace, replace(grid, pools=[pool]), lambda what, ended: None)
+        use = beside.result.tiers
+        assert use is not None
+        times = {}
+        for label, run in (("without", without), ("with", beside)):
+            middle, late = run.result.first_token_seconds((50, 95))
+            times[label] = {"p50_s": middle, "p95_s": late, "mean_s": run.result.mean_first_token_seconds}
+        rows.append(
+            {
+                "trace": name,
+                "requests": len(trace),
+                "tiers": kind,
+                "pool_tokens": pool,
+                "working_set_tokens": working_set,
+                "hit_rate": [without.result.hit_rate, beside.result.hit_rate],
+                "ttft": times,
+                "of_without": {key: times["with"][key] / max(1e-9, times["without"][key]) for key in times["with"]},
+                "host_hit_tokens": use.host_hit_tokens,
+                "storage_hit_tokens": use.storage_hit_tokens,
+                "declined_tokens": use.declined_tokens,
+                "loaded_gb": use.loaded_bytes / 1e9,
+                "fetched_gb": use.fetched_bytes / 1e9,
+                "off": use.off,
+                "wall_s": without.result.wall_seconds + beside.result.wall_seconds,
+            }
+        )
+    return rows
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Measure what tiers cost and bring.")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be given again")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each session (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default the system's for temporary files")
-    parser.add_argument("--toy", action="store_true", help="small sizes")
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "copies": measure_frames,
+    "directory": measure_disks,
+    "network": measure_servers,
+    "engine": measure_engine,
+    "simulator": measure_traces,
+}
+
+
+def run(options: argparse.Namespace) -> Row:
+    """All parts that were asked for, and what they say of the goals."""
+    parts = {}
+    began = time.perf_counter()
+    for name, measure in PARTS.items():
+        if not any(word in name for word in options.only):
+            continue
+
+        def say(what: str, name: str = name) -> None:
+            Console(stderr=True).print(f"[dim]{time.perf_counter() - began:5.0f} s  {name}: {what}[/]", highlight=False)
+
+        options.say = say
+        parts[name] = measure(options)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[1], 1),
+        "python": platform.python_version(),
+        "seconds": round(time.perf_counter() - began),
+        "parts": parts,
+        "goals": verdicts(parts),
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated parts of names of parts")
+    parser.add_argument("--toy", action="store_true", help="small sizes, in seconds; no published traces")
+    parser.add_argument("--traces", type=Path, default=HERE.parent.parent / "shared" / "data" / "traces")
+    parser.add_argument("--folder", type=Path, help="of the disk that is measured; default that of temporary files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    return parser.parse_args(arguments)
+    parser.add_argument("--read", type=Path, metavar="FILE", help="a result that was written before")
+    options = parser.parse_args(arguments)
+    options.only = options.only.split(",")
+    return options
 
 
 def main() -> int:
     """Measure, show and write."""
     options = parse()
-    wanted = options.only or list(PARTS)
-    console = Console(stderr=True)
-    result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "toy": options.toy,
-    }
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        parts: dict[str, Callable[[], Any]] = {
-            "copies": lambda: measure_copies(options),
-            "directory": lambda: measure_directories(options),
-            "servers": lambda: measure_servers(options),
-            "ttft": lambda: measure_ttft(options, Path(folder)),
-        }
-        for name in wanted:
-            with console.status(f"measuring {name}"):
-                result[name] = parts[name]()
-    print(table(result))
+    result = json.loads(options.read.read_text()) if options.read else run(options)
+    print_report(result, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -183,7 +183,7 @@ class StoreError(QuireError):
     status = 503
 
 
-class HostMemoryError(QuireError, MemoryError):
+class HostMemoryError(QuireError):
     """Host memory that was asked for and is not to be had; raised before the engine is ready, or not at all."""
 
     code = "QUIRE-HOST-01"

@@ -100,7 +100,7 @@ def test_sessions_that_come_back_wait_a_third_at_most(write: WritePolicy) -> Non
 
 
 def test_sessions_come_back_from_storage_where_the_host_is_small() -> None:
-    tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=400_000, host_bandwidth=40e9, storage_bandwidth=20e9)
+    tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=400_000, host_bandwidth=50e9, storage_bandwidth=60e9)
     without, beside = both(RETURNING, tiers, check="reads")
     use = use_of(beside)
     assert use.storage_hit_tokens > 0.3 * beside.prompt_tokens

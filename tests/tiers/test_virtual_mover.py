@@ -218,6 +218,46 @@ def test_back_pressure_and_closing() -> None:
     assert not world.mover.submit(Move(Link.SAVE, world.pages([3]), SCOPE, size))
 
 
+def test_what_has_to_be_complete_is_and_its_link_is_busy_as_long_all_the_same() -> None:
+    world = World()
+    first, second, third = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2, 3), world.move(Link.SAVE, 4)
+    ends = [world.mover.end_of(move) for move in (first, second, third)]
+    world.mover.complete(second)
+    assert first.done and second.done and not third.done
+    assert world.now == 0.0
+    assert world.mover.finished() == [first, second]
+    assert world.mover.end_of(third) == pytest.approx(ends[2])
+    world.mover.complete(second)  # which it is
+    assert world.run() == [third]
+
+
+def test_who_waits_moves_the_time_where_the_mover_may() -> None:
+    world = World()
+
+    def pass_until(time: float) -> None:
+        world.now = max(world.now, time)
+
+    world.mover = VirtualMover(
+        world.copies,
+        world.store,
+        seconds=lambda: world.now,
+        bandwidths=BANDWIDTHS,
+        latency=LATENCY,
+        pass_until=pass_until,
+    )
+    first, second = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2, 3)
+    ends = [world.mover.end_of(move) for move in (first, second)]
+    assert not world.mover.wait(ends[0] / 2)
+    assert world.now == pytest.approx(ends[0] / 2)
+    assert world.mover.wait(9.0)
+    assert world.now == pytest.approx(ends[0])
+    world.mover.complete(second)
+    assert world.now == pytest.approx(ends[1])
+    assert world.mover.finished() == [first, second]
+    assert not world.mover.wait(1.0)
+    assert world.now == pytest.approx(ends[1] + 1.0)
+
+
 class VirtualMoverMachine(RuleBasedStateMachine):
     """Any legal order of ends, beside a list of what was submitted. A page's bytes never change, so that all that
     arrives must be right; host frames are used by one move at a time."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.cache.groups import NO_PAGES, Given
 from quire.prefix.node import Lease
 from quire.spec.ids import Ids
+
+_NEWEST = 0.2  # of what a step takes, that the newest counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,16 @@ class Fences:
     What is retired while steps are open may still be read or written by any of them, so it is handed on when the last
     one that was open at that moment closes. A waiting lease keeps its pages from being evicted, so whatever the tree
     offers for eviction can be reused at once. With no step open, nothing waits.
+
+    `step_seconds` is what a step took of late, from its launch until it had settled.
     """
 
-    def __init__(self) -> None:
+    step_seconds = 0.0
+
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
         self._next = 0
-        self._open: set[int] = set()
+        self._open: dict[int, float] = {}  # when each was launched
         self._waiting: deque[tuple[int, Retired]] = deque()  # (newest step open at retirement, what), in order
 
     @property
@@ -47,7 +56,7 @@ class Fences:
         """A step is being launched; `close` the returned fence when it has settled."""
         fence = self._next
         self._next += 1
-        self._open.add(fence)
+        self._open[fence] = self._seconds()
         return fence
 
     def retire(self, retired: Retired) -> bool:
@@ -59,7 +68,8 @@ class Fences:
 
     def close(self, fence: int) -> list[Retired]:
         """A step has settled; returns what may be reused now."""
-        self._open.remove(fence)
+        took = self._seconds() - self._open.pop(fence)
+        self.step_seconds += (took - self.step_seconds) * (_NEWEST if self.step_seconds else 1.0)
         oldest = min(self._open, default=self._next)
         ready = []
         while self._waiting and self._waiting[0][0] < oldest:

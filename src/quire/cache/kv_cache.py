@@ -125,7 +125,7 @@ class KVCache(RunningTables):
         self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
         self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < num_pages)
-        self._fences = Fences()
+        self._fences = Fences(seconds)
         self.num_changes = 0  # how often something came back or became cached: whom it was too full for may ask again
         self._live: dict[int, RequestKV] = {}
         self._prompt_tokens = self._hit_tokens = 0
@@ -412,7 +412,8 @@ class KVCache(RunningTables):
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
         """Whether its request should go on waiting for it."""
-        return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch)
+        step = self._fences.step_seconds if self._live else 0.0  # nobody begins while one is computed
+        return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch, step)
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
         """Its request waits for it no more."""

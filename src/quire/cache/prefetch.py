@@ -146,8 +146,9 @@ class Prefetcher:
         self._first[keys[0]] = prefetch
         return prefetch
 
-    def is_awaited(self, prefetch: Prefetch) -> bool:
-        """Whether its request should go on waiting. Where it should not, no more is fetched for it."""
+    def is_awaited(self, prefetch: Prefetch, least_wait: float = 0.0) -> bool:
+        """Whether its request should go on waiting, which takes `least_wait` seconds or more. Where it should not, no
+        more is fetched for it."""
         settings = self._tiering.settings
         if prefetch.done or prefetch.abandoned or (self._tiering.break_even.is_off(Link.FETCH) and not settings.always):
             return False
@@ -158,7 +159,7 @@ class Prefetcher:
         elif settings.prefetch is PrefetchPolicy.TIMEOUT:
             until = prefetch.since + settings.prefetch_seconds
         else:
-            until = prefetch.stop_at
+            until = prefetch.stop_at - least_wait
         if self._seconds() < until:
             return True
         self.stop(prefetch)
