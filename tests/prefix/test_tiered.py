@@ -254,7 +254,7 @@ class TieredTree(RuleBasedStateMachine):
         assert len(self.told[Tier.HOST]) == sum(page.kept for page in self.model.pages.values())
 
 
-TieredTree.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TieredTree.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestTieredTree = TieredTree.TestCase
 
 
@@ -294,8 +294,9 @@ def test_copies_above_and_below_a_gap_can_both_be_given_up() -> None:
     lease = tree.lease(tree.match(NAMESPACE, tokens_of("a")))
     tree.keep(lease, 0, 1)
     tree.release(lease)
-    held = tree.pin(next(node for node in tree.nodes() if not node.here))
-    tree.unpin(held)
+    below = tree.pin_path(tree.match(NAMESPACE, tokens_of("abcd")), 4)
+    assert not len(tree.evict_lower(9).moved)  # both are held, and were candidates before
+    tree.unpin(below)
     evicted = tree.evict_lower(9)
     assert (evicted.removed.tolist(), evicted.moved.tolist()) == ([4], [1])
 

@@ -24,7 +24,7 @@ from quire.prefix.shelf import Rank
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import MISSING, REFUSED, Link, Move, Units
+from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
 _PIECE_BYTES = 8 << 20
@@ -210,6 +210,9 @@ class Prefetcher:
     def _ended(self, move: Move) -> None:
         prefetch = self._running.pop(move)
         prefetch.move = None
+        for defects in move.defects:
+            found = [defect for defect in defects if defect not in (GOOD, MISSING, REFUSED, FAILED)]
+            self._tiering.counters.corrupt(Tier.STORAGE, found)
         if prefetch.abandoned:
             self._give_up(prefetch.fetching)
             prefetch.fetching = []
@@ -330,7 +333,6 @@ class Prefetcher:
         for (_, at, _), defects in zip(fetching, move.defects, strict=True):
             wrong = [place for place, defect in zip(at.tolist(), defects, strict=True) if defect]
             end = min([end, *wrong])
-            tiering.counters.corrupt(Tier.STORAGE, [d for d in defects if d not in ("", MISSING, REFUSED, "failed")])
         if move.error:
             tiering.counters.failed_moves += 1
         if end < prefetch.last:
