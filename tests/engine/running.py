@@ -96,7 +96,8 @@ def tiered_core(
     """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
     settings = {"load": "always", "host_memory": "auto", **settings}
     if "storage" in settings:
-        settings = {"storage_size": 64 << 20, "prefetch": "wait_complete", **settings}
+        size = {} if "://" in settings["storage"] else {"storage_size": 64 << 20}
+        settings = {"prefetch": "wait_complete", **size, **settings}
     found, plan = _tight(model, num_tokens, window_tokens, settings)
     frames = [max(1, math.ceil(plan.frames_of(group) * host)) for group in range(len(plan.groups))]
     return EngineCore(found.model_copy(update={"host_memory": records_bytes(plan.groups, frames)}), model=model)

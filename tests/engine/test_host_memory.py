@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from quire.engine.host_memory import host_memory
+from tests.engine.containers import four_gib as four_gib
 
 MIB = 2**20
 GIB = 2**30
@@ -134,6 +135,7 @@ PROGRAM = """
 import os, re, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 from quire.engine.host_memory import host_memory
+from tests.engine.containers import four_gib as four_gib
 from quire.errors import HostMemoryError
 from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan, parse_bytes
@@ -159,32 +161,6 @@ print("reserved", pool.num_bytes, "of", size, "left", host_memory().available)
 pool.close()
 print("closed", host_memory().available)
 """
-
-
-@pytest.fixture
-def four_gib() -> Iterator[Path]:
-    """A control group of 4 GiB below that of this process, or below the root; removed afterwards."""
-    if sys.platform != "linux" or os.getuid() != 0:
-        pytest.skip("only root may make a control group")
-    if psutil.virtual_memory().available < 6 * GIB:
-        pytest.skip("this machine has no 4 GiB to spare")
-    own = dict(line.strip().split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    first, limit = Path("/sys/fs/cgroup/memory" + own.get("memory", "")), "memory.limit_in_bytes"
-    if "memory" not in own:
-        first, limit = Path("/sys/fs/cgroup"), "memory.max"
-    folder = first / f"quire-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        try:
-            (folder / limit).write_text(str(4 * GIB))
-        except OSError as error:
-            pytest.skip(f"control groups here do not limit memory: {error}")
-        yield folder
-    finally:
-        folder.rmdir()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,23 @@ PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11), vocabulary=VOCAB_SIZE)
 class Worker:
     """`sharing_worker` as a process."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.sharing_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             text=True,
         )
 
     def begin(
-        self, *, seed: int = 0, salt: str = "", prompts: Any = PROMPTS, endless: int = 0, **settings: Any
+        self, url: str, *, seed: int = 0, salt: str = "", prompts: Any = PROMPTS, endless: int = 0, **settings: Any
     ) -> None:
-        settings = {"storage": self._url, "host": 8.0, **settings}
+        settings = {"storage": url, "host": 8.0, **settings}
         job = {"prompts": prompts, "settings": settings, "seed": seed, "salt": salt, "endless": endless}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -49,12 +50,14 @@ class Worker:
     def hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the process ended with {self.process.wait()}"
+        if not line:
+            self._said.seek(0)
+            raise AssertionError(f"{self.process.wait()}: {self._said.read()[-1500:].decode()}")
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def ask(self, **job: Any) -> dict[str, Any]:
-        self.begin(**job)
+    def ask(self, url: str, **job: Any) -> dict[str, Any]:
+        self.begin(url, **job)
         found = self.hear()
         assert found["failed_moves"] == 0 and not found["defects"]
         return found
@@ -65,6 +68,7 @@ class Worker:
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
+        self._said.close()
 
 
 @pytest.fixture(params=["directory", "valkey"])
@@ -83,12 +87,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def worker(url: str) -> Iterator[Callable[[], Worker]]:
-    """Starts processes on that store."""
+def worker() -> Iterator[Callable[[], Worker]]:
+    """Starts processes, which end with the test."""
     started: list[Worker] = []
 
     def start() -> Worker:
-        started.append(Worker(url))
+        started.append(Worker())
         return started[-1]
 
     yield start
@@ -96,9 +100,18 @@ def worker(url: str) -> Iterator[Callable[[], Worker]]:
         each.close()
 
 
-def test_the_second_finds_what_the_first_has_stored_and_nothing_else(worker: Callable[[], Worker]) -> None:
-    first, second = worker(), worker()
-    stored = first.ask()
+@pytest.fixture(scope="module")
+def two() -> Iterator[tuple[Worker, Worker]]:
+    """Two processes for all tests that leave them alive."""
+    workers = Worker(), Worker()
+    yield workers
+    for each in workers:
+        each.close()
+
+
+def test_the_second_finds_what_the_first_has_stored_and_nothing_else(two: tuple[Worker, Worker], url: str) -> None:
+    first, second = two
+    stored = first.ask(url)
     assert stored["archived_frames"] > 0 and stored["storage_hit_tokens"] == 0
     others: dict[str, dict[str, Any]] = {
         "salt": {"salt": "mine"},
@@ -108,43 +121,44 @@ def test_the_second_finds_what_the_first_has_stored_and_nothing_else(worker: Cal
         "page size": {"page_size": 8},
     }
     for name, job in others.items():
-        found = second.ask(**job)
+        found = second.ask(url, **job)
         assert found["fetched_frames"] == found["storage_hit_tokens"] == 0, name
         assert found["archived_frames"] > 0, name
         assert (found["tokens"] == stored["tokens"]) == (name in ("salt", "epoch", "page size")), name
-    found = second.ask()
+    found = second.ask(url)
     assert found["tokens"] == stored["tokens"]
     assert found["storage_hit_tokens"] > 0 and found["fetched_frames"] > 0 and found["loaded_frames"] > 0
-    again = first.ask(salt="mine")  # and the other way round
+    again = first.ask(url, salt="mine")  # and the other way round
     assert again["storage_hit_tokens"] > 0 and again["tokens"] == stored["tokens"]
 
 
+@pytest.mark.slow
 def test_both_write_at_once_and_one_is_killed(worker: Callable[[], Worker], url: str) -> None:
     """The same prompts and others; then one of them ends in the middle of writing, and the other goes on."""
     first, second = worker(), worker()
     tails = shared_prompts(9, shared=33, tails=(8, 14), vocabulary=VOCAB_SIZE)
-    first.begin(prompts=[*PROMPTS, tails[0]])
-    second.begin(prompts=[*PROMPTS, tails[1]])
+    first.begin(url, prompts=[*PROMPTS, tails[0]])
+    second.begin(url, prompts=[*PROMPTS, tails[1]])
     one, two = first.hear(), second.hear()
     assert one["tokens"][:-1] == two["tokens"][:-1]
     assert not one["defects"] and not two["defects"]
-    found = second.ask(prompts=[*PROMPTS, *tails])
+    found = second.ask(url, prompts=[*PROMPTS, *tails])
     assert found["tokens"] == [*one["tokens"], two["tokens"][-1]]
     assert found["storage_hit_tokens"] > 0
-    first.begin(endless=61, salt="killed")
+    first.begin(url, endless=61, salt="killed")
     while first.hear()["archived_frames"] < 30:
-        second.begin(prompts=[*PROMPTS, *tails])
+        second.begin(url, prompts=[*PROMPTS, *tails])
         assert second.hear()["tokens"] == found["tokens"]
     first.process.kill()
     first.process.wait()
     if not url.startswith("unix:"):
         DirectoryMedium(Path(url)).query("PRAGMA integrity_check")
-    last = second.ask(prompts=[*PROMPTS, *tails])
+    last = second.ask(url, prompts=[*PROMPTS, *tails])
     assert last["tokens"] == found["tokens"]
     assert last["storage_hit_tokens"] > 0
-    more = second.ask(salt="killed", prompts=tails)
+    more = second.ask(url, salt="killed", prompts=tails)
     assert more["tokens"] == found["tokens"][-2:]
     third = worker()
-    assert third.ask(salt="killed", prompts=tails)["storage_hit_tokens"] > 0
+    assert third.ask(url, salt="killed", prompts=tails)["storage_hit_tokens"] > 0
     if not url.startswith("unix:"):
         DirectoryMedium(Path(url)).check()

@@ -44,11 +44,11 @@ class WireError(msgspec.Struct, kw_only=True):
         """The exception, of the class that was raised."""
         kind = getattr(errors, self.kind, QuireError) if self.kind else QuireError
         if issubclass(kind, MemoryError):  # whose instances only their own constructor makes
-            error = QuireError(self.message, fix=self.fix)
-            error.code, error.status, error.exit_code = kind.code, kind.status, kind.exit_code
-            error.args = (str(error).replace(QuireError.code, kind.code, 1),)
-            return error
-        error = kind.__new__(kind)
+            found = QuireError(self.message, fix=self.fix)
+            found.code, found.status, found.exit_code = kind.code, kind.status, kind.exit_code
+            found.args = (str(found).replace(QuireError.code, kind.code, 1),)
+            return found
+        error: QuireError = kind.__new__(kind)
         QuireError.__init__(error, self.message, fix=self.fix)
         if not self.kind:
             error.exit_code = EXIT_DEFECT
