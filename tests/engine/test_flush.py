@@ -172,3 +172,20 @@ def test_what_is_to_be_kept_is_flushed_with_the_rest(llms: Any) -> None:
     assert granted.granted_tokens > 0
     assert llm.flush(salt="").num_retentions == 1
     assert not llm.release(granted.retention_id) and llm.engine.retained().retained_tokens == 0
+
+
+def test_an_idle_engine_tries_again_to_have_the_store_forget(llms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llms()
+    ask(llm)
+    settle(llm)
+    tiers = llm.engine.cache.tiers
+    assert tiers is not None and llm.engine.tiers is not None and llm.engine.tiers.store is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.engine.tiers.store), "remove", lambda store, keys: 0)
+        llm.flush()
+        settle(llm)
+        assert tiers.forgetting.num_failed == 1 and not llm.engine.has_moves(), "not at once, or it would never rest"
+    tiers.forgetting._due_at = 0.0
+    assert llm.engine.has_moves()
+    assert records(llm) == 0 and tiers.forgetting.scopes == ()
+    assert llm.statistics()["tiers"]["forget_failures"] == 1

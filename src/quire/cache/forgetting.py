@@ -43,7 +43,7 @@ class Forgetting:
 
     def go_on(self) -> None:
         """Submit what is due."""
-        if None not in self._moves.values() or self._seconds() < self._due_at:
+        if not self.is_due:
             return
         for scope, move in self._moves.items():
             if move is None:
@@ -63,6 +63,11 @@ class Forgetting:
         self.num_failed += 1
         self._moves[move.scope] = None
         self._due_at = self._seconds() + _AGAIN_S
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is to be tried now."""
+        return None in self._moves.values() and self._seconds() >= self._due_at
 
     @property
     def scopes(self) -> tuple[bytes, ...]:

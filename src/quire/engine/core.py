@@ -143,7 +143,8 @@ class EngineCore:
 
     def has_moves(self) -> bool:
         """Whether bytes are on their way between tiers, so that `step` should be called now and then."""
-        return self.tiers is not None and not self.tiers.mover.idle
+        tiers = self.cache.tiers if self.tiers is not None else None
+        return tiers is not None and (not tiers.mover.idle or tiers.forgetting.is_due)
 
     def close(self) -> None:
         """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called

@@ -35,6 +35,7 @@ COUNTERS = {
     "failed_requests": "Requests that a failed step ended.",
     "retentions_expired": "Retentions whose time was over.",
     "retentions_given_up": "Retentions that were let go of for running requests.",
+    "retentions_lost": "Retentions that were let go of because what they kept was damaged.",
     "steps": "Steps of the engine.",
 }
 
@@ -44,6 +45,7 @@ GAUGES = {
     "shared_pages": "Pages that more than one request reads now.",
     "retentions": "Prefixes that callers asked to keep.",
     "retained_pages": "Pages that these keep, each counted once.",
+    "weights_epoch": "How often the weights were replaced.",
     "kv_bytes": "Bytes of the KV pools.",
     "page_size": "Tokens in a page.",
 }
