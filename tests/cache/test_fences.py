@@ -54,3 +54,13 @@ def test_a_fence_closes_once() -> None:
     fences.close(fence)
     with pytest.raises(KeyError):
         fences.close(fence)
+
+
+def test_what_a_step_takes_is_known_from_the_last_ones() -> None:
+    now = [0.0]
+    fences = Fences(lambda: now[0])
+    for took in (1.0, 2.0):
+        fence = fences.open()
+        now[0] += took
+        fences.close(fence)
+    assert fences.step_seconds == 1.2

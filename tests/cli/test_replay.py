@@ -177,10 +177,85 @@ def test_a_page_that_is_wrong_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert "QUIRE-AUDIT-02" in done.stderr
 
 
+TIERED = ("alternating:tokens=2000,turns=3", "--pool-tokens", "3k", "--policy", "lru", "--host-tokens", "64k")
+
+
+def test_tiers_stand_beside_the_same_replay_without_them(run: Run) -> None:
+    without, beside = runs(run, *TIERED, "--storage-tokens", "1m", "--check", "all")
+    assert without["tiers"] is None
+    tiers = beside["tiers"]
+    assert tiers["device_hit_tokens"] + tiers["host_hit_tokens"] == beside["hit_tokens"] > without["hit_tokens"]
+    assert tiers["loaded_bytes"] >= tiers["host_hit_tokens"] * 128 * 1024 > 0
+    assert (tiers["host_tokens"], tiers["storage_tokens"]) == (65536, 1048576)
+    assert tiers["host_bandwidth"] == pytest.approx(51.2e9)
+    assert tiers["archived_bytes"] > 0
+    assert beside["ttft_p50_s"] < without["ttft_p50_s"]
+    assert beside["ttft_mean_s"] < without["ttft_mean_s"]
+    (same,) = runs(run, *TIERED[:-2])
+    assert (same["digest"], same["tiers"]) == (without["digest"], None)
+
+
+def test_tables_say_what_tiers_were_worth_and_which_links_lost(run: Run) -> None:
+    done = run("replay", *TIERED, "--storage-tokens", "8k", env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.stderr
+    for word in (
+        "+ tiers",
+        "hits by tier",
+        "declined",
+        "fetched",
+        " -> ",
+        "A host of 65,536 tokens at 51.2 GB/s; storage",
+    ):
+        assert word in done.stdout
+    losing = (
+        "chat",
+        "--limit",
+        60,
+        "--pool-tokens",
+        "20k",
+        "--host-tokens",
+        "1m",
+        "--host-bandwidth",
+        1,
+        "--policy",
+        "lru",
+    )
+    done = run("replay", *losing, env={"COLUMNS": "160"})
+    assert "save turned itself off: recompute is cheaper below" in done.stdout
+    assert "; measured " in done.stdout
+
+
+def test_a_host_of_so_many_bytes_and_a_model_with_a_window(run: Run) -> None:
+    _, beside = runs(
+        run, *SHORT, "--model", "gemma-3-1b", "--pool-tokens", "1/2", "--policy", "lru", "--host-memory", "256MiB",
+        "--write-policy", "write_back", "--prefetch-policy", "timeout", "--load", "always", "--check", "all",
+    )  # fmt: skip
+    assert 0 < beside["tiers"]["host_tokens"] < 256 * 2**20
+    assert beside["tiers"]["saved_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--storage-tokens", "1m"), "no host tier is"),
+        (("--host-tokens", "1k", "--host-memory", "1MiB"), "given twice"),
+        (("--host-tokens", "1k", "--write-policy", "sometimes"), "--write-policy sometimes"),
+        (("--host-tokens", "1k", "--host-bandwidth", "0"), "--host-bandwidth is 0"),
+        (("--host-tokens", "4"), "holds no page"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused(run: Run, arguments: tuple[str, ...], text: str) -> None:
+    done = run("replay", *SHORT, *arguments, "--json")
+    assert done.exit_code == 2, done.stderr
+    error = json.loads(done.stderr)["error"]
+    assert text in error["message"]
+    assert error["fix"]
+
+
 def test_a_replay_loads_no_torch() -> None:
     code = (
         "import sys; from quire.cli import main\n"
-        "sys.argv = ['quire', 'replay', 'chat', '--limit', '3', '--check', 'all']\n"
+        "sys.argv = ['quire', 'replay', 'chat', '--limit', '3', '--check', 'all', '--host-tokens', '9k']\n"
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

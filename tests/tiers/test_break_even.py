@@ -66,6 +66,25 @@ def test_tiny_steps_say_nothing() -> None:
     assert bench.even.compute_seconds(100) == pytest.approx(0.05)
 
 
+def test_a_load_that_was_never_measured_is_as_fast_as_a_save() -> None:
+    bench = Bench(losses=2)
+    bench.even.computed(4000, 0.1)
+    bench.measure(Link.SAVE, 2 * GB)
+    assert not bench.even.knows(Link.LOAD)
+    assert bench.even.load_seconds(Link.LOAD, 2 * GB) == pytest.approx(1.0)
+    assert not bench.worth()
+    assert not bench.worth()
+    assert bench.even.why_off(Link.LOAD) == "recompute is cheaper below 9.1 GB/s; measured 2.0 GB/s"
+    bench.now = 1e6
+    assert not bench.worth()  # no trial: a load would have to be faster than any save
+    for _ in range(80):
+        bench.measure(Link.SAVE, 50 * GB)
+    assert bench.worth()
+    assert not bench.even.is_off(Link.LOAD)
+    bench.measure(Link.LOAD, 2 * GB)
+    assert not bench.worth()  # what was measured counts
+
+
 def test_a_link_that_loses_turns_itself_off_and_says_so_once() -> None:
     bench = slow(losses=5)
     assert [bench.worth() for _ in range(4)] == [False] * 4

@@ -94,6 +94,23 @@ def test_round_trip() -> None:
         assert np.array_equal(copies.device[group][:, numbers], content[group])
 
 
+def test_what_has_to_be_complete_has_ended() -> None:
+    copies = ArrayCopies()
+    with mover_of(copies) as mover:
+        gate = copies.hold("to_host")
+        first, second = (move_of(copies, Link.SAVE, pages(number)) for number in (1, 2))
+        assert mover.submit(first) and mover.submit(second)
+        waits = threading.Thread(target=mover.complete, args=(second,))
+        waits.start()
+        assert copies.entered.acquire(timeout=LONG)
+        assert waits.is_alive()
+        gate.release(1000)
+        waits.join(LONG)
+        assert not waits.is_alive() and second.done
+        mover.complete(second)  # which it is
+        assert second in mover.finished()
+
+
 def test_looking_needs_no_frames() -> None:
     copies, store = ArrayCopies(), DictStore()
     store.visible[StoreKey(SCOPE, page_key(1), 0)] = b""
