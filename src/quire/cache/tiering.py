@@ -207,13 +207,8 @@ class Tiering(PageNames, DamagedPages):
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
         hosts = {host.name: host.statistics() for host in self.hosts}
-<<<<<<< HEAD
-        forgetting = {"to_forget": len(self.forgetting.scopes), "failed_forgets": self.forgetting.num_failed}
-        return {**self.counters.to_dict(), **forgetting, "host": hosts, "host_pages": self._tree.num_below}
-=======
         gauges = {"host_pages": self._tree.num_below, "forgetting": len(self.forgetting.scopes)}
         return {**self.counters.to_dict(), "host": hosts, **gauges, "forget_failures": self.forgetting.num_failed}
->>>>>>> retain
 
     @property
     def num_dropped(self) -> int:
