@@ -87,6 +87,7 @@ class TieredCache:
             always=True,
             stores=stores,
             prefetch=PrefetchPolicy.WAIT_COMPLETE,
+            saving_share=1,
         )
         self.events: list[CacheEvent] = []
         self.cache = KVCache(

@@ -38,7 +38,8 @@ class PrefetchPolicy(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """`host_frames` and bytes of a record, both by group; `mover` moves bytes and is the engine's to close; with
-    `stores`, it has a store. `always` uses what the tiers have without asking whether it is quicker."""
+    `stores`, it has a store. `always` uses what the tiers have without asking whether it is quicker. Of a group's
+    device frames, one in `saving_share` may be on its way to the host before it has to go."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
@@ -49,6 +50,7 @@ class TierSettings:
     stores: bool = False
     prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
     prefetch_seconds: float = 2.0
+    saving_share: int = 16
 
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on the host only."""

@@ -40,8 +40,6 @@ from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 _NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
-_SAVING_SHARE = 16
-"""One device frame in so many may be on its way to the host before it has to go."""
 
 
 class Tiering(PageNames, DamagedPages):
@@ -254,7 +252,9 @@ class Tiering(PageNames, DamagedPages):
     def _unpinned_share(self, group: GroupCache) -> int:
         """How many more frames of a group may be saved now. While they are they cannot be evicted, and whoever needs
         them would wait: where the host is slower than the device fills, some copies are left out."""
-        return max(0, -(-group.num_frames // _SAVING_SHARE) - int(np.count_nonzero(self._saving[group.index])))
+        return max(
+            0, -(-group.num_frames // self.settings.saving_share) - int(np.count_nonzero(self._saving[group.index]))
+        )
 
     def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
@@ -461,11 +461,14 @@ class Tiering(PageNames, DamagedPages):
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
         being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
-        there = [self._stored[host.index, pages] | host.resident(pages) for host in self.hosts if host.shelf is None]
+        good = [host.resident(pages) & ~host.is_distrusted(pages) for host in self.hosts]
+        there = [
+            self._stored[h.index, pages] | found for h, found in zip(self.hosts, good, strict=True) if h.shelf is None
+        ]
         if there:  # a page goes behind the one before it, or nobody would find it
             pages = pages[: int(np.argmin(np.append(np.logical_and.reduce(there), False)))]
-        for host in self.hosts:
-            at = (host.resident(pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
+        for host, found in zip(self.hosts, good, strict=True):
+            at = (found[: len(pages)] & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
             if len(at):
                 parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
         if not parts:

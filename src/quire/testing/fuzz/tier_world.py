@@ -75,6 +75,7 @@ class TierWorld:
             always=choices.chance(50),
             stores=stores,
             prefetch=choices.one_of(tuple(PrefetchPolicy)),
+            saving_share=choices.one_of((1, 1, 2, 16)),
             prefetch_seconds=choices.one_of((0.0, 0.5, 10.0)),
         )
 
