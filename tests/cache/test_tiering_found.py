@@ -1,0 +1,199 @@
+"""What random operations on caches with tiers have found, each once and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.cache import prefetch as reading_ahead
+from quire.cache.tier_settings import WritePolicy
+from quire.cache.tiering import Tiering
+from tests.cache.tiered_cache import ALICE, FULL, PAGE, STATE, WINDOW, TieredCache, asking, tokens_of
+
+
+def tiers_of(world: TieredCache) -> Tiering:
+    assert world.cache.tiers is not None
+    return world.cache.tiers
+
+
+def demote(world: TieredCache) -> None:
+    """All that nobody holds leaves the device."""
+    world.drain()
+    world.cache._room._free_up([group.num_free + group.num_evictable for group in world.cache.groups], 0, "")
+    world.cache.audit()
+
+
+def forget(world: TieredCache) -> None:
+    """It leaves the host as well."""
+    world.drain()
+    world.cache.evict(world.cache.pages.num_pages)
+    while tiers_of(world).evict_host(world.cache.pages.num_pages):
+        pass
+    world.cache.audit()
+
+
+def damage(world: TieredCache, tokens: np.ndarray, *places: int) -> None:
+    """A byte of these pages' host records is another one."""
+    pages = world.cache.tree.match(ALICE, tokens).pages
+    for place in places:
+        row = tiers_of(world).hosts[0].column[pages[place]]
+        world.copies.host[0][row, world.copies.sizes[0] - 1] ^= 1
+
+
+def test_damage_is_counted_once_and_keeps_nobody_else_from_caching() -> None:
+    world = TieredCache()
+    tokens, others = tokens_of((1, 2, 3)), tokens_of((7, 8))
+    world.compute(tokens)
+    demote(world)
+    damage(world, tokens, 1)
+    kv = world.cache.begin(asking(tokens), ALICE)
+    world.drain()
+    assert world.cache.has_failed(kv) and not world.cache.is_ready(kv)
+    assert tiers_of(world).condemned, "its request still holds the damaged page"
+    world.compute(others)
+    assert world.cached(others) == len(others)
+    changes = world.cache.num_changes
+    world.cache.finish(kv)
+    assert world.cache.settle_moves(), "room came back, which whoever waits for some must hear"
+    assert world.cache.num_changes > changes and not tiers_of(world).condemned
+    assert world.cached(tokens) <= PAGE
+    assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
+    assert tiers_of(world).hosts[0].num_quarantined == 1
+    assert world.compute(tokens) <= PAGE and world.cached(tokens) == len(tokens)
+    world.close()
+
+
+def test_two_failed_loads_of_one_path_do_not_keep_each_other() -> None:
+    world = TieredCache()
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    demote(world)
+    damage(world, tokens, 0, 2)
+    both = [world.cache.begin(asking(part), ALICE) for part in (tokens[:PAGE], tokens)]
+    assert [len(kv.loads) for kv in both] == [1, 2]
+    world.drain()
+    assert all(map(world.cache.has_failed, both))
+    for kv in both:
+        world.cache.finish(kv)
+    world.cache.settle_moves()
+    assert not tiers_of(world).condemned and not world.cached(tokens)
+    world.close()
+
+
+def test_whoever_computes_a_damaged_page_again_keeps_it_to_itself_while_it_is_held() -> None:
+    world = TieredCache()
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    demote(world)
+    damage(world, tokens, 0)
+    kv = world.cache.begin(asking(tokens), ALICE)
+    world.drain()
+    assert world.compute(tokens) == 0
+    world.cache.audit()
+    assert world.cached(tokens) == 0, "nobody may begin on the damaged one"
+    world.cache.finish(kv)
+    world.cache.settle_moves()
+    assert world.compute(tokens) == 0 and world.cached(tokens) == len(tokens)
+    world.close()
+
+
+def test_whoever_reads_ahead_gives_way() -> None:
+    world = TieredCache(num_pages=4)
+    tokens = tokens_of((1, 2, 3, 4))
+    world.compute(tokens)
+    forget(world)
+    world.compute(tokens[: 2 * PAGE])
+    world.drain()
+    prefetch = world.cache.prefetch(asking(tokens), ALICE)
+    assert prefetch is not None and world.cache.tree.num_protected == 2
+    kv = world.cache.begin(tokens_of((7, 8, 9, 9)), ALICE)
+    world.cache.extend([kv], 4 * PAGE)
+    assert prefetch.abandoned and not world.cache.is_awaited(prefetch)
+    world.cache.audit()
+    world.cache.finish(kv)
+    world.close()
+
+
+def test_what_another_request_computes_while_it_is_fetched_is_cached_once() -> None:
+    world = TieredCache(write=WritePolicy.SELECTIVE)
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    world.compute(asking(tokens))  # the second use, which saves it
+    forget(world)
+    prefetch = world.cache.prefetch(asking(tokens), ALICE)
+    assert prefetch is not None and world.advance() and prefetch.move is not None
+    world.compute(tokens[: 2 * PAGE])
+    world.cache.audit()
+    world.drain()
+    world.cache.audit()
+    assert world.cached(tokens) == len(tokens)
+    demote(world)
+    assert world.compute(asking(tokens)) == len(tokens)
+    world.close()
+
+
+def test_a_piece_of_which_nothing_is_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
+    world = TieredCache(reaches=(WINDOW,))
+    tokens = tokens_of((1, 2, 3, 4, 5))
+    world.compute(tokens)
+    forget(world)
+    assert world.fetch(tokens) == len(tokens)
+    assert tiers_of(world).counters.fetched_frames == 2, "six tokens reach back to the last two pages"
+    assert world.compute(asking(tokens)) == len(tokens)
+    world.close()
+
+
+def test_a_page_is_stored_after_the_one_before_it() -> None:
+    world = TieredCache(write=WritePolicy.SELECTIVE)
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    world.drain()
+    match = world.cache.tree.match(ALICE, tokens)
+    assert tiers_of(world).save(ALICE, match.path[-1], match.pages, ends=(2,), first=1) is not None
+    world.drain()
+    assert world.stored() == 0, "nobody would find it"
+    assert tiers_of(world).save(ALICE, match.path[-1], match.pages, ends=(2,)) is not None
+    world.drain()
+    assert world.stored() == 2
+    world.close()
+
+
+def test_a_prefix_is_computed_where_loading_it_leaves_no_frame_to_go_on_in() -> None:
+    world = TieredCache(reaches=(FULL, STATE), frames=(12, 1))
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    demote(world)
+    assert tiers_of(world).hosts[1].column.any()
+    hit = world.cache.match(asking(tokens), ALICE)
+    assert (hit.num_pages, hit.choice.declined_pages) == (0, 2)
+    assert not world.cache.why_not(hit, 3, [], 0), "it would wait for ever"
+    world.close()
+
+
+def test_a_page_that_comes_back_from_a_duplicate_passes_the_audit() -> None:
+    world = TieredCache()
+    tokens = tokens_of((1, 2))
+    kv = world.begin(tokens)
+    world.grow(kv, tokens)
+    world.compute(tokens)
+    demote(world)
+    fence = world.cache.open_fence()
+    world.cache.commit(kv, tokens)  # its frames are now those of the pages that were below only
+    world.cache.audit()
+    assert world.cache.match(asking(tokens), ALICE).choice.num_pages == 2
+    world.cache.close_fence(fence)
+    world.finish(kv)
+    world.close()
+
+
+def test_what_ended_while_eviction_waited_for_something_else_is_noticed() -> None:
+    world = TieredCache()
+    world.compute(tokens_of((1, 2)))
+    world.now = 100.0
+    tiers = tiers_of(world)
+    tiers._ended += world.mover.finished()
+    assert not world.cache.tree.num_evictable and tiers.wait(), "it holds what could be evicted"
+    world.cache.settle_moves()
+    assert world.cache.tree.num_evictable == 2
+    world.close()
