@@ -268,8 +268,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
 
 
 def run(options: argparse.Namespace) -> Row:
-    """All parts that were asked for, and what they say of the goals."""
-    parts = {}
+    """All parts that were asked for, and what they say of the goals. Written down after every part."""
+    parts: dict[str, list[Row]] = {}
+    found = _described(parts, 0.0)
     began = time.perf_counter()
     for name, measure in PARTS.items():
         if not any(word in name for word in options.only):
@@ -280,13 +281,20 @@ def run(options: argparse.Namespace) -> Row:
 
         options.say = say
         parts[name] = measure(options)
+        found = _described(parts, time.perf_counter() - began)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _described(parts: dict[str, list[Row]], seconds: float) -> Row:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
-        "seconds": round(time.perf_counter() - began),
+        "seconds": round(seconds),
         "parts": parts,
         "goals": verdicts(parts),
     }
@@ -311,8 +319,6 @@ def main() -> int:
     options = parse()
     result = json.loads(options.read.read_text()) if options.read else run(options)
     print_report(result, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
