@@ -268,22 +268,6 @@ def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_let_go", lambda prefetcher, found: setattr(found, "holds", False))
 
 
-@mutant("tiers", field.LEAK)
-def a_refused_save_keeps_its_frames(patch: Patch) -> None:
-    """Where too much is on its way already, host frames are lost."""
-    real = Tiering._submit
-
-    def submit(tiers: Tiering, link: Link, moving: Any) -> Any:
-        within = Patch()
-        within.setattr(HostGroup, "untake", lambda host, frames: None)
-        try:
-            return real(tiers, link, moving)
-        finally:
-            within.undo()
-
-    patch.setattr(Tiering, "_submit", submit)
-
-
 @mutant("tiers", field.EVENTS)
 def removed_on_the_first_of_two_copies(patch: Patch) -> None:
     """Routers are told that a page has left the device when only its copy on the host is gone."""
