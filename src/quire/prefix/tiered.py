@@ -65,6 +65,8 @@ class TieredRadixCache(RadixCache):
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Forget up to `num_pages` pages that are on the device, with their copies and what hangs behind them."""
+        if not self._has_copies:
+            return super().evict(num_pages, cause)
         return self.evict_device(num_pages, cause, lambda node: 0).removed
 
     def evict_device(self, num_pages: int, cause: str, keep: Callable[[Node], int]) -> Evicted:

@@ -151,7 +151,9 @@ def evict_takes_one_too_many(patch: Patch) -> None:
 @mutant("cache", field.EVENTS)
 def removals_are_not_told(patch: Patch) -> None:
     """Routers are never told that a page is gone."""
-    patch.setattr(radix_cache, "PagesRemoved", lambda namespace, hashes: PagesRemoved(namespace, hashes.cut(0)[0]))
+    patch.setattr(
+        radix_cache, "PagesRemoved", lambda namespace, hashes, *tier: PagesRemoved(namespace, hashes.cut(0)[0])
+    )
 
 
 @mutant("cache", field.EVENTS)
