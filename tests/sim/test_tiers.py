@@ -99,6 +99,7 @@ def test_sessions_that_come_back_wait_a_third_at_most(write: WritePolicy) -> Non
     assert means[0] >= 3 * means[1]
 
 
+@pytest.mark.slow
 def test_sessions_come_back_from_storage_where_the_host_is_small() -> None:
     tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=400_000, host_bandwidth=50e9, storage_bandwidth=60e9)
     without, beside = both(RETURNING, tiers, check="reads")

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.errors import PlanError
+from quire.errors import HostMemoryError, PlanError
 from quire.memory.mapping import reserve, touch
 from quire.spec.layout import DType, Field, PageLayout
 
@@ -59,7 +59,7 @@ class Pool:
         try:
             for field in layout.fields:
                 self._build(field)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, HostMemoryError) as error:
             raise PlanError(
                 f"the KV pool of {num_frames + 1} frames of {layout.bytes_per_frame} bytes could not be allocated on "
                 f"{self.device}: {error}",
