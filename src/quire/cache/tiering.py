@@ -289,6 +289,11 @@ class Tiering(PageNames, DamagedPages):
         self._forget(evicted.removed)
         return bool(len(evicted.removed) or len(evicted.moved))
 
+    @property
+    def keeps(self) -> Callable[[Node], int] | None:
+        """What makes copies of pages that have to leave the device; None where they are made before, or not."""
+        return self.keep if self.settings.write is WritePolicy.BACK else None
+
     def keep(self, node: Node) -> int:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
         if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:

@@ -69,13 +69,13 @@ class TieredRadixCache(RadixCache):
             return super().evict(num_pages, cause)
         return self.evict_device(num_pages, cause, lambda node: 0).removed
 
-    def evict_device(self, num_pages: int, cause: str, keep: Callable[[Node], int]) -> Evicted:
+    def evict_device(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None) -> Evicted:
         """Take up to `num_pages` pages that no lease holds off the device, in the policy's order.
 
         A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
         to choose them. `cause` says for whom, to those who ask later. `keep(node)` makes copies below of a node's pages
         that have none, as far as it can, and returns how many of its first pages have one. These stay in the tree; the
-        rest, and what hangs behind it, is forgotten.
+        rest, and what hangs behind it, is forgotten. Without `keep` no more copies are made.
         """
         removed: list[bytes] = []
         moved: list[bytes] = []
@@ -84,9 +84,14 @@ class TieredRadixCache(RadixCache):
         while left > 0 and (node := self._policy.victim()) is not None:
             taken = min(left, node.num_pages)
             left -= taken
+            if keep is None and node.kept <= node.num_pages - taken:
+                removed += self._cut_below(node, eviction)
+                self.num_pages -= taken
+                removed.append(self._cut(node, node.num_pages - taken, eviction))
+                continue
             if taken < node.num_pages:
                 self._split(node, node.num_pages - taken)
-            kept = keep(node)
+            kept = node.kept if keep is None else keep(node)
             if kept < taken:
                 removed += self._cut_below(node, eviction)
                 self.num_pages -= taken - kept
