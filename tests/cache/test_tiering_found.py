@@ -97,6 +97,23 @@ def test_whoever_computes_a_damaged_page_again_keeps_it_to_itself_while_it_is_he
     world.close()
 
 
+def test_a_damaged_copy_of_a_page_on_the_device_is_made_again() -> None:
+    world = TieredCache(stores=True)
+    tokens = tokens_of((1,))
+    world.compute(tokens)
+    while not tiers_of(world).hosts[0].column.any():
+        assert world.advance()
+    damage(world, tokens, 0)
+    world.drain()
+    assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1} and not world.stored()
+    assert world.compute(asking(tokens)) == len(tokens), "the page on the device is good"
+    world.drain()
+    assert world.stored() == 1
+    demote(world)
+    assert world.compute(asking(tokens)) == len(tokens)
+    world.close()
+
+
 def test_whoever_reads_ahead_gives_way() -> None:
     world = TieredCache(num_pages=4)
     tokens = tokens_of((1, 2, 3, 4))

@@ -464,11 +464,13 @@ class Tiering(PageNames, DamagedPages):
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
         being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
-        there = [self._stored[host.index, pages] | host.resident(pages) for host in self.hosts if host.shelf is None]
+        good = [host.resident(pages) & ~host.is_distrusted(pages) for host in self.hosts]
+        there = [self._stored[host.index, pages] | good[host.index] for host in self.hosts if host.shelf is None]
         if there:  # a page goes behind the one before it, or nobody would find it
             pages = pages[: int(np.argmin(np.append(np.logical_and.reduce(there), False)))]
         for host in self.hosts:
-            at = (host.resident(pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
+            fresh = good[host.index][: len(pages)] & ~self._stored[host.index, pages] & ~self.bad[pages]
+            at = fresh.nonzero()[0]
             if len(at):
                 parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
         if not parts:
