@@ -114,6 +114,24 @@ def test_a_damaged_copy_of_a_page_on_the_device_is_made_again() -> None:
     world.close()
 
 
+def test_what_is_evicted_is_stored_with_what_stays_on_the_device_above_it() -> None:
+    world = TieredCache(write=WritePolicy.BACK)
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    kv = world.cache.begin(asking(tokens[: 2 * PAGE]), ALICE)
+    demote(world)
+    assert world.cached(tokens) == len(tokens) and int(tiers_of(world).counters.demoted_pages) == 1
+    world.drain()
+    assert world.stored() == 3, "a beginning that is always in use would never be stored, nor what follows it"
+    world.cache.finish(kv)
+    demote(world)
+    assert tiers_of(world).counters.saved_frames == 3
+    again = TieredCache(store=world.store)
+    assert again.fetch(tokens) == len(tokens)
+    again.close()
+    world.close()
+
+
 def test_whoever_reads_ahead_gives_way() -> None:
     world = TieredCache(num_pages=4)
     tokens = tokens_of((1, 2, 3, 4))

@@ -298,14 +298,19 @@ class Tiering(PageNames, DamagedPages):
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
         if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
             pages = self.path(node)
-            move = self.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True)
-            if move is not None:
-                self.mover.complete(move)
-                self._ended += self.mover.finished()
-                self._ended.remove(move)
-                self.counters.ended(move)
-                self._saved(move)
+            self._save_at_once(node, pages, node.depth)
+            if self.settings.stores:  # what is above it goes too: what stays on the device for good is never saved else
+                self._save_at_once(node, pages, self._storable(pages))
         return node.kept
+
+    def _save_at_once(self, node: Node, pages: Ids, first: int) -> None:
+        move = self.save(node.namespace, node, pages, ends=(len(pages),), first=first, goes=True)
+        if move is not None:
+            self.mover.complete(move)
+            self._ended += self.mover.finished()
+            self._ended.remove(move)
+            self.counters.ended(move)
+            self._saved(move)
 
     def left_device(self, pages: Ids) -> None:
         """These pages are on the host only."""
@@ -464,13 +469,9 @@ class Tiering(PageNames, DamagedPages):
         """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
         being evicted: frames that are read meanwhile come back when that is over."""
         parts = []
-        good = [host.resident(pages) & ~host.is_distrusted(pages) for host in self.hosts]
-        there = [self._stored[host.index, pages] | good[host.index] for host in self.hosts if host.shelf is None]
-        if there:  # a page goes behind the one before it, or nobody would find it
-            pages = pages[: int(np.argmin(np.append(np.logical_and.reduce(there), False)))]
+        pages = pages[: self._storable(pages)]
         for host in self.hosts:
-            fresh = good[host.index][: len(pages)] & ~self._stored[host.index, pages] & ~self.bad[pages]
-            at = fresh.nonzero()[0]
+            at = (self._good(host, pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
             if len(at):
                 parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
         if not parts:
@@ -484,6 +485,16 @@ class Tiering(PageNames, DamagedPages):
         for part in parts:
             self.hosts[part.group].begin_reading(part.host)
             self._stored[part.group, part.pages] = True
+
+    def _storable(self, pages: Ids) -> int:
+        """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
+        nobody would find it."""
+        there = [self._stored[h.index, pages] | self._good(h, pages) for h in self.hosts if h.shelf is None]
+        return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
+
+    def _good(self, host: HostGroup, pages: Ids) -> Bools:
+        good: Bools = host.resident(pages) & ~host.is_distrusted(pages)
+        return good
 
     def _archived(self, move: Move) -> None:
         parts = self.archiving.pop(move)
