@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q
 READY  := $(VENV)/.quire-ready
 TORCH  := 2.13.0
+# One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test test-all bench check clean setup
 
@@ -35,10 +37,10 @@ test: $(READY)   ## checks and tests, under 10 minutes on 2 cores
 	@echo "==> Checks: format, lint, types, import layers"
 	@$(MAKE) --no-print-directory check
 	@echo "==> Tests"
-	@$(BIN)/python -m pytest -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(WORKERS)
 
 test-all: $(READY)  ## everything, the long stateful runs and the soak test included
-	@$(BIN)/python -m pytest -m "not gpu" --timeout 1800
+	@$(BIN)/python -m pytest -m "not gpu" --timeout 1800 $(WORKERS)
 
 bench: $(READY)  ## the engine benchmark at full size (minutes)
 	@$(BIN)/python bench/engine.py
