@@ -9,7 +9,7 @@ from quire.prefix.match import Match
 from quire.spec.ids import Ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """How many pages of a cached prefix are reused. `limited_by` names a group that could not resume further on.
 
