@@ -210,7 +210,7 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
     """A prefix is resumed on its keys and values, though the state that goes with them is in no tier."""
-    patch.setattr(Tiering, "_resumable", lambda tiers, pages, below: (len(pages), ""))
+    patch.setattr(Tiering, "resumable", lambda tiers, pages, below: (len(pages), ""))
 
 
 @mutant("tiers", field.KEY)
