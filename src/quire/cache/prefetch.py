@@ -79,6 +79,13 @@ class Prefetch:
         self.holds = True  # the path of its lease, and those frames
         self.num_waiting = 1  # requests, which begin with the same pages
 
+    def leads_on(self, tokens: Ids) -> bool:
+        """Whether a request that waited for it may find more, now that it has ended: where it brought something, or its
+        own prompt ends elsewhere than that request's."""
+        if self.num_waiting < 2 or not self.done:
+            return False
+        return self.limit > self.start or (self.sought.branches() and not np.array_equal(tokens, self.tokens))
+
 
 class Prefetcher:
     """Reads ahead for one cache. `pages` hands out page ids."""

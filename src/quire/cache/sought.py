@@ -84,6 +84,12 @@ class Sought:
         ends = np.flatnonzero(usable)
         return int(ends[-1]) + 1 if len(ends) else 0
 
+    def branches(self) -> bool:
+        """Whether prompts that part from this one may find what it did not: the first page behind the known ones is
+        stored, as far as all of them need it."""
+        whole = [stored for group, stored in zip(self._groups, self._stored, strict=True) if group.reach.whole]
+        return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
+
     def lacking(self, wanted: int) -> list[Places]:
         """By group, what has to come so that a request can begin behind `wanted` pages."""
         path, found = self.path, []
