@@ -45,6 +45,7 @@ class TieredCache:
         num_pages: int = 12,
         host: int = 24,
         *,
+        hosts: Sequence[int] = (),
         reaches: Sequence[ReachSpec] = (FULL,),
         frames: Sequence[int] = (),
         context: int = 0,
@@ -56,6 +57,7 @@ class TieredCache:
         eviction: str = "lru",
         emit: bool = False,
         choose: object = None,
+        always: bool = True,
     ) -> None:
         self.now = 0.0
         self.plan = small_plan(
@@ -79,12 +81,12 @@ class TieredCache:
             choose=choose,  # type: ignore[arg-type]
         )
         settings = TierSettings(
-            host_frames=(host,) * len(reaches),
+            host_frames=tuple(hosts) or (host,) * len(reaches),
             record_bytes=tuple(self.copies.sizes),
             mover=self.mover,
             break_even=BreakEven(lambda: self.now),
             write=write,
-            always=True,
+            always=always,
             stores=stores,
             prefetch=PrefetchPolicy.WAIT_COMPLETE,
         )

@@ -21,6 +21,8 @@ MUST_HAPPEN = (
     "prefetch",
     "demote",
     "forget",
+    "drop",
+    "recovers",
     "out of pages",
     "duplicate",
     "split",

@@ -3,7 +3,7 @@
 a node that is here has parents that are; one that is not is kept   a prefix is loaded from its front
 a page is kept, as the tree counts it, where it has host frames     what is loaded is there
 host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
-a host frame's pins are the moves that read it, and who keeps it
+a host frame's pins are the moves that read it, and who keeps it or counts on it
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def _frames(picture: Picture, host: HostGroup) -> Iterator[str]:
         return
     readers = Counter(tiers.readers(host.index, on_device=False).tolist())
     readers.update(cache.retention.readers(host.index, Tier.HOST).tolist())
+    if cache.prefetcher is not None:
+        readers.update(cache.prefetcher.readers(host.index).tolist())
     pins = host.shelf.pins(_ALL).tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:

@@ -112,17 +112,17 @@ class Tiering(PageNames, DamagedPages):
             limit = int(np.argmax(np.append(self.bad[pages], True)))
             pages = pages[:limit]
         here = min(found.num_here, limit)
-        near, limited = self._resumable(pages[:here], below=False)
+        near, limited = self.resumable(pages[:here], below=False)
         if near == limit:
             return Choice(near, limited)
-        far, limited_far = self._resumable(pages, below=True)
+        far, limited_far = self.resumable(pages, below=True)
         if far <= near:
             return Choice(near, limited_far)
         loads = list(map(len, self.missing(pages[:far])))
         num_bytes = sum(count * size for count, size in zip(loads, self.settings.record_bytes, strict=True))
         tokens = (far - near) * self._page_size
-        if any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count):
-            return Choice(near, "", declined_pages=far - near)  # it would leave no frame to go on in
+        if self.is_too_much(loads):
+            return Choice(near, "", declined_pages=far - near)
         if (
             not num_bytes
             or self.settings.always
@@ -132,8 +132,13 @@ class Tiering(PageNames, DamagedPages):
             return Choice(far, limited_far, loads, far - near, fetched)
         return Choice(near, "", declined_pages=far - near)
 
-    def _resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
-        """The most pages behind which a request could resume, and which group stood in the way of more."""
+    def is_too_much(self, loads: Sequence[int]) -> bool:
+        """Whether to load so many frames, by group, would leave a request no frame to go on in."""
+        return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
+
+    def resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
+        """The most pages of a cached path behind which a request could resume, with what the device has or `below` with
+        what the host has, too; and which group stood in the way of more."""
         limit = len(pages)
         if not self._partial or not limit:
             return limit, ""
@@ -329,6 +334,11 @@ class Tiering(PageNames, DamagedPages):
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group have come from the store."""
         self._stored[group, pages] = self._fetched[pages] = True
+
+    def owed_to_storage(self, pages: Ids) -> None:
+        """These pages, of which a part has come from the store, can be reused now."""
+        if self._partial:
+            self._fetched[pages] = True
 
     # -- loading
 

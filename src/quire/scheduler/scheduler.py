@@ -81,7 +81,7 @@ class Scheduler:
     def _has_read_ahead(self, request: Request, prefetch: Prefetch) -> None:
         """It waits no more. Where what has come is the beginning of several prompts, each asks for the rest of its."""
         request.prefetch = None
-        if prefetch.num_waiting > 1 and prefetch.done and prefetch.limit > prefetch.start:
+        if prefetch.leads_on(request.tokens):
             request.read_ahead = False
             self._read_ahead(request)
 

@@ -34,6 +34,10 @@ class PageKeys:
             self.end_of[found] = end
         return found
 
+    def knows(self, end: int) -> bool:
+        """Whether that page's key was asked for before: of others, nothing is stored."""
+        return end in self._keys
+
     def scope(self, namespace: Namespace) -> bytes:
         """What records of a namespace are filed under, 16 bytes."""
         found = self._scopes.get(namespace)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan
+from quire.spec.events import Namespace
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.host_records import HostRecords
 from quire.testing.fuzz.names import Names
@@ -16,6 +17,7 @@ from quire.testing.fuzz.watched_mover import Clock, WatchedMover
 from quire.testing.stores import DictStore
 from quire.tiers.break_even import BreakEven
 from quire.tiers.moves import Link
+from quire.tiers.store import StoreKey
 
 _MOST_HOST_FRAMES = 12
 _BANDWIDTHS = (math.inf, 1e5, 1e3, 100.0)
@@ -82,6 +84,12 @@ class TierWorld:
     def is_faultless(self) -> bool:
         """Whether the store keeps what it was given."""
         return not self.faults and not self.limited
+
+    def has_stored(self, end: int, namespace: Namespace, group: int) -> bool:
+        """Whether the store has a group's record of the page whose last name is `end`."""
+        if self.store is None or not self.keys.knows(end):
+            return False
+        return StoreKey(self.keys.scope(namespace), self.keys.key(end), group) in self.medium.visible
 
     def injected(self) -> dict[str, int]:
         """How often a fault happened that damages nothing; of one that is in all that happens, that it was there."""

@@ -8,6 +8,7 @@ What is evicted, saved and fetched when is the policies' business. What must be 
     what a check has met that is damaged has a name, is counted once, and nobody reads it
     a page is stored in its whole groups after the page before it; keys and scopes are those of the definition
     a refusal is one: nothing that moves could have made room
+    who reads ahead to the end can begin as far as device, host and store together let it
 """
 
 from __future__ import annotations
@@ -248,6 +249,13 @@ class TieredCache(FollowedCache):
         short = [g.name for g, wants in zip(cache.groups, wanted, strict=True) if g.num_free < wants]
         assert not short, f"there is no room in {short}, where something could have gone"
 
+    def drop(self, num_frames: int) -> None:
+        """Up to so many frames of each group that is read in part leave the device, and the host. Their pages stay."""
+        for group, host in zip(self.cache.groups, self.tiers.hosts, strict=True):
+            group.evict(num_frames)
+            host.evict(num_frames)
+        self._check("drop")
+
     def clear(self) -> int:
         """As the cache's; what is left, somebody holds."""
         found = self.cache.clear()
@@ -274,6 +282,38 @@ class TieredCache(FollowedCache):
         self.happened["prefetch"] += found is not None
         self._check("")
         return found
+
+    def obtainable(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> int | None:
+        """Behind how many pages a request can begin once all that is stored has come, with nothing else on its way.
+        None where that depends: on what is quicker, on what a store forgets, on who makes room."""
+        if not (self.world.is_faultless and self.world.settings.always) or self.tiers.forgetting.scopes:
+            return None
+        name = self._name(tokens, namespace)
+        ends = self.names.ends[name][: (len(tokens) - 1) // self.page_size]
+        pages = [self.watch.ends.get(end, 0) for end in ends]
+        here, near, far = [], [], []
+        for group, host in zip(self.watch.picture.groups, self.tiers.hosts, strict=True):
+            here.append([bool(page and group.column[page]) for page in pages])
+            near.append([on or bool(page and host.column[page]) for page, on in zip(pages, here[-1], strict=True)])
+            stored = [self.world.has_stored(end, namespace, host.index) for end in ends]
+            far.append([on or kept for on, kept in zip(near[-1], stored, strict=True)])
+        found = self._most(far) if ends else 0
+        room = [self._room_beside(group, pages[:found]) for group in range(len(near))]
+        loads = zip(self._missing(here, found), self.cache.groups, strict=True)
+        if (
+            any(count > free for count, free in zip(self._missing(near, found), room, strict=True))
+            or any(count and count >= group.num_frames for count, group in loads)
+            or found - self.model.matched(name) > self.cache.num_free_pages
+        ):
+            return None
+        self.happened["recovers"] += self._most(near) < found <= self.model.matched(name)
+        return found
+
+    def check_obtained(self, tokens: Ids, namespace: Namespace, num_pages: int) -> None:
+        """It can begin there now."""
+        found = self._match(self._name(tokens, namespace)).num_pages
+        assert found == num_pages, f"a request begins behind {found} pages, {num_pages} could be had from all tiers"
+        self._check("")
 
     def count(self) -> None:
         """The statistics say what there is."""
@@ -428,6 +468,15 @@ class TieredCache(FollowedCache):
             ):
                 return count
         return 0
+
+    def _room_beside(self, group: int, pages: list[int]) -> int:
+        """Host frames that could be had without those that a request behind these pages needs."""
+        host = self.tiers.hosts[group]
+        if host.shelf is None:
+            return host.num_free
+        needed = pages[self.device.first_page(group, len(pages) * self.page_size) :]
+        kept = [page for page in needed if page and host.column[page] and not host.shelf.pins(slice(page, page + 1))[0]]
+        return host.num_free + host.shelf.num_evictable - len(kept)
 
     def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:
         """By group, how many frames the device lacks for a request that begins behind so many pages."""

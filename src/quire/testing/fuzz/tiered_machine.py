@@ -29,6 +29,8 @@ TIERED_WEIGHTS = {
     "look": 1,
     "forget": 2,
     "demote": 8,
+    "drop": 2,
+    "recover": 5,
     "tick": 14,
     "serve": 34,
     "prefetch": 10,
@@ -78,6 +80,10 @@ class TieredMachine(CacheMachine):
                 return bool(self._prefetches)
             case "spoil":
                 return bool(self.world.faults)
+            case "drop":
+                return any(group.shelf is not None for group in self.cache.cache.groups)
+            case "recover":
+                return self.world.store is not None
         return super().possible(operation)
 
     def end(self) -> None:
@@ -155,6 +161,26 @@ class TieredMachine(CacheMachine):
                 return self.give_up(choices)
         return self.did
 
+    def recover(self, choices: Choices) -> Did:
+        """With nothing else on its way, a request reads ahead to the end; often what is read in part of its prefix is
+        in the store only."""
+        known = sorted(self.model.cached if choices.chance(70) else self.cache.ever)
+        name = choices.one_of(known) if known else self._prompt(choices)
+        if len(self.names.path[name]) < self.context:
+            name = self.names.child(name, self._token(choices))
+        tokens, namespace = self.names.tokens(name), self.names.namespaces[name]
+        self.did = "read ahead of", tokens.tolist(), "in", namespace
+        let_all_arrive(self.cache)
+        if choices.chance(60):
+            self.cache.drop(choices.one_of((1, self.cache.cache.plan.num_pages)))
+        obtainable = self.cache.obtainable(tokens, namespace)
+        self.cache.prefetch(tokens, namespace)
+        let_all_arrive(self.cache)
+        if obtainable is not None:
+            self.cache.check_obtained(tokens, namespace, obtainable)
+            self.did += (": finds", obtainable, "pages")
+        return self.did
+
     def give_up(self, choices: Choices) -> Did:
         """A request that waits begins when it need not wait any longer, or goes away."""
         name, prefetch = self._prefetches.pop(choices.below(len(self._prefetches)))
@@ -187,6 +213,12 @@ class TieredMachine(CacheMachine):
         """What nobody holds leaves the device, all of it or some."""
         self.did = ("demote",)
         self.cache.demote(choices.one_of((1, 3, self.cache.cache.plan.num_pages)))
+        return self.did
+
+    def drop(self, choices: Choices) -> Did:
+        """What is read in part leaves device and host, all of it or some, and its pages stay."""
+        self.did = ("drop",)
+        self.cache.drop(choices.one_of((1, 3, self.cache.cache.plan.num_pages)))
         return self.did
 
     def forget(self, choices: Choices) -> Did:
@@ -247,7 +279,14 @@ def make_cache(
 
 
 def come_to_rest(cache: TieredCache) -> None:
-    """Time passes until nothing moves; then nothing is held. It must not take for ever."""
+    """Time passes until nothing moves; then nothing is held."""
+    let_all_arrive(cache)
+    cache.settle_moves()
+    cache.check_idle()
+
+
+def let_all_arrive(cache: TieredCache) -> None:
+    """Time passes until nothing moves. It must not take for ever."""
     mover: WatchedMover = cache.world.mover
     for _ in range(_MOST_TURNS):
         cache.settle_moves()
@@ -256,5 +295,3 @@ def come_to_rest(cache: TieredCache) -> None:
         cache.world.clock.now = max(cache.world.clock.now, mover.next_end or 0.0)
     else:
         raise AssertionError("something moves for ever")
-    cache.settle_moves()
-    cache.check_idle()

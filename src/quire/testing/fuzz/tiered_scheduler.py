@@ -38,6 +38,9 @@ class TieredSchedulerMachine(SchedulerMachine):
         if choices.chance(3):
             self.did = ("forget",)
             self.cache.forget()
+        elif choices.chance(3):
+            self.did = ("drop",)
+            self.cache.drop(self.plan.num_pages)
         elif choices.chance(8):
             self.did = ("demote",)
             self.cache.demote(choices.one_of((1, 3, self.plan.num_pages)))

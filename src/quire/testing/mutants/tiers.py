@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from quire.cache import page_names, prefetch
@@ -11,6 +12,7 @@ from quire.cache.damaged import DamagedPages
 from quire.cache.host_groups import HostGroup
 from quire.cache.page_names import PageNames
 from quire.cache.prefetch import Prefetcher
+from quire.cache.sought import Sought
 from quire.cache.tier_counters import LinkCounters, TierCounters
 from quire.cache.tier_settings import WritePolicy
 from quire.cache.tiering import Tiering
@@ -210,7 +212,7 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
     """A prefix is resumed on its keys and values, though the state that goes with them is in no tier."""
-    patch.setattr(Tiering, "_resumable", lambda tiers, pages, below: (len(pages), ""))
+    patch.setattr(Tiering, "resumable", lambda tiers, pages, below: (len(pages), ""))
 
 
 @mutant("tiers", field.KEY)
@@ -243,6 +245,30 @@ def keys_do_not_cover_what_came_before(patch: Patch) -> None:
     patch.setattr(prefetch, "chain_pages", chain)
 
 
+@mutant("tiers", field.OFF_BY_ONE)
+def what_a_cached_page_lacks_is_its_neighbours(patch: Patch) -> None:
+    """A window or a state that comes from storage to a page that is cached is that of the page before it."""
+    real = Sought.keys
+
+    def keys(sought: Sought, places: Any) -> Any:
+        return real(sought, np.where((places < sought.known) & (places > 0), places - 1, places))
+
+    patch.setattr(Sought, "keys", keys)
+
+
+@mutant("tiers", field.DEAD)
+def storage_is_asked_behind_cached_pages_only(patch: Patch) -> None:
+    """Once its window or state has gone, a cached prefix is computed again for ever, though storage has all of it."""
+    real = Sought.answered
+
+    def answered(sought: Sought, answers: Any) -> None:
+        real(sought, answers)
+        for stored in sought._stored:
+            stored[: sought.known] = False
+
+    patch.setattr(Sought, "answered", answered)
+
+
 @mutant("tiers", field.STALE)
 def a_flush_leaves_the_store(patch: Patch) -> None:
     """What was flushed comes back from storage."""
@@ -266,6 +292,12 @@ def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
 def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
     """What a request has read ahead on is never given back."""
     patch.setattr(Prefetcher, "_let_go", lambda prefetcher, found: setattr(found, "holds", False))
+
+
+@mutant("tiers", field.PINS)
+def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
+    """Windows and states on the host that a request has counted on are never given up again."""
+    patch.setattr(Prefetcher, "_let_go_frames", lambda prefetcher, found: found.held.clear())
 
 
 @mutant("tiers", field.EVENTS)

@@ -1,0 +1,276 @@
+"""Reading ahead for requests whose pages are cached, and whose windows or states are in the store only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.cache import prefetch as reading_ahead
+from quire.cache.prefetch import Prefetch
+from quire.cache.tiering import Tiering
+from quire.spec.group import ReachSpec
+from quire.spec.ids import Ids
+from quire.tiers.moves import Link
+from quire.tiers.store import StoreKey
+from tests.cache.tiered_cache import ALICE, FULL, PAGE, STATE, WINDOW, TieredCache, asking, tokens_of
+
+MODELS = [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (WINDOW,), (STATE,)]
+NEEDED = {"full": 0, "window": 2, "state": 1}
+"""Frames behind which a request begins, of pages that are cached: six tokens reach back to two pages."""
+TOKENS = tokens_of((1, 2, 3, 4, 5))
+
+
+def tiers_of(world: TieredCache) -> Tiering:
+    assert world.cache.tiers is not None
+    return world.cache.tiers
+
+
+def drop_parts(world: TieredCache) -> None:
+    """Windows and states leave device and host; the pages stay."""
+    world.drain()
+    for group, host in zip(world.cache.groups, tiers_of(world).hosts, strict=True):
+        group.evict(group.num_frames)
+        host.evict(host.num_frames)
+    world.cache.audit()
+
+
+def forget(world: TieredCache) -> None:
+    """Everything leaves device and host."""
+    world.drain()
+    world.cache.evict(world.cache.pages.num_pages)
+    while tiers_of(world).evict_host(world.cache.pages.num_pages):
+        pass
+
+
+def begun(world: TieredCache, tokens: Ids) -> Prefetch:
+    found = world.cache.prefetch(asking(tokens), ALICE)
+    assert found is not None
+    return found
+
+
+def key_of(world: TieredCache, place: int, group: int, tokens: Ids = TOKENS) -> StoreKey:
+    """Of the record of a cached page."""
+    page = world.cache.tree.match(ALICE, tokens).pages[place : place + 1]
+    return StoreKey(tiers_of(world).scope(ALICE), tiers_of(world).keys_of(page)[0], group)
+
+
+@pytest.mark.parametrize("reaches", MODELS)
+def test_what_cached_pages_lack_comes_from_the_store(reaches: tuple[ReachSpec, ...]) -> None:
+    world = TieredCache(reaches=reaches)
+    world.compute(TOKENS)
+    drop_parts(world)
+    assert world.cached(TOKENS) == 0
+    assert world.fetch(TOKENS) == len(TOKENS)
+    counters = tiers_of(world).counters
+    assert counters.fetched_frames == sum(NEEDED[reach.kind] for reach in reaches), "and nothing else"
+    assert counters.fetched_bytes == sum(
+        NEEDED[reach.kind] * size for reach, size in zip(reaches, world.copies.sizes, strict=True)
+    )
+    world.cache.audit()
+    assert world.compute(asking(TOKENS)) == len(TOKENS)
+    assert (counters.storage_hit_tokens, counters.host_hit_tokens) == (len(TOKENS), 0)
+    assert world.compute(asking(TOKENS)) == len(TOKENS)
+    assert counters.storage_hit_tokens == len(TOKENS), "it counts once"
+    world.close()
+
+
+@pytest.mark.parametrize("reaches", MODELS)
+def test_who_can_begin_at_the_end_asks_nothing(reaches: tuple[ReachSpec, ...]) -> None:
+    world = TieredCache(reaches=reaches)
+    world.compute(TOKENS)
+    world.drain()
+    for _ in range(2):
+        assert world.cached(TOKENS) == len(TOKENS)
+        assert world.cache.prefetch(asking(TOKENS), ALICE) is None and world.mover.idle
+        for group in world.cache.groups:
+            group.evict(group.num_frames)  # on the host only
+    world.close()
+
+
+@pytest.mark.parametrize("reaches", MODELS[:3])
+@pytest.mark.parametrize("piece", [1, 8 << 20])
+def test_a_prompt_that_is_cached_in_part_gets_all_that_is_stored(
+    reaches: tuple[ReachSpec, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are cached lack what is read in part, those behind them everything."""
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", piece)
+    world = TieredCache(reaches=reaches)
+    world.compute(TOKENS)
+    forget(world)
+    world.compute(TOKENS[: 4 * PAGE])
+    drop_parts(world)
+    assert world.fetch(TOKENS) == len(TOKENS)
+    assert tiers_of(world).counters.fetched_frames == 1 + sum(NEEDED[reach.kind] for reach in reaches)
+    world.cache.audit()
+    assert world.compute(asking(TOKENS)) == len(TOKENS)
+    world.close()
+
+
+def test_only_what_need_not_be_computed_counts_as_gain() -> None:
+    """Behind two of five pages it can begin already."""
+    world = TieredCache(reaches=(FULL, STATE), always=False, seconds=0.001)
+    world.compute(TOKENS)
+    drop_parts(world)
+    tiers = tiers_of(world)
+    even, pages = tiers.break_even, world.cache.tree.match(ALICE, TOKENS).pages
+    even.computed(1000 * PAGE, 1000.0)  # a page takes a second
+    even.moved(Link.FETCH, world.copies.sizes[1], 4.0)
+    tiers.hosts[1].bind(pages[1:2], tiers.hosts[1].take(1))
+    assert world.fetch(TOKENS) == 2 * PAGE, "three pages are computed sooner"
+    assert tiers.counters.declined_tokens == 3 * PAGE
+    tiers.hosts[1].drop(pages[1:2])
+    assert world.fetch(TOKENS) == len(TOKENS), "five are not"
+    world.close()
+
+
+def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
+    """The host has one of two pages of a window, and no room but where others' are, and that one."""
+    world = TieredCache(reaches=(FULL, WINDOW), hosts=(24, 4))
+    world.compute(TOKENS)
+    drop_parts(world)
+    tiers = tiers_of(world)
+    assert world.fetch(TOKENS) == len(TOKENS)
+    pages = world.cache.tree.match(ALICE, TOKENS).pages
+    assert tiers.hosts[1].resident(pages).tolist() == [False, False, False, True, True]
+    tiers.hosts[1].drop(pages[4:])
+    others = tokens_of((6, 7, 8))
+    world.compute(others)
+    world.drain()
+    assert tiers.hosts[1].num_free <= 1, "others have the rest"
+    world.cache.groups[1].evict(12)
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and prefetch.move is not None and prefetch.move.link is Link.FETCH
+    world.cache.audit()
+    assert tiers.host_room(tiers.hosts[1], 4) < 4 and tiers.hosts[1].resident(pages[3:4]).all()
+    while world.cache.is_awaited(prefetch):
+        assert world.advance()
+    assert world.cached(TOKENS) == len(TOKENS)
+    assert tiers.hosts[1].shelf is not None and tiers.hosts[1].shelf.num_pinned == 0
+    world.close()
+
+
+def test_where_a_state_is_damaged_the_one_before_it_is_fetched() -> None:
+    world = TieredCache(reaches=(FULL, STATE))
+    world.compute(TOKENS)
+    drop_parts(world)
+    damaged = key_of(world, 4, 1)
+    record = bytearray(world.store.visible[damaged])
+    record[-1] ^= 1
+    world.store.visible[damaged] = bytes(record)
+    assert world.fetch(TOKENS) == 4 * PAGE
+    assert dict(tiers_of(world).counters.defects) == {("storage", "digest"): 1}
+    assert damaged not in world.store.visible
+    assert world.compute(asking(TOKENS)) == 4 * PAGE
+    world.close()
+
+
+def test_a_store_that_cannot_answer_now_is_not_asked_for_less() -> None:
+    world = TieredCache(reaches=(FULL, STATE))
+    world.compute(TOKENS)
+    drop_parts(world)
+    world.store.refused["get"].add(key_of(world, 4, 1))
+    assert world.fetch(TOKENS) == 0
+    world.close()
+
+
+@pytest.mark.parametrize("reaches", MODELS)
+@pytest.mark.parametrize("link", [Link.LOOK, Link.FETCH])
+@pytest.mark.parametrize("kind", ["flush", "epoch", "clear"])
+def test_what_was_flushed_meanwhile_counts_for_nothing(reaches: tuple[ReachSpec, ...], link: Link, kind: str) -> None:
+    world = TieredCache(reaches=reaches)
+    world.compute(TOKENS)
+    world.drain()
+    last = world.cache.tree.match(ALICE, TOKENS).pages[4:]
+    for group, host in zip(world.cache.groups, tiers_of(world).hosts, strict=True):
+        if not group.reach.whole:
+            group.forget(last)
+            host.drop(last)  # of a window, the host has the other page
+    prefetch = begun(world, TOKENS)
+    while prefetch.move is None or prefetch.move.link is not link:
+        assert world.advance()
+    if kind == "flush":
+        world.flush(ALICE)
+    elif kind == "epoch":
+        world.set_epoch(1)
+    else:
+        world.cache.clear()
+    world.drain()
+    world.cache.audit()
+    assert prefetch.done and tiers_of(world).counters.fetched_frames == 0
+    found = world.compute(TOKENS)
+    assert found < len(TOKENS) if kind == "clear" else not found, "what it held itself is not cleared"
+    world.close()
+
+
+def test_nothing_is_fetched_for_a_damaged_path() -> None:
+    world = TieredCache(reaches=(FULL, STATE))
+    world.compute(TOKENS)
+    drop_parts(world)
+    prefetch = begun(world, TOKENS)
+    pages = world.cache.tree.match(ALICE, TOKENS).pages
+    tiers_of(world)._mark_bad(pages[1:2])
+    while not prefetch.done:
+        assert world.advance()
+    assert tiers_of(world).counters.fetched_frames == 0
+    assert world.cache.prefetch(asking(TOKENS), ALICE) is None
+    tiers_of(world)._mend(pages)
+    world.close()
+
+
+def test_what_would_leave_no_frame_to_go_on_in_is_not_fetched() -> None:
+    world = TieredCache(reaches=(FULL, STATE), frames=(12, 1))
+    world.compute(TOKENS)
+    drop_parts(world)
+    assert world.fetch(TOKENS) == 0 and tiers_of(world).counters.fetched_frames == 0
+    world.close()
+
+
+def test_requests_with_the_same_prompt_wait_for_one_fetch() -> None:
+    world = TieredCache(reaches=(FULL, WINDOW))
+    world.compute(TOKENS[: 3 * PAGE])
+    world.compute(TOKENS)
+    drop_parts(world)
+    first = begun(world, TOKENS)
+    assert begun(world, TOKENS) is first and first.num_waiting == 2
+    other = begun(world, TOKENS[: 3 * PAGE])
+    assert other is not first, "it needs another window"
+    while not (first.done and other.done):
+        assert world.advance()
+    assert tiers_of(world).counters.fetched_frames == 4
+    assert world.cached(TOKENS) == len(TOKENS)
+    world.close()
+
+
+def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
+    world = TieredCache(always=False)
+    world.compute(TOKENS)
+    forget(world)
+    prefetch = begun(world, TOKENS)
+    assert begun(world, TOKENS) is prefetch
+    while prefetch.move is None or prefetch.move.link is not Link.FETCH:
+        assert world.advance()
+    even = tiers_of(world).break_even
+    even.computed(1000, 1e-6)
+    even.moved(Link.FETCH, 1, 10.0)
+    while not even.is_off(Link.FETCH):
+        even.worth(Link.FETCH, 1, 1)
+    assert not world.cache.is_awaited(prefetch) and not prefetch.stopped, "another one waits"
+    assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.move.stopping
+    world.now += 0.4
+    world.drain()
+    assert prefetch.done and world.cached(TOKENS) < len(TOKENS)
+    world.close()
+
+
+def test_frames_of_one_store_serve_another_cache() -> None:
+    """What another process stored of windows and states is found for pages that this one has computed."""
+    first = TieredCache(reaches=(FULL, WINDOW, STATE))
+    first.compute(TOKENS)
+    first.drain()
+    world = TieredCache(reaches=(FULL, WINDOW, STATE), store=first.store)
+    longer = np.concatenate((TOKENS, tokens_of((9,))))
+    world.compute(longer)
+    drop_parts(world)
+    assert world.fetch(TOKENS) == len(TOKENS)
+    first.close()
+    world.close()
