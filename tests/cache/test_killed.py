@@ -34,7 +34,7 @@ from tests.cache.threaded_cache import (
 )
 from tests.forked import ForkServer
 from tests.tiers.stores.directory_medium import DirectoryMedium
-from tests.tiers.stores.servers import NotHere, Server, valkey
+from tests.tiers.stores.servers import Server, started, valkey
 
 LIVES = 5
 """Of caches on one store. The last one ends well."""
@@ -62,12 +62,8 @@ def folder() -> Iterator[Path]:
 
 def server_in(folder: Path, *, keeps: bool) -> Server:
     """A server that remembers everything, or nothing, when it is killed. Skips the test where there is none."""
-    try:
-        server = valkey(folder, *(("--appendonly", "yes", "--appendfsync", "always") if keeps else ()))
-        server.start()
-    except NotHere as reason:
-        pytest.skip(str(reason))
-    return server
+    options = ("--appendonly", "yes", "--appendfsync", "always") if keeps else ()
+    return started(lambda: valkey(folder, *options))
 
 
 def url_in(folder: Path) -> str:
