@@ -12,7 +12,8 @@ from quire.errors import StoreError
 from quire.spec.events import AllCleared, PagesRemoved, PagesStored
 from quire.tiers.moves import Link
 from quire.tiers.store import Entry, StoreKey
-from tests.cache.tiered_cache import ALICE, BOB, FULL, PAGE, STATE, WINDOW, TieredCache, asking, tokens_of
+from tests.cache.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
+from tests.cache.tiered_cache import TieredCache
 from tests.tiers.dict_store import DictStore
 
 MODELS = [(FULL,), (FULL, WINDOW), (FULL, STATE), (WINDOW,)]

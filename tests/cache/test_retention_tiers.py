@@ -15,7 +15,8 @@ from quire.errors import OutOfPages
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids, Tier
-from tests.cache.tiered_cache import ALICE, BOB, FULL, PAGE, STATE, WINDOW, TieredCache, asking, tokens_of
+from tests.cache.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
+from tests.cache.tiered_cache import TieredCache
 
 KEPT = tokens_of([1, 2, 3, 4])
 

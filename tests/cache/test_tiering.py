@@ -1,129 +1,270 @@
-"""What may go wrong below the device: loads without room, damaged records, and the paths that go with them."""
+"""What may go wrong below the device, each once and by hand: loads without room, damage, what ends too late."""
 
 from __future__ import annotations
 
 import pytest
 
+from quire.cache import prefetch as reading_ahead
+from quire.cache.tier_settings import WritePolicy
+from quire.cache.tiering import Tiering
 from quire.errors import OutOfPages
 from quire.tiers.moves import Link
-from tests.cache.below_device import PAGE_SIZE, BelowDevice, prompt
-from tests.tiers.dict_store import DictStore
+from tests.cache.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
+from tests.cache.tiered_cache import TieredCache
+
+
+def tiers_of(world: TieredCache) -> Tiering:
+    assert world.cache.tiers is not None
+    return world.cache.tiers
+
+
+def forget(world: TieredCache) -> None:
+    """It leaves the host as well."""
+    world.drain()
+    world.cache.evict(world.cache.pages.num_pages)
+    while tiers_of(world).evict_host(world.cache.pages.num_pages):
+        pass
+    world.cache.audit()
 
 
 def test_a_load_that_finds_no_room_on_its_link_leaves_the_request_waiting() -> None:
     """Nothing may begin on pages that are not on their way."""
-    below = BelowDevice(16, 32, most_bytes={Link.LOAD: 1})
-    first, second = prompt(1, 3), prompt(2, 3)
-    below.cached(first, second)
-    below.leave_device()
-    kv = below.cache.begin(first)
-    assert kv.num_cached == 3 * PAGE_SIZE
-    before = below.cache.num_free_pages
+    world = TieredCache(16, 32, most_bytes={Link.LOAD: 1})
+    first, second = tokens_of((1, 2, 3)), tokens_of((4, 5, 6))
+    for tokens in (first, second):
+        world.compute(tokens)
+    world.demote()
+    kv = world.cache.begin(asking(first), ALICE)
+    assert kv.num_cached == len(first)
+    before = world.cache.num_free_pages
     with pytest.raises(OutOfPages, match="'loads' needs 3"):
-        below.cache.begin(second)
-    below.cache.audit()
-    assert below.cache.num_free_pages == before
-    assert below.cache.match(second).num_tokens == 3 * PAGE_SIZE
-    below.pass_time()
-    again = below.cache.begin(second)
-    below.pass_time()
-    assert below.cache.is_ready(again)
-    below.cache.finish(kv)
-    below.cache.finish(again)
-    below.come_to_rest()
+        world.cache.begin(asking(second), ALICE)
+    world.cache.audit()
+    assert world.cache.num_free_pages == before and world.cached(second) == len(second)
+    world.drain()
+    assert world.compute(asking(second)) == len(second)
+    world.cache.finish(kv)
+    world.close()
 
 
-def test_damaged_paths_with_pages_in_common_are_all_forgotten() -> None:
-    """Two loads of one prefix fail; neither keeps what the other one has to forget."""
-    below = BelowDevice(24, 48)
-    stem = prompt(1, 2)[: 2 * PAGE_SIZE]
-    first, second = prompt(2, 5, after=stem), prompt(3, 6, after=stem)
-    below.cached(first, second)
-    pages = [below.cache.match(tokens).pages for tokens in (first, second)]
-    below.leave_device()
-    below.spoil_host(int(pages[0][0]))
-    below.spoil_host(int(pages[1][5]))
-    kvs = [below.cache.begin(tokens) for tokens in (first, second)]
-    below.pass_time(2.0)
-    assert all(below.cache.has_failed(kv) for kv in kvs)
-    assert below.cache.match(second).num_tokens == 0
-    for kv in kvs:
-        below.cache.finish(kv)
-    below.come_to_rest()
-    below.pass_time()
-    assert not below.tiers.condemned and not below.tiers.num_bad
-    assert below.tiers.counters.defects[("host", "digest")] == 2
-    assert below.tiers.hosts[0].num_quarantined > 0
-    below.cached(first, second)
-    assert below.cache.match(first).num_tokens == 5 * PAGE_SIZE
-    assert below.cache.match(second).num_tokens == 6 * PAGE_SIZE
+def test_damage_is_counted_once_and_keeps_nobody_else_from_caching() -> None:
+    world = TieredCache()
+    tokens, others = tokens_of((1, 2, 3)), tokens_of((7, 8))
+    world.compute(tokens)
+    world.demote()
+    world.damage(tokens, 1)
+    kv = world.cache.begin(asking(tokens), ALICE)
+    world.drain()
+    assert world.cache.has_failed(kv) and not world.cache.is_ready(kv)
+    assert tiers_of(world).condemned, "its request still holds the damaged page"
+    world.compute(others)
+    assert world.cached(others) == len(others)
+    changes = world.cache.num_changes
+    world.cache.finish(kv)
+    assert world.cache.settle_moves(), "room came back, which whoever waits for some must hear"
+    assert world.cache.num_changes > changes and not tiers_of(world).condemned
+    assert world.cached(tokens) <= PAGE
+    assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
+    assert tiers_of(world).hosts[0].num_quarantined == 1
+    assert world.compute(tokens) <= PAGE and world.cached(tokens) == len(tokens)
+    world.close()
 
 
-def test_requests_elsewhere_go_on_while_a_damaged_path_is_held() -> None:
-    """Only what would be cached behind what is damaged has to wait."""
-    below = BelowDevice(24, 48)
-    bad, good = prompt(1, 4), prompt(2, 3)
-    below.cached(bad)
-    pages = below.cache.match(bad).pages
-    below.leave_device()
-    below.spoil_host(int(pages[0]))
-    waits = below.cache.begin(bad)
-    below.pass_time()
-    assert below.cache.has_failed(waits)
-    again, other = below.compute(bad), below.compute(good)
-    assert again.num_cached == 0
-    assert again.lease.num_pages == 0
-    assert other.lease.num_pages == 3
-    below.cache.finish(waits)
-    below.cache.finish(again)
-    below.cache.finish(other)
-    below.come_to_rest()
-    assert not below.tiers.num_bad
-    below.cached(bad)
-    assert below.cache.match(bad).num_tokens == 4 * PAGE_SIZE
+@pytest.mark.parametrize(
+    ("first", "second", "damaged"), [((1,), (1, 2, 3), (0, 2)), ((1, 2, 3, 4, 5), (1, 2, 6, 7, 8, 9), (0, 5))]
+)
+def test_failed_loads_with_pages_in_common_do_not_keep_each_other(
+    first: tuple[int, ...], second: tuple[int, ...], damaged: tuple[int, int]
+) -> None:
+    """Of one path, and of two that part: all that hangs below what is damaged is forgotten, and can be had again."""
+    world = TieredCache(24, 48)
+    prompts = [tokens_of(first), tokens_of(second)]
+    for tokens in prompts:
+        world.compute(tokens)
+    world.demote()
+    world.damage(prompts[1], *damaged)
+    both = [world.cache.begin(asking(tokens), ALICE) for tokens in prompts]
+    world.drain()
+    assert all(map(world.cache.has_failed, both))
+    for kv in both:
+        world.cache.finish(kv)
+    world.cache.settle_moves()
+    assert not tiers_of(world).condemned and not tiers_of(world).num_bad
+    assert not any(map(world.cached, prompts))
+    assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 2}
+    for tokens in prompts:
+        world.compute(tokens)
+    assert list(map(world.cached, prompts)) == list(map(len, prompts))
+    world.close()
 
 
-def test_a_record_that_is_damaged_before_it_is_stored_is_computed_again() -> None:
-    """Storing finds the damage; whoever wants the page once it has left the device begins again, and heals it."""
-    store = DictStore()
-    below = BelowDevice(16, 32, store=store)
-    tokens = prompt(1, 3)
-    kv = below.compute(tokens)
-    below.pass_time()  # saved, and on the way to the store
-    pages = below.cache.match(tokens).pages
-    below.spoil_host(int(pages[1]))
-    below.cache.finish(kv, tokens)
-    below.leave_device()
-    below.come_to_rest()
-    assert below.tiers.counters.defects[("host", "digest")] == 1
-    assert len(store.visible) == 1  # what comes before it
-    again = below.cache.begin(tokens)
-    below.come_to_rest()
-    while below.cache.has_failed(again):
-        below.cache.finish(again)
-        below.come_to_rest()
-        again = below.cache.begin(tokens)
-    below.cache.extend([again], [len(tokens) - again.num_cached])
-    below.cache.commit(again, tokens)
-    below.cache.finish(again, tokens)
-    below.come_to_rest()
-    assert not below.tiers.num_bad
-    assert below.cache.match(tokens).num_tokens == 3 * PAGE_SIZE
-    assert len(store.visible) == 3
+def test_whoever_computes_a_damaged_page_again_keeps_it_to_itself_while_it_is_held() -> None:
+    world = TieredCache()
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    world.demote()
+    world.damage(tokens, 0)
+    kv = world.cache.begin(asking(tokens), ALICE)
+    world.drain()
+    assert world.compute(tokens) == 0
+    world.cache.audit()
+    assert world.cached(tokens) == 0, "nobody may begin on the damaged one"
+    world.cache.finish(kv)
+    world.cache.settle_moves()
+    assert world.compute(tokens) == 0 and world.cached(tokens) == len(tokens)
+    world.close()
 
 
-def test_room_that_comes_back_from_a_damaged_path_is_told() -> None:
-    """Whoever did not fit while it was held asks again."""
-    below = BelowDevice(16, 32)
-    tokens = prompt(1, 3)
-    below.cached(tokens)
-    below.leave_device()
-    below.spoil_host(int(below.cache.match(tokens).pages[0]))
-    kv = below.cache.begin(tokens)
-    below.pass_time()
-    assert below.cache.has_failed(kv)
-    below.cache.finish(kv)
-    before = below.cache.num_changes
-    assert below.cache.settle_moves()
-    assert below.cache.num_changes > before
-    assert below.cache.num_available_pages == below.cache.pages.num_pages
+def test_a_damaged_copy_of_a_page_on_the_device_is_made_again() -> None:
+    world = TieredCache(stores=True)
+    tokens = tokens_of((1,))
+    world.compute(tokens)
+    while not tiers_of(world).hosts[0].column.any():
+        assert world.advance()
+    world.damage(tokens, 0)
+    world.drain()
+    assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1} and not world.stored()
+    assert world.compute(asking(tokens)) == len(tokens), "the page on the device is good"
+    world.drain()
+    assert world.stored() == 1
+    world.demote()
+    assert world.compute(asking(tokens)) == len(tokens)
+    world.close()
+
+
+def test_a_damaged_copy_of_what_has_left_the_device_is_computed_again_and_stored() -> None:
+    """Storing finds the damage; whoever wants the page then begins again."""
+    world = TieredCache()
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    while not tiers_of(world).hosts[0].column.any():
+        assert world.advance()
+    world.damage(tokens, 1)
+    world.cache._room._free_up([12], 0, "")
+    world.drain()
+    assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
+    assert world.stored() == 1, "what comes before it"
+    assert world.compute(asking(tokens)) <= PAGE
+    world.drain()
+    assert world.cached(tokens) == len(tokens) and world.stored() == 3
+    world.close()
+
+
+def test_what_is_evicted_is_stored_with_what_stays_on_the_device_above_it() -> None:
+    world = TieredCache(write=WritePolicy.BACK)
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    kv = world.cache.begin(asking(tokens[: 2 * PAGE]), ALICE)
+    world.demote()
+    assert world.cached(tokens) == len(tokens) and int(tiers_of(world).counters.demoted_pages) == 1
+    world.drain()
+    assert world.stored() == 3, "a beginning that is always in use would never be stored, nor what follows it"
+    world.cache.finish(kv)
+    world.demote()
+    assert tiers_of(world).counters.saved_frames == 3
+    again = TieredCache(store=world.store)
+    assert again.fetch(tokens) == len(tokens)
+    again.close()
+    world.close()
+
+
+def test_whoever_reads_ahead_gives_way() -> None:
+    world = TieredCache(num_pages=4)
+    tokens = tokens_of((1, 2, 3, 4))
+    world.compute(tokens)
+    forget(world)
+    world.compute(tokens[: 2 * PAGE])
+    world.drain()
+    prefetch = world.cache.prefetch(asking(tokens), ALICE)
+    assert prefetch is not None and world.cache.tree.num_protected == 2
+    kv = world.cache.begin(tokens_of((7, 8, 9, 9)), ALICE)
+    world.cache.extend([kv], 4 * PAGE)
+    assert prefetch.abandoned and not world.cache.is_awaited(prefetch)
+    world.cache.audit()
+    world.cache.finish(kv)
+    world.close()
+
+
+def test_what_another_request_computes_while_it_is_fetched_is_cached_once() -> None:
+    world = TieredCache(write=WritePolicy.SELECTIVE)
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    world.compute(asking(tokens))  # the second use, which saves it
+    forget(world)
+    prefetch = world.cache.prefetch(asking(tokens), ALICE)
+    assert prefetch is not None and world.advance() and prefetch.move is not None
+    world.compute(tokens[: 2 * PAGE])
+    world.cache.audit()
+    world.drain()
+    world.cache.audit()
+    assert world.cached(tokens) == len(tokens)
+    world.demote()
+    assert world.compute(asking(tokens)) == len(tokens)
+    world.close()
+
+
+def test_a_piece_of_which_nothing_is_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
+    world = TieredCache(reaches=(WINDOW,))
+    tokens = tokens_of((1, 2, 3, 4, 5))
+    world.compute(tokens)
+    forget(world)
+    assert world.fetch(tokens) == len(tokens)
+    assert tiers_of(world).counters.fetched_frames == 2, "six tokens reach back to the last two pages"
+    assert world.compute(asking(tokens)) == len(tokens)
+    world.close()
+
+
+def test_a_page_is_stored_after_the_one_before_it() -> None:
+    world = TieredCache(write=WritePolicy.SELECTIVE)
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    world.drain()
+    match = world.cache.tree.match(ALICE, tokens)
+    assert tiers_of(world).save(ALICE, match.path[-1], match.pages, ends=(2,), first=1) is not None
+    world.drain()
+    assert world.stored() == 0, "nobody would find it"
+    assert tiers_of(world).save(ALICE, match.path[-1], match.pages, ends=(2,)) is not None
+    world.drain()
+    assert world.stored() == 2
+    world.close()
+
+
+def test_a_prefix_is_computed_where_loading_it_leaves_no_frame_to_go_on_in() -> None:
+    world = TieredCache(reaches=(FULL, STATE), frames=(12, 1))
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    world.demote()
+    assert tiers_of(world).hosts[1].column.any()
+    hit = world.cache.match(asking(tokens), ALICE)
+    assert (hit.num_pages, hit.choice.declined_pages) == (0, 2)
+    assert not world.cache.why_not(hit, 3, [], 0), "it would wait for ever"
+    world.close()
+
+
+def test_a_page_that_comes_back_from_a_duplicate_passes_the_audit() -> None:
+    world = TieredCache()
+    tokens = tokens_of((1, 2))
+    kv = world.begin(tokens)
+    world.grow(kv, tokens)
+    world.compute(tokens)
+    world.demote()
+    fence = world.cache.open_fence()
+    world.cache.commit(kv, tokens)  # its frames are now those of the pages that were below only
+    world.cache.audit()
+    assert world.cache.match(asking(tokens), ALICE).choice.num_pages == 2
+    world.cache.close_fence(fence)
+    world.finish(kv)
+    world.close()
+
+
+def test_what_ended_while_eviction_waited_for_something_else_is_noticed() -> None:
+    world = TieredCache()
+    world.compute(tokens_of((1, 2)))
+    world.now = 100.0
+    tiers = tiers_of(world)
+    tiers._ended += world.mover.finished()
+    assert not world.cache.tree.num_evictable and tiers.wait(), "it holds what could be evicted"
+    world.cache.settle_moves()
+    assert world.cache.tree.num_evictable == 2
+    world.close()

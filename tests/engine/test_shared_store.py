@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.running import shared_prompts
 from tests.tiers.stores.directory_medium import DirectoryMedium
-from tests.tiers.stores.servers import NotHere, valkey
+from tests.tiers.stores.servers import started, valkey
 from tests.tiny_models import VOCAB_SIZE
 
 ROOT = Path(__file__).parents[2]
@@ -77,13 +77,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "directory":
         yield str(tmp_path / "kv")
         return
-    try:
-        server = valkey(tmp_path)
-        server.start()
-    except NotHere as error:
-        pytest.skip(str(error))
-    yield f"unix://{tmp_path}/valkey.sock"
-    server.close()
+    with started(lambda: valkey(tmp_path)):
+        yield f"unix://{tmp_path}/valkey.sock"
 
 
 @pytest.fixture

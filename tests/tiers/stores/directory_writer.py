@@ -1,24 +1,19 @@
-"""A process that starts writers of a directory: each is forked, works for a while, and is killed or ends well.
+"""A process that starts writers of a directory.
 
-Reads a line of JSON for each writer, `{"path", "seed", "turns", "die_at"}`, and answers with a line when it has ended.
-`die_at` is ["statement", n]: SIGKILL before the n-th statement of the index, ["write", n]: in the middle of the n-th
-write of a slab, ["time", seconds]: after that time, or null.
+A job has `path`, `seed` and `turns`. `die_at` is ["statement", n]: SIGKILL before the n-th statement of the index,
+["write", n]: in the middle of the n-th write of a slab, ["time", seconds]: after that time, or null.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import signal
-import sys
-import threading
-import time
 from typing import Any
 
 from quire.testing.contracts.records import make_key, make_record, read, write
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
+from tests.forked import Say, die, die_in, serve
 
 NUM_KEYS = 40
 SIZES = (64, 3000, 4096, 9000, 40_000)
@@ -29,14 +24,17 @@ def size_of(number: int) -> int:
     return SIZES[number % len(SIZES)]
 
 
-def work(path: str, seed: int, turns: int, die_at: tuple[str, float] | None) -> dict[str, int]:
+def work(job: dict[str, Any], say: Say) -> None:
     """Write, read and remove at random. Raises AssertionError at a wrong byte."""
-    rng = random.Random(seed)
-    store = DirectoryStore(path, CAPACITY, slab_bytes=96 << 10, busy_seconds=20)
-    if die_at is not None:
-        arrange_death(store, *die_at)
+    rng = random.Random(job["seed"])
+    store = DirectoryStore(job["path"], CAPACITY, slab_bytes=96 << 10, busy_seconds=20)
+    where, when = job["die_at"] or ("", 0)
+    if where == "time":
+        die_in(say, when)
+    elif where:
+        arrange_death(store, where, int(when))
     counts = {"stored": 0, "hits": 0}
-    for _ in range(turns):
+    for _ in range(job["turns"]):
         numbers = [rng.randrange(NUM_KEYS) for _ in range(rng.randrange(1, 6))]
         keys = [make_key(number) for number in numbers]
         if rng.random() < 0.5:
@@ -50,18 +48,12 @@ def work(path: str, seed: int, turns: int, die_at: tuple[str, float] | None) -> 
         else:
             store.remove(keys[:1])
     store.close()
-    return counts
+    say(counts)
 
 
-def arrange_death(store: DirectoryStore, where: str, when: float) -> None:
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-
-    left = when
-    if where == "time":
-        threading.Timer(when, die).start()
-    elif where == "statement":
+def arrange_death(store: DirectoryStore, where: str, left: int) -> None:
+    """This process will be killed at one of the next statements or writes of the store."""
+    if where == "statement":
 
         def count(statement: str) -> None:
             nonlocal left
@@ -71,6 +63,7 @@ def arrange_death(store: DirectoryStore, where: str, when: float) -> None:
 
         store._index._writer.set_trace_callback(count)
     else:
+        assert where == "write"
         really = os.pwritev
 
         def torn(file: int, vector: list[Any], offset: int) -> int:
@@ -84,22 +77,5 @@ def arrange_death(store: DirectoryStore, where: str, when: float) -> None:
         os.pwritev = torn
 
 
-def main() -> None:
-    for line in sys.stdin:
-        told = json.loads(line)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            counts = work(told["path"], told["seed"], told["turns"], told["die_at"])
-            os.write(writing, json.dumps(counts).encode())
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            said = pipe.read()
-        _, status = os.waitpid(child, 0)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        print(json.dumps({"killed": killed, "status": status, "counts": json.loads(said or "null")}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(work)

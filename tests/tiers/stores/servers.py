@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 START_SECONDS = 20.0
 
 
@@ -73,6 +75,16 @@ class Server:
         """Kill it for good."""
         self.kill()
         self._said.close()
+
+
+def started(make: Callable[[], Server]) -> Server:
+    """A server that runs; skips the test where there is none to be had."""
+    try:
+        server = make()
+        server.start()
+    except NotHere as reason:
+        pytest.skip(str(reason))
+    return server
 
 
 def _die_with_the_tests() -> None:

@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from quire.testing.contracts.records import make_key, make_record, read, write
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
+from tests.forked import Ended, ForkServer
 from tests.tiers.stores.directory_medium import DirectoryMedium
 from tests.tiers.stores.directory_writer import CAPACITY, NUM_KEYS, size_of
 
-ROOT = Path(__file__).parents[3]
-
-
-class Writers:
-    """The process that starts writers."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tiers.stores.directory_writer"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, path: Path, seed: int, turns: int, die_at: tuple[str, float] | None = None) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        told = {"path": str(path), "seed": seed, "turns": turns, "die_at": die_at}
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        self._process.communicate()
-
 
 @pytest.fixture(scope="module")
-def writers() -> Iterator[list[Writers]]:
-    started = [Writers(), Writers()]
+def writers() -> Iterator[list[ForkServer]]:
+    started = [ForkServer("tests.tiers.stores.directory_writer") for _ in range(2)]
     yield started
     for each in started:
         each.close()
+
+
+def run(
+    writers: ForkServer, path: Path, seed: int, turns: int = 100_000, die_at: tuple[str, float] | None = None
+) -> Ended:
+    return writers.run({"path": str(path), "seed": seed, "turns": turns, "die_at": die_at})
 
 
 def check_contents(path: Path) -> int:
@@ -78,21 +55,21 @@ def deaths() -> list[tuple[str, float]]:
     return at + [("time", rng.uniform(0.01, 0.15)) for _ in range(4)]
 
 
-def test_killed_at_any_moment(writers: list[Writers], tmp_path: Path) -> None:
+def test_killed_at_any_moment(writers: list[ForkServer], tmp_path: Path) -> None:
     """One directory, killed over and over again: it opens each time, with whole records only."""
     kept = []
     for seed, die_at in enumerate(deaths()):
-        ended = writers[0].run(tmp_path, seed, 100_000, die_at)
-        assert ended["killed"], ended
+        ended = run(writers[0], tmp_path, seed, die_at=die_at)
+        assert ended.killed and not ended.hung, ended
         kept.append(check_contents(tmp_path))
     assert min(kept[3:]) > 3
 
 
-def test_killed_beside_a_living_one(writers: list[Writers], tmp_path: Path) -> None:
+def test_killed_beside_a_living_one(writers: list[ForkServer], tmp_path: Path) -> None:
     """A store that stays open takes back what a dead writer held, when it needs the room or meets the key."""
     store = DirectoryStore(tmp_path, CAPACITY, slab_bytes=96 << 10)
     for seed in range(6):
-        assert writers[0].run(tmp_path, seed, 100_000, ("write", 3 + seed))["killed"]
+        assert run(writers[0], tmp_path, seed, die_at=("write", 3 + seed)).killed
     keys = [make_key(number) for number in range(NUM_KEYS)]
     assert Answer.PENDING not in store.exists(keys)
     write(store, keys, [make_record(number, size_of(number)) for number in range(NUM_KEYS)])
@@ -100,12 +77,12 @@ def test_killed_beside_a_living_one(writers: list[Writers], tmp_path: Path) -> N
     check_contents(tmp_path)
 
 
-def test_two_processes_at_once(writers: list[Writers], tmp_path: Path) -> None:
+def test_two_processes_at_once(writers: list[ForkServer], tmp_path: Path) -> None:
     """They write, read, evict and remove the same records, and never see a wrong byte."""
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(writers[each].run, tmp_path, each, 250) for each in range(2)]
-        ended = [run.result() for run in running]
+        running = [pool.submit(run, writers[each], tmp_path, each, 250) for each in range(2)]
+        ended = [future.result() for future in running]
     for each in ended:
-        assert each["status"] == 0, each
-        assert each["counts"]["stored"] > 50 and each["counts"]["hits"] > 10
+        assert each.status == 0, each
+        assert each.said[-1]["stored"] > 50 and each.said[-1]["hits"] > 10
     check_contents(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores import mooncake as mooncake_store
 from quire.tiers.stores.bounce import Bounce
+from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import NotHere, Server, free_port, mooncake, mooncake_master, mooncake_node
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
@@ -142,35 +142,14 @@ def test_a_master_killed_while_it_is_written_to(pool: Pool) -> None:
     """It forgets everything; nothing wrong is read, calls soon come back at once, and it is found again."""
     store, size = pool.open_store(timeout=1), 100_000
     keys = make_keys(800)
-    answers: list[Answer] = []
-
-    def fill() -> None:
-        for start in range(0, 800, 4):
-            records = [make_record(number, size) for number in range(start, start + 4)]
-            answers.extend(write(store, keys[start : start + 4], records))
-            if RETRY in answers:
-                return
-
-    writer = threading.Thread(target=fill)
-    writer.start()
-    while answers.count(HIT) < 40:
-        time.sleep(0.002)
-    pool.master.kill()
-    writer.join()
-    assert RETRY in answers
-    assert store.get(keys[:2], [bytearray(size), bytearray(size)]) == store.exists(keys[:2]) == [RETRY, RETRY]
-    assert store.prepare(keys[-1:], [size]) == [RETRY]
-    assert store.remove(keys[:1]) == 0
-    with pytest.raises(StoreError, match="cannot be listed"):
-        list(store.entries())
+    kill_while_written(pool.master, store, keys, size, least=40)
     assert sum(store.failures.values()) >= 1
     pool.master.start()
     give_up = time.monotonic() + 15
     while write(store, keys[-1:], [make_record(799, size)]) != [HIT]:
         assert time.monotonic() < give_up, "the new master is not found"
         time.sleep(0.1)
-    found = [read(store, key, size) for key in keys[:40]]
-    assert all(record in (None, make_record(number, size)) for number, record in enumerate(found))
+    read_right(store, keys[:40], size)
     assert read(store, keys[-1], size) == make_record(799, size)
     store.close()
 
@@ -237,22 +216,7 @@ def test_a_key_twice_in_one_read(shared_pool: Pool) -> None:
 
 
 def test_of_two_writers_the_first_stays(shared_pool: Pool) -> None:
-    first, second = shared_pool.open_store(), shared_pool.open_store()
-    keys = make_keys(20)
-    ours, theirs = ([make_record(number + shift, 9000) for number in range(20)] for shift in (0, 100))
-    for store, records in ((first, ours), (second, theirs)):
-        assert store.prepare(keys, [9000] * 20) == [MISS] * 20
-        assert store.put(keys, records) == [HIT] * 20
-    with ThreadPoolExecutor(2) as threads:
-        done = [threads.submit(store.complete, keys, [True] * 20) for store in (first, second)]
-        assert [future.result() for future in done] == [[HIT] * 20] * 2
-    for number, key in enumerate(keys):
-        stays = read(first, key, 9000)
-        assert stays in (ours[number], theirs[number])
-        assert read(second, key, 9000) == stays
-    assert first.remove(keys) == 20
-    first.close()
-    second.close()
+    check_first_stays(shared_pool.open_store(), shared_pool.open_store(), 9000)
 
 
 def test_fewer_replicas_than_asked_for_are_counted(shared_pool: Pool) -> None:

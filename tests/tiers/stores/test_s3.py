@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,7 +15,8 @@ from quire.testing.contracts.records import make_key, make_keys, make_record, re
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores import s3 as s3_store
-from tests.tiers.stores.servers import NotHere, Server, free_port, s3
+from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
+from tests.tiers.stores.servers import Server, free_port, s3, started
 
 obstore = pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
@@ -35,16 +35,12 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def port() -> Iterator[int]:
     """Where moto listens, with an empty bucket."""
     chosen = free_port()
-    with started(chosen):
+    with with_bucket(chosen):
         yield chosen
 
 
-def started(port: int) -> Server:
-    try:
-        server = s3(port)
-        server.start()
-    except NotHere as reason:
-        pytest.skip(str(reason))
+def with_bucket(port: int) -> Server:
+    server = started(lambda: s3(port))
     make_bucket(port)
     return server
 
@@ -134,40 +130,19 @@ class TestS3(StoreContract):
 @pytest.fixture
 def server() -> Iterator[Server]:
     """One to break."""
-    with started(free_port()) as own:
+    with with_bucket(free_port()) as own:
         yield own
 
 
 def test_a_server_killed_while_it_is_written_to(server: Server) -> None:
     """Moto forgets everything; what the store finds afterwards is right or nothing, and it writes again."""
-    port = server.port
-    store, size = open_store(port, "kill", timeout=2), 50_000
+    store, size = open_store(server.port, "kill", timeout=2), 50_000
     keys = make_keys(120)
-    answers: list[Answer] = []
-
-    def fill() -> None:
-        for start in range(0, 120, 4):
-            records = [make_record(number, size) for number in range(start, start + 4)]
-            answers.extend(write(store, keys[start : start + 4], records))
-            if RETRY in answers:
-                return
-
-    writer = threading.Thread(target=fill)
-    writer.start()
-    while answers.count(HIT) < 8:
-        time.sleep(0.005)
-    server.kill()
-    writer.join()
-    assert RETRY in answers
-    assert store.get(keys[:1], [bytearray(size)]) == store.exists(keys[:1]) == store.prepare(keys[-1:], [9]) == [RETRY]
-    assert store.remove(keys[:2]) == 0
-    with pytest.raises(StoreError, match="cannot be listed"):
-        list(store.entries())
+    kill_while_written(server, store, keys, size, least=8)
     assert sum(store.failures.values()) >= 4
     server.start()
-    make_bucket(port)
-    found = [read(store, key, size) for key in keys[:12]]
-    assert all(record in (None, make_record(number, size)) for number, record in enumerate(found))
+    make_bucket(server.port)
+    read_right(store, keys[:12], size)
     assert write(store, keys[-1:], [make_record(119, size)]) == [HIT]
     assert read(store, keys[-1], size) == make_record(119, size)
     store.close()
@@ -260,21 +235,7 @@ def test_a_writer_that_dies_leaves_nothing(port: int) -> None:
 
 
 def test_of_two_uploads_the_first_stays(port: int) -> None:
-    first, second = open_store(port, "race"), open_store(port, "race")
-    keys = make_keys(20)
-    ours, theirs = ([make_record(number + shift, 900) for number in range(20)] for shift in (0, 100))
-    for store, records in ((first, ours), (second, theirs)):
-        assert store.prepare(keys, [900] * 20) == [MISS] * 20
-        assert store.put(keys, records) == [HIT] * 20
-    with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(store.complete, keys, [True] * 20) for store in (first, second)]
-        assert [future.result() for future in done] == [[HIT] * 20] * 2
-    for number, key in enumerate(keys):
-        stays = read(first, key, 900)
-        assert stays in (ours[number], theirs[number])
-        assert read(second, key, 900) == stays
-    first.close()
-    second.close()
+    check_first_stays(open_store(port, "race"), open_store(port, "race"), 900)
 
 
 # -- opening

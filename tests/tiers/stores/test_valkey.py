@@ -21,23 +21,14 @@ from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
-from tests.tiers.stores.servers import NotHere, Server, free_port, listens, valkey
+from tests.tiers.stores.server_cases import kill_while_written, read_right
+from tests.tiers.stores.servers import Server, free_port, listens, started, valkey
 
 redis = pytest.importorskip("redis")
 from quire.tiers.stores import valkey as valkey_store  # noqa: E402
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 MIB = 1 << 20
-
-
-def start_valkey(directory: Path, *options: str) -> Server:
-    """A running server on a socket in this directory; skips the test where there is none to be had."""
-    try:
-        server = valkey(directory, *options)
-        server.start()
-    except NotHere as reason:
-        pytest.skip(str(reason))
-    return server
 
 
 Starting = Callable[..., Server]
@@ -55,7 +46,7 @@ def directory() -> Iterator[Path]:
 def start(directory: Path) -> Iterator[Starting]:
     """Starts servers that end with the test."""
     with ExitStack() as running:
-        yield lambda *options: running.enter_context(start_valkey(directory, *options))
+        yield lambda *options: running.enter_context(started(lambda: valkey(directory, *options)))
 
 
 @pytest.fixture
@@ -68,7 +59,7 @@ def server(start: Starting) -> Server:
 def shared_directory() -> Iterator[Path]:
     """Where a server is that forgets everything, for all tests that empty it first."""
     path = Path(tempfile.mkdtemp(prefix="quire-"))
-    with start_valkey(path):
+    with started(lambda: valkey(path)):
         yield path
     shutil.rmtree(path)
 
@@ -134,33 +125,12 @@ class TestValkey(StoreContract):
 def test_a_server_killed_while_it_is_written_to(directory: Path, server: Server) -> None:
     store = open_store(directory, timeout=1)
     keys, size = make_keys(2000), 100_000
-    answers: list[Answer] = []
-
-    def fill() -> None:
-        for start in range(0, len(keys), 8):
-            batch = range(start, start + 8)
-            answers.extend(write(store, keys[start : start + 8], [make_record(number, size) for number in batch]))
-            if RETRY in answers:
-                return
-
-    writer = threading.Thread(target=fill)
-    writer.start()
-    while answers.count(HIT) < 80:
-        time.sleep(0.001)
-    server.kill()
-    writer.join()
-    assert RETRY in answers
-    assert store.exists(keys[:2]) == store.get(keys[:2], [bytearray(size), bytearray(size)]) == [RETRY, RETRY]
-    assert store.prepare(keys[-1:], [size]) == [RETRY]
-    assert store.remove(keys[:1]) == 0
-    with pytest.raises(StoreError, match="cannot be listed"):
-        list(store.entries())
+    kill_while_written(server, store, keys, size, least=80)
     assert sum(store.failures.values()) >= 5
     server.start()
-    found = [read(store, key, size) for key in keys]
-    assert all(record in (None, make_record(number, size)) for number, record in enumerate(found))
-    assert sum(record is not None for record in found) >= 80
-    lost = [number for number, record in enumerate(found) if record is None][:8]
+    found = read_right(store, keys, size)
+    assert len(found) >= 80
+    lost = sorted(set(range(len(keys))) - set(found))[:8]
     time.sleep(0.1)
     assert write(store, [keys[number] for number in lost], [make_record(number, size) for number in lost])[-1] is HIT
     store.close()
