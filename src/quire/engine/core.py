@@ -13,6 +13,7 @@ import torch
 
 from quire.cache import KVCache
 from quire.cache.flush import Flushed, change_model, flush, flushed
+from quire.cache.forgetting import Stored
 from quire.cache.retention import Granted, RetainedList
 from quire.engine.before_load import Storage, open_tiers, plan_settings
 from quire.engine.config import MOST_EPOCHS, EngineConfig
