@@ -4,7 +4,8 @@ After it nobody finds any of that, wherever it was:
 
     on the device, on the host     pages that nobody holds are free; those that running requests hold are theirs alone
                                    from now on, and free when they end
-    in storage                     removed, behind whatever was being written; nothing is looked for there before that
+    in storage                     marked and removed, behind whatever was being written (`quire.tiers.forgotten`);
+                                   nothing is looked for there before that
     on its way between tiers       counts for nothing when it arrives
     still to be computed           what requests that run already compute is theirs alone, too
 
@@ -14,11 +15,13 @@ another identity its keys are never asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.cache.forgetting import Stored
+from quire.errors import StoreError
 from quire.prefix.flush import flush_namespace, nodes_below
 from quire.prefix.hashing import layout_identity
 from quire.spec.events import AllCleared, Namespace
@@ -30,18 +33,39 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flushed:
     """What a flush did, in tokens. `held_tokens` are in use by running requests, which nobody else finds any more;
-    `num_retentions` are no longer kept."""
+    `num_retentions` are no longer kept; `storage` is what has become of what was stored."""
 
     flushed_tokens: int
     held_tokens: int
     num_retentions: int
+    storage: Stored = Stored.NONE
 
 
 def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
-    """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it."""
+    """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. The store is asked
+    to; `flushed` says when it has."""
     if cache.tiers is not None:
         cache.tiers.forget_stored(namespace)
     return _forget(cache, namespace)
+
+
+def flushed(cache: KVCache, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
+    """What a flush did, with what has become of it in storage. None: that may be more soon, and whoever asks `waits`.
+
+    Raises StoreError where the store did not even take note of it, so that it would be found again after a restart.
+    """
+    if cache.tiers is None:
+        return done
+    state, is_tried = cache.tiers.stored_state(namespace)
+    if waits and (is_tried or state is Stored.HELD):
+        return None
+    if state is Stored.HELD:
+        raise StoreError(
+            "what was flushed is forgotten here and not in storage, which does not answer. This engine does not look "
+            "at it, and goes on trying; others find it, and so does this one after a restart.",
+            fix="look at the store, and flush again when it answers.",
+        )
+    return replace(done, storage=state)
 
 
 def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
@@ -57,7 +81,8 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
     cache.tree.rename(identity)
     if cache.tiers is not None:
         cache.tiers.rename(identity)
-    return done
+    stores = cache.tiers is not None and cache.tiers.settings.stores
+    return replace(done, storage=Stored.KEPT if stores else Stored.NONE)
 
 
 def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:

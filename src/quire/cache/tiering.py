@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.damaged import DamagedPages
-from quire.cache.forgetting import Forgetting
+from quire.cache.forgetting import Forgetting, Stored
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.cache.moving import Moving, Part
@@ -100,7 +100,17 @@ class Tiering(PageNames, DamagedPages):
         if namespace is None:
             self._stored[:] = False
         if self.settings.stores:
-            self.forgetting.begin(self.edition if namespace is None else self.scope(namespace))
+            self.forgetting.begin(self._covered(namespace))
+
+    def stored_state(self, namespace: Namespace | None) -> tuple[Stored, bool]:
+        """What has become of a flush in storage, and whether that may change soon."""
+        if not self.settings.stores:
+            return Stored.NONE, False
+        scope = self._covered(namespace)
+        return self.forgetting.state(scope), self.forgetting.is_tried(scope)
+
+    def _covered(self, namespace: Namespace | None) -> bytes:
+        return self.edition if namespace is None else self.scope(namespace)
 
     # -- what becomes of prefixes
 
@@ -437,6 +447,7 @@ class Tiering(PageNames, DamagedPages):
             elif move.link is Link.ARCHIVE:
                 self._archived(move)
             else:
+                self.forgetting.found(move.marked)
                 self.fetched(move)
         self.forgetting.go_on()
         return len(ended) + self._discard()

@@ -80,10 +80,9 @@ def _of_directory(
 ) -> list[dict[str, Any]]:
     from quire.tiers.stores.bandwidth import measure_directory, measure_disk
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"'{folder}' cannot be used: {error}.") from error
+    if not folder.is_dir():
+        what = "is not a directory" if folder.exists() else "is not there"
+        raise StoreError(f"'{folder}' {what}.", fix="give a directory on the disk that is to be measured.")
     rows = []
     for direct in (True, False):
         for size in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,11 +11,13 @@ from rich.console import Console
 
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
-from quire.cli.store_options import UrlArgument, opened, parse_seconds, scope_prefix
+from quire.cli.store_options import UrlArgument, counted, opened, parse_seconds, scope_prefix
 from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from quire.tiers.store import Entry, Store
+    from rich.status import Status
+
+    from quire.tiers.store import Entry, Store, StoreKey
 
 _BATCH = 500
 
@@ -38,7 +41,7 @@ def gc(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Drop records by scope, age and size, and what writers that died had prepared.
+    """Drop records by scope, age and size, what was flushed and is still there, and what dead writers had prepared.
 
     [dim]Example:[/dim] quire store gc /var/cache/quire --older-than 7d --to-bytes 100GiB
 
@@ -50,11 +53,13 @@ def gc(
         kept = None if not keep else tuple(scope_prefix(scope) for scope in keep)
         seconds = None if older_than is None else parse_seconds(older_than)
         most = None if to_bytes is None else parse_bytes(to_bytes)
-        with Console(stderr=True, quiet=as_json).status("Looking for what can go ..."):
-            entries = list(store.entries())
-            doomed = choose(entries, kept, seconds, most)
-            removed = 0 if dry_run else _remove(store, doomed)
+        with Console(stderr=True, quiet=as_json).status("Looking for what can go ...") as status:
+            entries, marks = _listed(counted(store.entries(), status, "Looking for what can go"))
+            doomed = choose(entries, kept, seconds, most, tuple(marks.values()))
+            removed = 0 if dry_run else _remove(store, doomed, status)
             reclaimed = 0 if dry_run else _reclaim(store)
+            if not dry_run and removed >= len(doomed):  # what hides a flush goes when nothing is left to hide
+                store.remove(list(marks))
         data = {
             "url": url,
             "dry_run": dry_run,
@@ -71,10 +76,38 @@ def gc(
             _print(data)
 
 
+def _listed(entries: Iterable[Entry]) -> tuple[list[Entry], dict[StoreKey, bytes]]:
+    """Records, and the marks of scopes that were flushed and are not gone yet."""
+    from quire.tiers.forgotten import marked_by
+
+    records: list[Entry] = []
+    marks: dict[StoreKey, bytes] = {}
+    for entry in entries:
+        scope = marked_by(entry.key)
+        if scope is None:
+            records.append(entry)
+        else:
+            marks[entry.key] = scope
+    return records, marks
+
+
 def choose(
-    entries: list[Entry], keep: tuple[str, ...] | None, older_than: float | None, to_bytes: int | None
+    entries: list[Entry],
+    keep: tuple[str, ...] | None,
+    older_than: float | None,
+    to_bytes: int | None,
+    flushed: tuple[bytes, ...] = (),
 ) -> list[Entry]:
-    """Which records go. What is as old goes in the order in which it is listed."""
+    """Which records go: those of scopes that begin as one that was `flushed`, too. What is as old goes in the order in
+    which it is listed. Raises InvalidInput for ages that the store does not know, and for a scope to keep that is not
+    there."""
+    scopes = {entry.key.scope.hex() for entry in entries}
+    unknown = [scope for scope in keep or () if not any(each.startswith(scope) for each in scopes)]
+    if unknown and scopes:
+        raise InvalidInput(
+            f"no scope here begins with '{unknown[0]}', so nothing would be kept for it.",
+            fix="give scopes as `quire store inspect` shows them.",
+        )
     if older_than is not None and any(entry.idle_seconds is None for entry in entries):
         raise InvalidInput("this store does not know when a record was last used.", fix="leave out --older-than.")
     doomed: list[Entry] = []
@@ -82,7 +115,7 @@ def choose(
     for entry in entries:
         foreign = keep is not None and not entry.key.scope.hex().startswith(keep)
         old = older_than is not None and entry.idle_seconds is not None and entry.idle_seconds > older_than
-        (doomed if foreign or old else left).append(entry)
+        (doomed if foreign or old or entry.key.scope.startswith(flushed) else left).append(entry)
     if to_bytes is not None:
         total = sum(entry.num_bytes for entry in left)
         left.sort(key=lambda entry: -(entry.idle_seconds or 0.0))
@@ -94,9 +127,13 @@ def choose(
     return doomed
 
 
-def _remove(store: Store, entries: list[Entry]) -> int:
+def _remove(store: Store, entries: list[Entry], status: Status) -> int:
     keys = [entry.key for entry in entries]
-    return sum(store.remove(keys[start : start + _BATCH]) for start in range(0, len(keys), _BATCH))
+    removed = 0
+    for start in range(0, len(keys), _BATCH):
+        removed += store.remove(keys[start : start + _BATCH])
+        status.update(f"Removing: {removed:,} of {len(keys):,} records ...")
+    return removed
 
 
 def _reclaim(store: Store) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,10 @@ from rich.table import Table
 
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
-from quire.cli.store_options import UrlArgument, format_seconds, opened
+from quire.cli.store_options import UrlArgument, counted, format_seconds, opened
 
 if TYPE_CHECKING:
-    from quire.tiers.store import Store
+    from quire.tiers.store import Entry, Store
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class _Scope:
     records: int = 0
     num_bytes: int = 0
     parts: int = 0
+    flushed: bool = False
     newest_idle_seconds: float | None = None
     oldest_idle_seconds: float | None = None
 
@@ -29,25 +31,34 @@ class _Scope:
 def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Say what is in a store: records, bytes and ages by scope, and how much room is left.
 
-    A scope stands for a model, its weights, its layouts, an adapter and a salt: what pages are kept apart by.
+    A scope stands for a model, its weights, its layouts, an adapter and a salt: what pages are kept apart by. Its first
+    16 digits are the model's, and the same for all adapters and salts. What was flushed, and whose records are not all
+    removed yet, is found by no engine any more; `gc` removes the rest. Looking is no use: it changes no order.
 
     [dim]Example:[/dim] quire store inspect /var/cache/quire
 
     [dim]Example:[/dim] quire store inspect valkey://cache:6379/0 --json
     """
     with reported(as_json=as_json, debug=debug), opened(url) as store:
-        with Console(stderr=True, quiet=as_json).status("Reading the index ..."):
-            data = examine(url, store)
+        with Console(stderr=True, quiet=as_json).status("Reading the index ...") as status:
+            data = examine(url, store, counted(store.entries(), status, "Reading the index"))
         if as_json:
             print(json.dumps(data))
         else:
             _print(data)
 
 
-def examine(url: str, store: Store) -> dict[str, Any]:
+def examine(url: str, store: Store, entries: Iterable[Entry]) -> dict[str, Any]:
     """All findings, as plain values."""
+    from quire.tiers.forgotten import marked_by
+
     scopes: dict[str, _Scope] = {}
-    for entry in store.entries():
+    flushed: list[str] = []
+    for entry in entries:
+        mark = marked_by(entry.key)
+        if mark is not None:
+            flushed.append(mark.hex())
+            continue
         scope = scopes.setdefault(entry.key.scope.hex(), _Scope())
         scope.records += 1
         scope.num_bytes += entry.num_bytes
@@ -57,6 +68,8 @@ def examine(url: str, store: Store) -> dict[str, Any]:
             newest, oldest = scope.newest_idle_seconds, scope.oldest_idle_seconds
             scope.newest_idle_seconds = idle if newest is None else min(idle, newest)
             scope.oldest_idle_seconds = idle if oldest is None else max(idle, oldest)
+    for name, scope in scopes.items():
+        scope.flushed = name.startswith(tuple(flushed))
     by_bytes = sorted(scopes.items(), key=lambda item: -item[1].num_bytes)
     return {
         "url": url,
@@ -105,8 +118,9 @@ def _print(data: dict[str, Any]) -> None:
     if not data["scopes"]:
         return
     table = Table.grid(padding=(0, 2))
-    for title in ("scope", "records", "bytes", "groups", "last used", "least lately used"):
-        table.add_column(f"[bold]{title}[/bold]", justify="left" if title == "scope" else "right")
+    for title in ("scope", "records", "bytes", "groups", "newest", "oldest"):
+        is_scope = title == "scope"
+        table.add_column(f"[bold]{title}[/bold]", justify="left" if is_scope else "right", no_wrap=is_scope)
     table.add_row(*(str(column.header) for column in table.columns))
     for scope in data["scopes"]:
         table.add_row(
@@ -118,3 +132,9 @@ def _print(data: dict[str, Any]) -> None:
             format_seconds(scope["oldest_idle_seconds"]),
         )
     console.print(table)
+    console.print("newest, oldest: how long ago the record was used that was used last, and least lately.", style="dim")
+    for scope in data["scopes"]:
+        if scope["flushed"]:
+            console.print(
+                f"[yellow]{scope['scope']} was flushed[/yellow]: no engine finds it, and `quire store gc` removes it."
+            )

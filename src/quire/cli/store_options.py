@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,9 @@ import typer
 from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from quire.tiers.store import Store
+    from rich.status import Status
+
+    from quire.tiers.store import Entry, Store
 
 UrlArgument = Annotated[
     str,
@@ -24,19 +26,28 @@ ScopeOption = Annotated[
     str | None, typer.Option(help="Only this scope, in hex as `inspect` shows it, or how it begins.")
 ]
 
+_TOLD_EVERY = 5000
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
-    """The store as it is, closed afterwards. Nothing is made where there is none."""
+    """The store as it is, closed afterwards. Nothing is made where there is none, and to look is not to use."""
     from quire.tiers.stores.registry import open_store
 
-    store = open_store(url)
+    store = open_store(url, counts_use=False)
     try:
         yield store
     finally:
         store.close()
+
+
+def counted(entries: Iterable[Entry], status: Status, verb: str) -> Iterator[Entry]:
+    """The same entries; `status` says how many there were so far."""
+    for number, entry in enumerate(entries, 1):
+        if number % _TOLD_EVERY == 0:
+            status.update(f"{verb}: {number:,} records ...")
+        yield entry
 
 
 def scope_prefix(text: str) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.tiers.store import Entry, Store, StoreKey
 
 EXIT_CORRUPT = 4
+EXIT_UNREAD = 2
 _BATCH_BYTES = 64 << 20
 _BATCH_RECORDS = 512
 _SHOWN = 20
@@ -47,7 +48,8 @@ def verify(
 ) -> None:
     """Read every record and check it: its header, the digest that binds it to key, layout and length, and its place.
 
-    Serving checks the same on every load, and treats what fails as a miss. Exits with 4 if anything is corrupt.
+    Serving checks the same on every load, and treats what fails as a miss. To look is no use: which records a directory
+    forgets next stays as it was. Exits with 4 if anything is corrupt, else with 2 if something could not be read.
 
     [dim]Example:[/dim] quire store verify /var/cache/quire
 
@@ -56,7 +58,8 @@ def verify(
     with reported(as_json=as_json, debug=debug), opened(url) as store:
         prefix = "" if scope is None else scope_prefix(scope)
         started = time.monotonic()
-        with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
+        told = Console(stderr=True)
+        with Progress(console=told, transient=True, disable=as_json or not told.is_terminal) as bar:
             task = bar.add_task("Listing", total=None)
             listed = [entry for entry in store.entries() if entry.key.scope.hex().startswith(prefix)]
             bar.update(task, description="Reading", total=sum(entry.num_bytes for entry in listed))
@@ -70,6 +73,8 @@ def verify(
             _print(data)
         if verdict.corrupt:
             raise typer.Exit(EXIT_CORRUPT)
+        if verdict.unread:
+            raise typer.Exit(EXIT_UNREAD)
 
 
 def check(store: Store, entries: Iterable[Entry], progress: Any = lambda num_bytes: None) -> Verdict:
@@ -130,7 +135,7 @@ def _as_dict(url: str, verdict: Verdict, seconds: float) -> dict[str, Any]:
         "unread": verdict.unread,
         "corrupt": [{"key": str(key), "defect": defect} for key, defect in verdict.corrupt],
         "removed": verdict.removed,
-        "passed": not verdict.corrupt,
+        "passed": not verdict.corrupt and not verdict.unread,
     }
 
 
@@ -143,8 +148,13 @@ def _print(data: dict[str, Any]) -> None:
         f"{data['records']:,} records, {format_bytes(data['bytes'])}, in {data['seconds']:.1f} s; {', '.join(beside)}."
     )
     corrupt = data["corrupt"]
+    if data["unread"]:
+        console.print("[bold red]Not all of it could be checked:[/bold red] the store did not give it out. Try again.")
     if not corrupt:
-        console.print("[green]Every record is what its header says.[/green]")
+        if data["records"]:
+            console.print("[green]Every record that was read is what its header says.[/green]")
+        else:
+            console.print("There was nothing to check.")
         return
     defects = Counter(found["defect"] for found in corrupt)
     told = ", ".join(f"{count:,} by {defect}" for defect, count in defects.most_common())

@@ -18,6 +18,9 @@ from quire.spec.layout import DType
 STORE_DRAIN_S = 30.0
 """What bytes on their way to storage may take to arrive when an engine ends."""
 
+FLUSH_S = 5.0
+"""What the answer to a flush waits for storage to have removed everything."""
+
 _STOP_S = 5.0
 _ADD = {
     "storage": "--storage DIR",

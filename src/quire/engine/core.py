@@ -6,15 +6,16 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
 from quire.cache import KVCache
-from quire.cache.flush import Flushed, change_model, flush
+from quire.cache.flush import Flushed, change_model, flush, flushed
+from quire.cache.forgetting import Stored
 from quire.cache.retention import Granted, RetainedList
+from quire.engine.before_load import Storage, open_tiers, plan_settings
 from quire.engine.config import MOST_EPOCHS, EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
@@ -26,7 +27,7 @@ from quire.memory.mapping import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanations
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
 from quire.scheduler.batch import Batch
@@ -50,12 +51,28 @@ class EngineCore:
 
     Raises the QuireErrors of loading, planning and allocating on construction. After it, a bad request is refused
     alone, and a step that fails (a device out of memory, say) ends the requests of that step. `model` is one that is
-    loaded already, for engines that share weights; by default the configuration's is loaded. `progress` hears of host
-    memory that is being touched (`EngineTiers`).
+    loaded already, for engines that share weights; by default the configuration's is loaded. `storage` is what
+    `open_tiers` has opened, and is the engine's from now on; by default it opens it itself, before it loads anything.
+    `progress` hears of host memory that is being touched (`EngineTiers`).
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: LoadedModel | None = None, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        *,
+        model: LoadedModel | None = None,
+        storage: Storage | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        opened = storage if storage is not None else open_tiers(config)
+        with ExitStack() as undo:
+            if opened.store is not None:
+                undo.callback(opened.store.close)
+            self._build(config, model, opened, progress)
+            undo.pop_all()
+
+    def _build(
+        self, config: EngineConfig, model: LoadedModel | None, storage: Storage, progress: Progress | None
     ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
@@ -68,10 +85,12 @@ class EngineCore:
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools = build_pools(self.plan, self.device)
-        self.tiers = EngineTiers(config, self.plan, self.pools, progress=progress) if config.has_tiers else None
+        self.tiers = (
+            EngineTiers(config, self.plan, self.pools, storage, progress=progress) if config.has_tiers else None
+        )
         with ExitStack() as undo:
             if self.tiers is not None:
-                undo.callback(self.tiers.close, lambda: False)
+                undo.callback(self.tiers.close, lambda: False, lambda: None)
             self._wire()
             undo.pop_all()
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
@@ -150,11 +169,26 @@ class EngineCore:
         """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
         twice; no request may be running."""
         if self.tiers is not None:
-            self.tiers.close(self.cache.settle_moves)
+            self.tiers.close(self.cache.settle_moves, self._end_forgetting)
             self.tiers = None
-            left = self.cache.tiers.forgetting.scopes if self.cache.tiers is not None else ()
-            if left:
-                logger.warning("%d flushes have not reached the store: flush again when it answers", len(left))
+            self._tell_unforgotten()
+
+    def _end_forgetting(self) -> None:
+        if self.cache.tiers is not None:
+            self.cache.tiers.forgetting.end()
+
+    def _tell_unforgotten(self) -> None:
+        """Say what of the last flushes is still stored."""
+        forgetting = self.cache.tiers.forgetting if self.cache.tiers is not None else None
+        states = [forgetting.state(scope) for scope in forgetting.scopes] if forgetting is not None else []
+        if hidden := states.count(Stored.HIDDEN):
+            logger.warning(
+                "%d flushes are not at their end: no engine finds their records, but they are stored until one looks "
+                "there, or `quire store gc` is run",
+                hidden,
+            )
+        if held := states.count(Stored.HELD):
+            logger.warning("%d flushes have not reached the store: flush again when it answers", held)
 
     # -- the loop
 
@@ -261,8 +295,12 @@ class EngineCore:
 
     def flush(self, namespace: Namespace | None) -> Flushed:
         """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
-        requests go on; nobody else finds what they hold."""
+        requests go on; nobody else finds what they hold. The store is asked to, and `flushed` tells when it has."""
         return flush(self.cache, namespace)
+
+    def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
+        """What a flush did, in storage too; None where that is not known yet (`quire.cache.flush.flushed`)."""
+        return flushed(self.cache, done, namespace, waits=waits)
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
         """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier.
@@ -275,7 +313,8 @@ class EngineCore:
         if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
             raise InvalidInput(f"weights_epoch must be a whole number from 0 to 2**63 - 1, got {epoch!r}.")
         if epoch == self.weights_epoch:
-            return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0)
+            kept = Stored.KEPT if self.config.storage is not None else Stored.NONE
+            return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0, storage=kept)
         self.model.weights_changed()
         identity = self.model.identity(epoch, exact=self.config.storage is not None)
         done = change_model(self.cache, identity)
@@ -369,18 +408,7 @@ class EngineCore:
 
     def _plan(self) -> Plan:
         spec, config = self.model.spec, self.config
-        settings = PlanSettings(
-            kv_dtype=config.kv_dtype,
-            page_size=config.page_size,
-            context=config.max_model_len,
-            chunk=config.max_num_batched_tokens,
-            shares=config.enable_prefix_caching,
-            max_requests=config.max_running_requests,
-            swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
-            mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
-            max_mamba_cache_size=config.max_mamba_cache_size,
-            window_pool=config.window_pool,
-        )
+        settings = plan_settings(config)
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
         plan = make_plan(spec, replace(settings, kv_memory=self._free_bytes()))
@@ -398,11 +426,6 @@ class EngineCore:
 def _refuse_adapter(name: str) -> None:
     if name:
         raise InvalidInput(f"adapter '{name}' was asked for, and this version loads no adapters.")
-
-
-def _fraction(value: float | None) -> Fraction | None:
-    """A ratio as it was written, not as floating point keeps it."""
-    return None if value is None else Fraction(str(value))
 
 
 def default_kv_bytes(available: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from quire.cache.flush import Flushed
 from quire.cache.retention import Granted
-from quire.engine.config import EngineConfig, engine_config
+from quire.engine.config import FLUSH_S, EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
@@ -29,6 +30,8 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+
+_MOVES_S = 0.02
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -122,8 +125,20 @@ class LLM:
         return self.engine.release(retention_id)
 
     def flush(self, *, salt: str | None = None) -> Flushed:
-        """Forget what is cached under a salt ("" is that of prompts without one), or everything, in every tier."""
-        return self.engine.flush(None if salt is None else Namespace(salt=salt))
+        """Forget what is cached under a salt ("" is that of prompts without one), or everything, in every tier.
+
+        Waits for the store, some seconds at most: `storage` of the answer says what has become of what was stored.
+        Raises StoreError where it would be found again after a restart.
+        """
+        namespace = None if salt is None else Namespace(salt=salt)
+        done, until = self.engine.flush(namespace), time.monotonic() + FLUSH_S
+        while True:
+            found = self.engine.flushed(done, namespace, waits=time.monotonic() < until)
+            if found is not None:
+                return found
+            if not self.engine.cache.wait_moves(_MOVES_S):
+                time.sleep(_MOVES_S)  # it is tried again later
+            self.engine.cache.settle_moves()
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
         """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""

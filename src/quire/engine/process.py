@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
 from quire.cache.flush import Flushed
 from quire.cache.retention import Granted, RetainedList
-from quire.engine.config import EngineConfig
+from quire.engine.config import FLUSH_S, EngineConfig
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.engine.wire import (
     COMMAND_DECODER,
@@ -71,7 +71,7 @@ from quire.engine.wire import (
     WireError,
     request_id_of,
 )
-from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.errors import EngineDead, InvalidInput, QuireError, StoreError
 from quire.observe.explain import Explanations
 from quire.spec.events import Namespace
 
@@ -104,6 +104,7 @@ class Core(Protocol):
     def release(self, retention_id: str) -> bool: ...
     def retained(self) -> RetainedList: ...
     def flush(self, namespace: Namespace | None) -> Flushed: ...
+    def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None: ...
     def set_weights_epoch(self, epoch: int) -> Flushed: ...
 
 
@@ -123,10 +124,13 @@ class Wiring:
 
 
 def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
-    """The real core; imported here so that only the child loads torch."""
+    """The real core; imported here so that only the child loads torch, which takes longer than to be refused."""
+    from quire.engine.before_load import open_tiers
+
+    storage = open_tiers(config)
     from quire.engine.core import EngineCore
 
-    return EngineCore(config, progress=progress)
+    return EngineCore(config, storage=storage, progress=progress)
 
 
 class EngineProcess:
@@ -329,6 +333,15 @@ class _Link:
             return None
 
 
+class _Flush(NamedTuple):
+    """A flush whose answer waits for the store, until then at most."""
+
+    question: int
+    namespace: Namespace | None
+    done: Flushed
+    until: float
+
+
 class StepLoop:
     """Commands, one step, reports; then again. `link` needs `commands(timeout_ms)` and `report(report)`."""
 
@@ -336,6 +349,7 @@ class StepLoop:
         self._core = core
         self._link = link
         self._running = True
+        self._flushes: list[_Flush] = []  # that were begun and not answered
         self._num_empty_steps = 0
         self._num_outputs = 0
         self._beat_at_s = 0.0
@@ -348,8 +362,10 @@ class StepLoop:
                 self._obey(command)
             if self._core.has_work() or self._core.has_moves():
                 self._step()
+            self._answer_flushes(wait=True)
             self._beat()
         self._core.close()
+        self._answer_flushes(wait=False)
 
     def _patience_ms(self) -> int:
         """How long to wait for commands: as long as it takes when idle, not at all while steps bring something."""
@@ -394,11 +410,25 @@ class StepLoop:
             case AskRetained(question):
                 self._answer(question, lambda: RetainedAnswer(question, self._core.retained()))
             case AskFlush(question, namespace):
-                self._answer(question, lambda: FlushAnswer(question, self._core.flush(namespace)))
+                done = self._core.flush(namespace)
+                self._flushes.append(_Flush(question, namespace, done, time.monotonic() + FLUSH_S))
             case AskEpoch(question, epoch):
                 self._answer(question, lambda: FlushAnswer(question, self._core.set_weights_epoch(epoch)))
             case Shutdown():
                 self._running = False
+
+    def _answer_flushes(self, *, wait: bool) -> None:
+        """Answer those that the store has done, or that have waited long enough for it."""
+        for flush in self._flushes[:]:
+            waits = wait and time.monotonic() < flush.until
+            try:
+                done = self._core.flushed(flush.done, flush.namespace, waits=waits)
+                report: Report | None = FlushAnswer(flush.question, done) if done is not None else None
+            except StoreError as error:
+                report = Declined(flush.question, WireError.of(error))
+            if report is not None:
+                self._flushes.remove(flush)
+                self._link.report(report)
 
     def _answer(self, question: int, ask: Callable[[], Report]) -> None:
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.engine.tier_report import tiers_as_dict
@@ -23,19 +22,17 @@ from quire.plan.host import host_budget, host_frames
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.moves import Link
-from quire.tiers.store import Store
-from quire.tiers.stores.registry import directory_of, open_store
 
 logger = logging.getLogger(__name__)
 
-_MOST_STORAGE = 32 * 2**30
+_FORGET_S = 2.0  # that an engine which ends goes on forgetting; a mark in the store keeps what is left
 
 
 class EngineTiers:
     """Owns the host pool, the mover's threads and the store, until `close`.
 
     `progress` hears of host memory that has been touched, in bytes, and of how much it will be. Raises HostMemoryError
-    where the host has no room, and StoreError where the store cannot be opened.
+    where the host has no room; then the store is still its opener's.
     """
 
     def __init__(
@@ -43,6 +40,7 @@ class EngineTiers:
         config: EngineConfig,
         plan: MemoryPlan,
         pools: Sequence[Pool],
+        storage: Storage,
         *,
         seconds: Callable[[], float] = time.monotonic,
         progress: Progress | None = None,
@@ -58,17 +56,14 @@ class EngineTiers:
             to_come=plan.pool_bytes if pools[0].device.type == "cpu" else 0,  # asked for, and not touched yet
         )
         frames = host_frames(plan, self.num_bytes)
-        self.storage_size = storage_size(config)
+        check_storage_size(config, plan.groups, storage.num_bytes)
+        self.store = storage.store
         with ExitStack() as undo:
-            self.store: Store | None = None
-            if config.storage:
-                self.store = open_store(config.storage, capacity=self.storage_size)
-                undo.callback(self.store.close)
             pinned = pools[0].device.type == "cuda"
             self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
             undo.callback(self._host.close)
             record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
-            sized = config.model_copy(update={"storage_size": self.storage_size})
+            sized = config.model_copy(update={"storage_size": storage.num_bytes})
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
             self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
             undo.pop_all()
@@ -96,26 +91,19 @@ class EngineTiers:
             "turned_off": self.break_even.turned_off_count,
         }
 
-    def close(self, settle: Callable[[], bool]) -> None:
-        """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has."""
-        until = time.monotonic() + STORE_DRAIN_S
-        while (settle() or not self.mover.idle) and time.monotonic() < until:
+    def close(self, settle: Callable[[], object], end_forgetting: Callable[[], None]) -> None:
+        """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has, and
+        `end_forgetting` stops what is being forgotten, which may be much."""
+        began = time.monotonic()
+        while (settle() or not self.mover.idle) and time.monotonic() < began + STORE_DRAIN_S:
+            if time.monotonic() > began + _FORGET_S:
+                end_forgetting()
             self.mover.wait(0.1)
         self.mover.close()
         settle()
         if self.store is not None:
             self.store.close()
         self._host.close()
-
-
-def storage_size(config: EngineConfig) -> int | None:
-    """Bytes that may be kept: as configured; of a new directory, where nothing is, half of what its disk has free and
-    32 GiB at most; None where the store has a size of its own."""
-    path = directory_of(config.storage) if config.storage is not None else None
-    if config.storage_size is not None or path is None or (Path(path).is_dir() and any(Path(path).iterdir())):
-        return config.storage_size
-    parent = next((folder for folder in (Path(path), *Path(path).absolute().parents) if folder.is_dir()), Path("/"))
-    return min(_MOST_STORAGE, shutil.disk_usage(parent).free // 2)
 
 
 def _say(link: Link, why: str) -> None:

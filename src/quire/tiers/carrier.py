@@ -5,6 +5,7 @@ The laws of moving are here:
     records are checked before they leave the host, and when they have come to it
     a LOAD copies nothing to the device unless all of its records are good
     a page is in the store in all of its groups or not at all, and after the pages before it
+    nothing is found that the store was told to forget (`quire.tiers.forgotten`)
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TypeVar
 
-from quire.errors import InvalidInput, StoreError
+from quire.errors import InvalidInput
 from quire.spec.ids import Ids
+from quire.tiers.forgotten import answers_under, forget_scope, marks_over
 from quire.tiers.moves import GOOD, MISSING, REFUSED, Copies, Link, Move, Units
-from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
+from quire.tiers.store import Answer, Store, StoreKey
 
 _T = TypeVar("_T")
 
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
-
-_FORGOTTEN_AT_ONCE = 1024
 
 
 class Carrier:
@@ -84,14 +84,21 @@ class Carrier:
         yield from self._by_pages(move, self._fetch_pages, MISSING)
 
     def _look(self, move: Move) -> Iterator[None]:
-        store = self._need_store()
-        move.answers = tuple(tuple(store.exists(units.keys(move.scope))) for units in move.units)
+        over = marks_over(move.scope)
+        keys = [mark for _, mark in over]
+        for units in move.units:
+            keys += units.keys(move.scope)
+        answers = iter(self._need_store().exists(keys))
+        marks = list(islice(answers, len(over)))
+        move.marked = tuple(scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT)
+        found = [answers_under(marks, islice(answers, len(units))) for units in move.units]
+        move.answers = tuple(map(tuple, found))
         yield
 
     def _forget(self, move: Move) -> Iterator[None]:
         store = self._need_store()
         if not move.units:
-            yield from _forget_scope(store, move.scope)
+            yield from forget_scope(store, move)
         for units in move.units:
             store.remove(units.keys(move.scope))
             yield
@@ -234,25 +241,6 @@ class _Batch:
 
 
 _Work = Callable[[Move, Store, _Batch], None]
-
-
-def _forget_scope(store: Store, scope: bytes) -> Iterator[None]:
-    """Forget every record of a scope, or of all scopes that begin so. Raises StoreError where the store cannot be
-    listed, or has kept what it was to forget."""
-    there = _keys_of(store, scope)
-    for start in range(0, len(there), _FORGOTTEN_AT_ONCE):
-        store.remove(there[start : start + _FORGOTTEN_AT_ONCE])
-        yield
-    left = set(there).intersection(_keys_of(store, scope)) if there else ()
-    if left:
-        raise StoreError(
-            f"{len(left):,} of {len(there):,} records could not be removed.", fix="look at the store's log."
-        )
-
-
-def _keys_of(store: Store, scope: bytes) -> list[StoreKey]:
-    entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
-    return [entry.key for entry in entries if entry.key.scope.startswith(scope)]
 
 
 def _at(items: Sequence[_T], where: Sequence[int]) -> list[_T]:

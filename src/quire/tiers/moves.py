@@ -87,7 +87,9 @@ class Move:
         "error",
         "kept_pages",
         "link",
+        "marked",
         "moved_bytes",
+        "noted",
         "num_bytes",
         "owner",
         "scope",
@@ -105,6 +107,8 @@ class Move:
         self.owner = owner
         self.defects: Defects = ()  # parallel to units and their pages
         self.answers: Answers = ()  # of LOOK, parallel to units and their pages
+        self.marked: tuple[bytes, ...] = ()  # of LOOK: what the store was told to forget and has not all forgotten
+        self.noted = False  # of FORGET: nobody finds it in the store any more; read at any time
         self.seconds = 0.0  # of work, without the wait before it
         self.moved_bytes = 0  # that really moved
         self.error = ""  # why the move failed as a whole
@@ -144,7 +148,8 @@ class Move:
         return layer in self._arrived
 
     def stop(self) -> None:
-        """Ask a FETCH or an ARCHIVE to end early: what has not begun is not done, and says so. It ends as any other."""
+        """Ask a FETCH, an ARCHIVE or a FORGET to end early: what has not begun is not done, and says so. It ends as any
+        other."""
         self._stopping = True
 
     def wait_layer(self, layer: int) -> None:

@@ -28,7 +28,7 @@ def test_directories(tmp_path: Path, form: str) -> None:
 def test_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module of a scheme opens it, with the URL as it is."""
     module = ModuleType("quire.tiers.stores.s3")
-    module.open = lambda url, capacity: (url, capacity)  # type: ignore[attr-defined]
+    module.open = lambda url, capacity, counts_use: (url, capacity)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quire.tiers.stores.s3", module)
     assert open_store("s3://bucket/prefix", capacity=5) == ("s3://bucket/prefix", 5)
     assert directory_of("s3://bucket/prefix") is None

@@ -74,7 +74,8 @@ class Connections:
         if reply != b"PONG":
             self.close()
             raise StoreError(
-                f"{self.where} does not answer: {reply!s}.", fix="start the server, or correct the URL or the password."
+                f"{self.where} does not answer: {str(reply).rstrip('.')}.",
+                fix="start the server, or correct the URL or the password.",
             )
 
     def call(

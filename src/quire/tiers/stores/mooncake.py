@@ -56,8 +56,8 @@ _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
 _NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600, -703, -704, -900, -901
 
 
-def open(url: str, capacity: int | None = None) -> MooncakeStore:  # noqa: A001 - what every backend's is called
-    """Join the pool of `url`; `capacity` are bytes given to it, if the URL does not say.
+def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> MooncakeStore:  # noqa: A001
+    """Join the pool of `url`; `capacity` are bytes given to it, if the URL does not say. Reading counts as use.
 
     Raises InvalidInput for settings that do not exist, StoreError if it fails.
     """

@@ -11,7 +11,7 @@ from quire.tiers.store import Store
 
 
 class _Backend(NamedTuple):
-    module: str  # has `open(url, capacity) -> Store`
+    module: str  # has `open(url, capacity, *, counts_use) -> Store`
     extra: str  # of the package, that installs what it needs
 
 
@@ -36,11 +36,12 @@ def directory_of(url: str) -> str | None:
     return None if _SCHEME.match(url) else url
 
 
-def open_store(url: str, *, capacity: int | None = None) -> Store:
+def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:
     """Open the store that a URL or a path names; the caller closes it.
 
     `capacity` is in bytes. A directory that does not exist is made where it is given; None opens only what is there,
-    as it is. Servers take it as a hint, or have their own.
+    as it is. Servers take it as a hint, or have their own. Without `counts_use` reading leaves the order in which
+    records are forgotten as it is, where the store has a say in it.
 
     Raises StoreError where it cannot be opened, or needs a package that is not installed, and InvalidInput for a URL
     that means nothing.
@@ -51,7 +52,7 @@ def open_store(url: str, *, capacity: int | None = None) -> Store:
 
         if not path:
             raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
-        return DirectoryStore(path, capacity)
+        return DirectoryStore(path, capacity, counts_use=counts_use)
     scheme = url.partition(":")[0].lower()
     backend = _BACKENDS.get(scheme)
     if backend is None:
@@ -60,7 +61,7 @@ def open_store(url: str, *, capacity: int | None = None) -> Store:
             fix=f"give a directory, or one of {', '.join(f'{name}://' for name in _BACKENDS)}.",
         )
     try:
-        store: Store = import_module(backend.module).open(url, capacity)
+        store: Store = import_module(backend.module).open(url, capacity, counts_use=counts_use)
     except ImportError as error:
         raise StoreError(
             f"a store at {scheme}:// needs a package that is not installed: {error}.",

@@ -39,8 +39,11 @@ _PIECE_BYTES = 1 << 20
 _Item = TypeVar("_Item")
 
 
-def open(url: str, capacity: int | None = None) -> S3Store:  # noqa: A001 - what every backend's is called
-    """Find the bucket of `url`. Raises InvalidInput for settings that do not exist, StoreError if it fails."""
+def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S3Store:  # noqa: A001
+    """Find the bucket of `url`, which knows of no use.
+
+    Raises InvalidInput for settings that do not exist, StoreError if it fails.
+    """
     if capacity is not None:
         raise InvalidInput(
             f"a bucket has no bound, so {capacity} bytes cannot be asked of it.",
@@ -92,7 +95,7 @@ class S3Store:
         except (obstore.exceptions.BaseError, OSError) as error:
             raise StoreError(
                 f"{where} cannot be reached: {_brief(error)}.",
-                fix="check the bucket, the endpoint and the credentials.",
+                fix="check the bucket, the endpoint, and credentials in the environment (AWS_ACCESS_KEY_ID, ...).",
             ) from error
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="quire-s3")
 

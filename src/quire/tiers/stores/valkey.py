@@ -89,7 +89,7 @@ end
 return {}"""
 
 
-def open(url: str, capacity: int | None = None) -> ValkeyStore:  # noqa: A001 - what every backend's is called
+def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> ValkeyStore:  # noqa: A001
     """Connect to the server of `url`. Raises InvalidInput for settings that do not exist, StoreError if it fails."""
     if capacity is not None:
         raise InvalidInput(
@@ -103,7 +103,7 @@ def open(url: str, capacity: int | None = None) -> ValkeyStore:  # noqa: A001 - 
             f"the Valkey store needs redis-py, which cannot be imported: {error}.", fix="pip install 'quire[valkey]'."
         ) from error
     settings = Settings.parse(url)
-    return ValkeyStore(Connections(settings), pending_seconds=settings.pending)
+    return ValkeyStore(Connections(settings), pending_seconds=settings.pending, counts_use=counts_use)
 
 
 class ValkeyStore:
@@ -114,12 +114,13 @@ class ValkeyStore:
     dies. `failures` counts what went wrong, by kind.
     """
 
-    def __init__(self, connections: Connections, *, pending_seconds: float = 30.0) -> None:
+    def __init__(self, connections: Connections, *, pending_seconds: float = 30.0, counts_use: bool = True) -> None:
         self.failures = connections.failures
         self._connections = connections
         self._pending_ms = b"%d" % max(1, int(pending_seconds * 1000))
         self._token = secrets.token_hex(8).encode()
         self._prepared = Prepared()
+        self._counts_use = counts_use
         connections.open()
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
@@ -170,7 +171,11 @@ class ValkeyStore:
         answers: list[Answer] = []
         for batch in _batches([buffer.nbytes for buffer in buffers], _ASKED_BYTES):
             targets = buffers[batch]
-            replies = self._connections.call([(b"GET", _name(_RECORD, key)) for key in keys[batch]], targets)
+            commands: list[Command] = [(b"GET", _name(_RECORD, key)) for key in keys[batch]]
+            if self._counts_use:
+                replies = self._connections.call(commands, targets)
+            else:
+                replies = self._untouching(commands, targets)
             for target, reply in zip(targets, replies, strict=True):
                 if reply is None:
                     answers.append(Answer.MISS)
@@ -253,13 +258,20 @@ class ValkeyStore:
             if _is_lost(self._connections.call([_script(_DROP, names, self._token)])):
                 break
 
+    def _untouching(self, commands: Sequence[Command], targets: Sequence[memoryview] = ()) -> list[Reply]:
+        """What the server answers to commands that shall not count as use. Servers before 7.2 refuse to be told so, and
+        count them."""
+        nothing = memoryview(bytearray())
+        wrapped = [(b"CLIENT", b"NO-TOUCH", b"ON"), *commands, (b"CLIENT", b"NO-TOUCH", b"OFF")]
+        filled = [nothing, *targets, nothing] if targets else ()
+        return self._connections.call(wrapped, filled, counted=False)[1:-1]
+
     def _described(self, names: list[bytes]) -> Iterator[Entry]:
-        # Asking for a length counts as use; newer servers can be told that it does not, older ones refuse that.
-        commands: list[Command] = [(b"CLIENT", b"NO-TOUCH", b"ON")]
+        commands: list[Command] = []
         for name in names:
             commands += [(b"OBJECT", b"IDLETIME", name), (b"STRLEN", name)]
-        replies = self._connections.call([*commands, (b"CLIENT", b"NO-TOUCH", b"OFF")], counted=False)
-        for name, idle, length in zip(names, replies[1:-1:2], replies[2:-1:2], strict=True):
+        replies = self._untouching(commands)
+        for name, idle, length in zip(names, replies[::2], replies[1::2], strict=True):
             parts = _NAME.fullmatch(name)
             if parts is None:
                 continue  # somebody else's

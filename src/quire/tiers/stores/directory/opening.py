@@ -16,6 +16,9 @@ INDEX = "index.sqlite"
 _OURS = {INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal", "slabs", "owners", "lost+found"}
 
 
+_FIX = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """The parts of an opened store, and how many records of dead writers were dropped."""
@@ -50,7 +53,7 @@ def open_directory(
             owners.bury()
         except Busy as error:
             index.close()
-            raise StoreError(f"the store '{path}' cannot be used: {error}.") from error
+            raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=_FIX) from error
         except BaseException:
             index.close()
             raise
@@ -72,13 +75,23 @@ def _check_folder(path: Path, *, may_be_new: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
     if not may_be_new and not (path / INDEX).exists():
         raise StoreError(
-            f"there is no store in '{path}'.", fix="give the directory of one, or a size to make one (--storage-size)."
+            f"there is no store in '{path}': {_what_is(path)}.",
+            fix="give a directory that was served with --storage; one is made where --storage-size is given.",
         )
     foreign = sorted({entry.name for entry in path.iterdir()} - _OURS)
     if foreign and not (path / INDEX).exists():
         raise StoreError(
             f"'{path}' is not empty and is no store: it holds '{foreign[0]}'.", fix="give an empty directory."
         )
+
+
+def _what_is(path: Path) -> str:
+    if not path.exists():
+        return "nothing is there"
+    if not path.is_dir():
+        return "it is not a directory"
+    found = sorted(entry.name for entry in path.iterdir())
+    return f"it holds '{found[0]}' and no index" if found else "it is empty"
 
 
 def _put_in_order(

@@ -65,6 +65,7 @@ class DirectoryStore:
         direct: bool | None = None,
         durable: bool = False,
         busy_seconds: float = 2.0,
+        counts_use: bool = True,
     ) -> None:
         """Open a directory, or make one.
 
@@ -72,13 +73,15 @@ class DirectoryStore:
         directory that exists. A slab takes `slab_bytes`, a 64th of the capacity unless given. `direct` None goes around
         the page cache where the filesystem can; True insists. `durable` waits for the disk before a record is visible;
         without it, power that fails may take records, or leave some that their digests refuse. An index that other
-        processes keep busy for `busy_seconds` is a RETRY.
+        processes keep busy for `busy_seconds` is a RETRY. Without `counts_use` reading is no use of a
+        record.
 
         Raises StoreError where the directory cannot be used or is not a store of this version.
         """
         self.path = Path(path)
         self.statistics = Statistics()
         self._durable = durable
+        self._counts_use = counts_use
         self._gate, self._lock = Gate(), Lock()
         self._prepared: dict[StoreKey, _Prepared] = {}
         self._left: set[int] = set()  # records of ours that are to be dropped, and could not be yet
@@ -323,7 +326,8 @@ class DirectoryStore:
             elif row.id in there:
                 lost.append(row)
         hits = [row for at, row in reading if answers[at] is HIT]
-        self._uses.note(row.id for row in hits)
+        if self._counts_use:
+            self._uses.note(row.id for row in hits)
         self.statistics.add(read_bytes=sum(row.num_bytes for row in hits), overtaken=len(reading) - len(there))
         if lost:
             self._forget_lost(lost)
@@ -368,7 +372,10 @@ class DirectoryStore:
                 try:
                     rows = self._index.page(after, scope, _LISTED_AT_ONCE)
                 except Busy as error:
-                    raise StoreError(f"the store '{self.path}' cannot be listed: {error}.") from error
+                    raise StoreError(
+                        f"the store '{self.path}' cannot be listed: {error}.",
+                        fix="try again; if its index is damaged, remove the directory: a store can be filled again.",
+                    ) from error
             now = time.time_ns() // 1000
             for row in rows:
                 idle = max(0, now - self._uses.of(row.id, row.used)) / 1e6

@@ -1,0 +1,123 @@
+"""Before the load: what of the tiers can be refused is refused before weights are read, which may take minutes.
+
+The store is opened here, so that a bad URL, a server that does not answer, a directory that cannot be written or a
+missing package ends a start at once. So do sizes that cannot be had, or that hold no page of the model. Nothing here
+loads torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.engine.config import EngineConfig
+from quire.engine.host_memory import host_memory
+from quire.errors import PlanError, QuireError, StoreError
+from quire.memory.record import HEADER_BYTES
+from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
+from quire.plan.host import host_budget, host_frames
+from quire.plan.plan import PlanSettings
+from quire.plan.planner import make_plan
+from quire.plan.source import read_model_config
+from quire.spec.bundled import BUNDLED_MODELS
+from quire.spec.group import GroupSpec
+from quire.spec.layout import DType
+from quire.spec.model import ModelSpec
+from quire.tiers.store import Store
+from quire.tiers.stores.directory.room import slot_size
+from quire.tiers.stores.registry import directory_of, open_store
+
+_MOST_STORAGE = 32 * 2**30
+_SOME_KV_BYTES = 2**40  # for layouts, which do not depend on it
+
+
+class Storage(NamedTuple):
+    """A store that was opened, None where there is none, and what may be kept there, None where it has its own size.
+    Whoever has it closes the store."""
+
+    store: Store | None
+    num_bytes: int | None
+
+
+def open_tiers(config: EngineConfig) -> Storage:
+    """Open the store, and check what can be checked of host memory and of sizes without the weights.
+
+    Raises HostMemoryError, StoreError, InvalidInput, or PlanError where a tier would hold no page.
+    """
+    if isinstance(config.host_memory, int):
+        memory = host_memory()
+        host_budget(
+            config.host_memory, available=memory.available, limit=memory.limit, total=memory.total, device_bytes=0
+        )
+    plan = _plan_of(config)
+    size = storage_size(config)
+    if plan is not None:
+        if isinstance(config.host_memory, int):
+            host_frames(plan, config.host_memory)
+        check_storage_size(config, plan.groups, size)
+    return Storage(open_store(config.storage, capacity=size) if config.storage else None, size)
+
+
+def storage_size(config: EngineConfig) -> int | None:
+    """Bytes that may be kept: as configured; of a new directory, where nothing is, half of what its disk has free and
+    32 GiB at most; None where the store has a size of its own."""
+    path = directory_of(config.storage) if config.storage is not None else None
+    try:
+        if config.storage_size is not None or path is None or (Path(path).is_dir() and any(Path(path).iterdir())):
+            return config.storage_size
+        parent = next((folder for folder in (Path(path), *Path(path).absolute().parents) if folder.is_dir()), Path("/"))
+        return min(_MOST_STORAGE, shutil.disk_usage(parent).free // 2)
+    except OSError as error:
+        raise StoreError(f"the store '{path}' cannot be used: {error}.", fix="give another directory.") from error
+
+
+def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
+    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works."""
+    if config.storage is None or num_bytes is None or directory_of(config.storage) is None:
+        return
+    least = sum(slot_size(HEADER_BYTES + group.layout.bytes_per_frame) for group in groups)
+    if num_bytes < least:
+        raise PlanError(
+            f"{format_bytes(num_bytes)} of storage hold no page: one record of each group takes "
+            f"{format_bytes(least)} in all.",
+            fix=f"use --storage-size {round_up_bytes(least).replace(' ', '')} or more; some GiB are worth the trouble.",
+        )
+
+
+def plan_settings(config: EngineConfig) -> PlanSettings:
+    """What planning is told of an engine's settings, but for its budget."""
+    return PlanSettings(
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        context=config.max_model_len,
+        chunk=config.max_num_batched_tokens,
+        shares=config.enable_prefix_caching,
+        max_requests=config.max_running_requests,
+        swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
+        mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
+        max_mamba_cache_size=config.max_mamba_cache_size,
+        window_pool=config.window_pool,
+    )
+
+
+def _plan_of(config: EngineConfig) -> MemoryPlan | None:
+    """A plan with the layouts that the engine will have, if the configuration is here and says enough; else the load
+    finds out."""
+    if not config.has_tiers or not (config.model in BUNDLED_MODELS or Path(config.model).expanduser().is_dir()):
+        return None
+    with suppress(QuireError):
+        spec = ModelSpec.from_config(read_model_config(config.model)[0])
+        if config.dtype != "auto":
+            spec = replace(spec, dtype=DType(config.dtype))
+        return make_plan(spec, replace(plan_settings(config), kv_memory=_SOME_KV_BYTES)).memory
+    return None
+
+
+def _fraction(value: float | None) -> Fraction | None:
+    """A ratio as it was written, not as floating point keeps it."""
+    return None if value is None else Fraction(str(value))

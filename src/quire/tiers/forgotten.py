@@ -1,0 +1,114 @@
+"""Forgotten: how a store is made to forget a scope, so that it stays forgotten whoever dies on the way.
+
+    1  a mark is stored: a record under a key that no page has       from here on nobody is told of what the scope holds
+    2  records are removed, some at a time
+    3  the mark is removed                                           the scope is as if it had never been used
+
+Whoever looks for pages asks for the mark in the same breath. If it is there, nothing of the scope is, and who has found
+it goes on with 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
+
+A mark has the size of a record of its scope, and was written later than all of them: a store that forgets what was used
+least lately forgets those first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+
+import numpy as np
+
+from quire.errors import StoreError
+from quire.memory.record import HEADER_BYTES, RecordFormat
+from quire.tiers.moves import Move
+from quire.tiers.store import SCOPE_BYTES, Answer, Entry, Store, StoreKey
+
+EDITION_BYTES = 8
+"""What the scopes of all namespaces of one model begin with (`quire.prefix.hashing.scope_of`)."""
+
+_PART = 0xFFFF  # of no group
+_AT_ONCE = 1024
+_LEAST_BYTES = HEADER_BYTES + 1
+
+
+def mark_of(scope: bytes) -> StoreKey:
+    """The key of the mark that says that a scope, or every scope that begins so, is to be forgotten."""
+    page = hashlib.sha256(b"quire-forgotten-1" + scope).digest()
+    return StoreKey(scope.ljust(SCOPE_BYTES, b"\0"), page, _PART)
+
+
+def marks_over(scope: bytes) -> tuple[tuple[bytes, StoreKey], ...]:
+    """Each mark under which a scope may be forgotten, behind what it stands for."""
+    return tuple((part, mark_of(part)) for part in (scope[:EDITION_BYTES], scope))
+
+
+def marked_by(key: StoreKey) -> bytes | None:
+    """The scope, or the beginning of scopes, that a stored key marks as forgotten; None for the key of a page."""
+    return next((part for part, mark in marks_over(key.scope) if mark == key), None)
+
+
+def forget_scope(store: Store, move: Move) -> Iterator[None]:
+    """Forget every record of `move.scope`, or of all scopes that begin so; `move.noted` once the store will not serve
+    them any more. Raises StoreError where the store cannot be listed, has kept what it was to forget, or the move was
+    stopped; then the mark stays if there is one, and it can be begun again."""
+    scope = move.scope
+    listed = _listed(store, scope)
+    try:
+        first = list(islice(listed, 1))
+    except StoreError:
+        move.noted = _write_mark(store, scope, _LEAST_BYTES)
+        raise
+    if first:
+        move.noted = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
+        yield
+    total = left = 0
+    marks = {mark_of(scope)}  # of scopes that begin so, too: their records go with the others
+    rest = chain(first, listed)
+    while batch := [entry.key for entry in islice(rest, _AT_ONCE)]:
+        if move.stopping:
+            raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
+        pages = [key for key in batch if key.part != _PART]
+        marks.update(key for key in batch if key.part == _PART)
+        total += len(pages)
+        left += _remove(store, pages)
+        yield
+    if left:
+        raise StoreError(f"{left:,} of {total:,} records could not be removed.", fix="look at the store's log.")
+    if _remove(store, list(marks)):
+        raise StoreError("the mark of what was forgotten could not be removed.", fix="look at the store's log.")
+
+
+def _listed(store: Store, scope: bytes) -> Iterator[Entry]:
+    entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
+    return (entry for entry in entries if entry.key.scope.startswith(scope))
+
+
+def _remove(store: Store, keys: Sequence[StoreKey]) -> int:
+    """How many of these may be there still."""
+    if not keys or store.remove(keys) == len(keys):
+        return 0
+    return sum(answer is not Answer.MISS for answer in store.exists(keys))
+
+
+def answers_under(marks: Sequence[Answer], answers: Iterable[Answer]) -> list[Answer]:
+    """What to say of pages, where the store has said this of the marks over them."""
+    if Answer.HIT in marks or Answer.PENDING in marks:
+        return [Answer.MISS for _ in answers]
+    return [Answer.RETRY for _ in answers] if Answer.RETRY in marks else list(answers)
+
+
+def _write_mark(store: Store, scope: bytes, num_bytes: int) -> bool:
+    """Whether the mark is there now. A store that takes nothing may still forget."""
+    key, form = mark_of(scope), RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES)
+    (answer,) = store.prepare([key], [num_bytes])
+    if answer is not Answer.MISS:
+        return answer is Answer.HIT
+    record = np.zeros((1, num_bytes), dtype=np.uint8)
+    form.seal(record, np.zeros(1, dtype=np.int32), [key.page])
+    put = False
+    try:
+        put = store.put([key], [record[0].data]) == [Answer.HIT]
+    finally:
+        (done,) = store.complete([key], [put])
+    return done is Answer.HIT
