@@ -12,7 +12,8 @@ from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.tiers.moves import Link
 from quire.tiers.store import StoreKey
-from tests.cache.tiered_cache import ALICE, FULL, PAGE, STATE, WINDOW, TieredCache, asking, tokens_of
+from tests.cache.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
+from tests.cache.tiered_cache import TieredCache
 
 MODELS = [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (WINDOW,), (STATE,)]
 NEEDED = {"full": 0, "window": 2, "state": 1}
