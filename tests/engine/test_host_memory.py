@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from quire.engine.host_memory import host_memory
+from quire.engine.config import engine_config
+from quire.engine.core import EngineCore
+from quire.engine.host_memory import HostMemory, alone_on_this_host, host_memory
+from quire.plan.host import largest_host_bytes
 from tests.engine.containers import four_gib as four_gib
 
 MIB = 2**20
@@ -132,7 +137,10 @@ def test_a_path_that_is_not_to_be_found_leaves_the_mounted_group(tmp_path: Path,
 PROGRAM = """
 import os, re, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from quire.engine.host_memory import host_memory
+from quire.engine.config import engine_config
+from quire.engine.core import EngineCore
+from quire.engine.host_memory import HostMemory, alone_on_this_host, host_memory
+from quire.plan.host import largest_host_bytes
 from tests.engine.containers import four_gib as four_gib
 from quire.errors import HostMemoryError
 from quire.memory.host_pool import HostPool
@@ -174,3 +182,59 @@ def test_4_gib_refuse_8_and_hold_what_the_refusal_names(four_gib: Path) -> None:
     assert 3.4 * GIB < taken <= granted < 4 * GIB
     assert 0 < left < GIB / 2
     assert int(closed.split()[1]) > left + 0.95 * taken
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from quire.engine.host_memory import alone_on_this_host
+with alone_on_this_host(Path(sys.argv[1])):
+    print("mine", flush=True)
+    sys.stdin.readline()
+    Path(sys.argv[1], "ended").touch()
+"""
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """One that takes host memory, until it is told or killed."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as held:
+        assert held.stdout is not None and held.stdout.readline() == "mine\n"
+        yield held
+        held.kill()
+
+
+def test_memory_is_taken_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with another_process(tmp_path) as other:
+        assert other.stdin is not None
+        monkeypatch.setattr("quire.engine.host_memory._PATIENCE_S", 0.1)
+        with alone_on_this_host(tmp_path):
+            assert not (tmp_path / "ended").exists(), "it is not waited for for ever"
+        monkeypatch.undo()
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        with alone_on_this_host(tmp_path):
+            assert (tmp_path / "ended").exists()
+
+
+def test_whoever_is_killed_while_it_takes_memory_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with another_process(tmp_path) as other:
+        other.kill()
+        with alone_on_this_host(tmp_path):
+            assert not (tmp_path / "ended").exists()
+
+
+def test_memory_is_taken_where_nobody_can_meet(tmp_path: Path) -> None:
+    with alone_on_this_host(tmp_path / "not there"):
+        pass
+
+
+def test_pools_of_a_cpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is available is read when they are there already."""
+    memory = HostMemory(total=64 * GIB, available=GIB // 8, limit=None)
+    monkeypatch.setattr("quire.engine.tiers.host_memory", lambda: memory)
+    most = largest_host_bytes(memory.available)
+    config = engine_config(kv_memory=f"{memory.available}", host_memory=f"{most}")
+    with closing(EngineCore(config)) as core:
+        assert core.tiers is not None and core.tiers.num_bytes == most

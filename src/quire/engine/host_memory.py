@@ -6,14 +6,24 @@ charged for includes files that the system has read and would drop at once; they
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import psutil
 
+logger = logging.getLogger(__name__)
+
 _UNLIMITED = 2**60
+_LOCK = "quire-host-memory.lock"
+_PATIENCE_S = 300.0  # a process that touches a terabyte takes a minute
 
 
 class _Version(NamedTuple):
@@ -51,6 +61,44 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         available=max(0, min(int(memory.available), left)),
         limit=min((limit for limit, _ in limits), default=None),
     )
+
+
+@contextmanager
+def alone_on_this_host(folder: Path | None = None) -> Iterator[None]:
+    """While memory is read and taken: two processes that did so at once would each be granted what only one can have.
+
+    `folder` is where they meet, by default the one for temporary files; whoever may not write there is not waited for,
+    nor is anyone for longer than `_PATIENCE_S`. A process that dies lets the others go on.
+    """
+    try:
+        file = os.open((folder or Path(tempfile.gettempdir())) / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        logger.warning("host memory is taken without a lock: %s", error)
+        yield
+        return
+    try:
+        _wait_for(file)
+        yield
+    finally:
+        os.close(file)
+
+
+def _wait_for(file: int) -> None:
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = time.monotonic() - began
+        else:
+            return
+        if waited > _PATIENCE_S:
+            logger.warning("another process takes host memory for %.0f s; not waiting any longer", waited)
+            return
+        if waited > 1 and not said:
+            logger.warning("waiting for another process on this machine, which takes host memory")
+            said = True
+        time.sleep(0.02)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

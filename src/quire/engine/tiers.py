@@ -11,7 +11,7 @@ from typing import Any
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
-from quire.engine.host_memory import host_memory
+from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.tier_report import tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
@@ -45,22 +45,22 @@ class EngineTiers:
         seconds: Callable[[], float] = time.monotonic,
         progress: Progress | None = None,
     ) -> None:
-        memory = host_memory()
         asked = config.host_memory if config.host_memory is not None else "auto"
-        self.num_bytes = host_budget(
-            asked,
-            available=memory.available,
-            limit=memory.limit,
-            total=memory.total,
-            device_bytes=plan.pool_bytes,
-            to_come=plan.pool_bytes if pools[0].device.type == "cpu" else 0,  # asked for, and not touched yet
-        )
-        frames = host_frames(plan, self.num_bytes)
-        check_storage_size(config, plan.groups, storage.num_bytes)
         self.store = storage.store
         with ExitStack() as undo:
-            pinned = pools[0].device.type == "cuda"
-            self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
+            with alone_on_this_host():
+                memory = host_memory()
+                self.num_bytes = host_budget(
+                    asked,
+                    available=memory.available,
+                    limit=memory.limit,
+                    total=memory.total,
+                    device_bytes=plan.pool_bytes,
+                )
+                frames = host_frames(plan, self.num_bytes)
+                check_storage_size(config, plan.groups, storage.num_bytes)
+                pinned = pools[0].device.type == "cuda"
+                self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
             undo.callback(self._host.close)
             record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
             sized = config.model_copy(update={"storage_size": storage.num_bytes})

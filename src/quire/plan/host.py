@@ -56,27 +56,24 @@ def host_budget(
     total: int,
     device_bytes: int,
     ranks: int = 1,
-    to_come: int = 0,
 ) -> int:
     """Bytes of host memory for the records of all groups and all `ranks`; a rank has `num_bytes // ranks`.
 
     `available`, `limit` (the container's) and `total` are this machine's, as `engine.host_memory` reads them.
     `device_bytes` are those of one rank's device pools; "auto" takes twice as much for each rank, or half of what may
-    be had if that is less. `to_come` bytes of what is available will be taken by others of ours: the pools of a CPU
-    device, which are memory of the same machine and not there yet. Room for the process is left in any case. Raises
-    HostMemoryError with the largest size that fits, where more was asked for.
+    be had if that is less. Room for the process is left in any case. Raises HostMemoryError with the largest size that
+    fits, where more was asked for.
     """
-    most = largest_host_bytes(available - to_come)
+    most = largest_host_bytes(available)
     if asked == "auto":
         return min(_AUTO_DEVICES * device_bytes * ranks, int(most * _AUTO_SHARE))
     if asked <= most:
         return asked
     limited = f"the container's limit is {format_bytes(limit)}" if limit is not None else "no container limits it"
-    needed = f", of which the KV pools of this process will take {format_bytes(to_come)}" if to_come else ""
     suggested = _rounded_down(int(most * (1 - _SLACK_SHARE)))
     raise HostMemoryError(
         f"{format_bytes(asked)} of host memory were asked for; {format_bytes(available)} of {format_bytes(total)} are "
-        f"available and {limited}{needed}. The largest size that fits is {suggested or 'none'}.",
+        f"available and {limited}. The largest size that fits is {suggested or 'none'}.",
         fix=f"use --host-memory {suggested}." if suggested else "free memory on this machine, or go without.",
     )
 
