@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from quire.memory.record import HEADER_BYTES, check_record
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layout import PER_PAGE, DType, Field, PageLayout
+from tests.memory.frame_bytes import assert_frames, fill, ids, payload, pieces_of
 from tests.memory.layouts import PAGE_SIZES, layouts, specs
 
 FRAMES = 7
@@ -29,53 +29,12 @@ ORDERS = (
     ([2, 1], [1, 2]),
     ([6], [4]),
 )
-Pieces = list[dict[int, np.ndarray]]
-
-
-def pieces_of(pool: Pool) -> Pieces:
-    """For each field: layer -> uint8 `[frames + 1, bytes]`, live. What the pool holds, without what copies rely on."""
-    found = []
-    for field in pool.layout.fields:
-        of_layers = [pool.layer(field.name, layer) for layer in field.layers]
-        found.append(
-            {
-                layer: tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
-                for layer, tensor in zip(field.layers, of_layers, strict=True)
-            }
-        )
-    return found
-
-
-def fill(pool: Pool, rng: np.random.Generator) -> None:
-    for field in pieces_of(pool):
-        for piece in field.values():
-            piece[:] = rng.integers(0, 256, piece.shape, dtype=np.uint8)
-
-
-def payload(pieces: Pieces, frame: int) -> bytes:
-    """Fields in order, layers in order, entries in order."""
-    return b"".join(piece[frame].tobytes() for field in pieces for piece in field.values())
-
-
-def assert_frames(found: Pieces, expected: Pieces, moved: dict[int, int], layers: set[int], name: str) -> None:
-    """Of `layers`, frames in `moved` are those that it names of `expected`; everything else is zero."""
-    for index, field in enumerate(found):
-        for layer, piece in field.items():
-            wanted = np.zeros_like(piece)
-            if layer in layers:
-                for frame, source in moved.items():
-                    wanted[frame] = expected[index][layer][source]
-            assert np.array_equal(piece, wanted), f"{name}: field {index} of layer {layer}"
 
 
 @contextmanager
 def both(layout: PageLayout) -> Iterator[tuple[Pool, Pool, HostPool]]:
     with closing(HostPool([GroupSpec(name="g", layout=layout)], [FRAMES], threads=1)) as host:
         yield Pool(layout, FRAMES), Pool(layout, FRAMES), host
-
-
-def ids(frames: list[int]) -> np.ndarray:
-    return np.array(frames, dtype=np.int32)
 
 
 def check_round_trip(name: str, layout: PageLayout, order: tuple[list[int], list[int]], seed: int) -> None:
