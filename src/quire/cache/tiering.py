@@ -28,8 +28,9 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.tier_counters import TierCounters
 from quire.cache.tier_settings import TierSettings, WritePolicy
 from quire.cache.worth_saving import worth_saving
-from quire.memory.allocator import PageFrames, page_allocator
+from quire.memory.allocator import PageFrames
 from quire.memory.frames import FrameTable
+from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.plan.budget import MemoryPlan
 from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
@@ -66,7 +67,7 @@ class Tiering(PageNames, DamagedPages):
         self.hosts = tuple(
             HostGroup(
                 group.index,
-                PageFrames(table, Tier.HOST, group.index, page_allocator(frames, plan.page_size, group.name)),
+                PageFrames(table, Tier.HOST, group.index, _host_allocator(frames, plan.page_size, group.name)),
                 whole=group.reach.whole,
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
@@ -597,6 +598,10 @@ class Tiering(PageNames, DamagedPages):
 
     def _unpinned(self, host: HostGroup, pages: Ids) -> Ids:
         return pages if host.shelf is None else pages[host.shelf.pins(pages) == 0]
+
+
+def _host_allocator(num_frames: int, page_size: int, name: str) -> HostTokenToKVPoolAllocator:
+    return HostTokenToKVPoolAllocator(num_frames * page_size, page_size, name=name)
 
 
 def _runs(places: np.ndarray) -> list[tuple[int, int]]:
