@@ -164,6 +164,25 @@ def test_where_a_state_is_damaged_the_one_before_it_is_fetched() -> None:
     world.close()
 
 
+def test_where_a_page_is_damaged_the_state_before_it_is_fetched() -> None:
+    """Of pages that are not cached; without that state, those before the damage would be there for nothing."""
+    world = TieredCache(reaches=(FULL, STATE))
+    world.compute(TOKENS[: 3 * PAGE])
+    world.compute(TOKENS)
+    world.drain()
+    damaged = key_of(world, 3, 0)
+    record = bytearray(world.store.visible[damaged])
+    record[-1] ^= 1
+    world.store.visible[damaged] = bytes(record)
+    forget(world)
+    assert world.fetch(TOKENS) == 3 * PAGE
+    world.cache.audit()
+    counters = tiers_of(world).counters
+    assert dict(counters.defects) == {("storage", "digest"): 1} and counters.fetched_frames == 4
+    assert world.compute(asking(TOKENS)) == counters.storage_hit_tokens == 3 * PAGE
+    world.close()
+
+
 def test_a_store_that_cannot_answer_now_is_not_asked_for_less() -> None:
     world = TieredCache(reaches=(FULL, STATE))
     world.compute(TOKENS)
