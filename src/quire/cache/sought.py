@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.resuming import resident, resume_point
 from quire.cache.tiering import Tiering
 from quire.prefix.node import Lease
 from quire.spec.ids import Bools, Ids
@@ -34,6 +35,7 @@ class Sought:
     ) -> None:
         self._tiering = tiering
         self._groups = groups
+        self._partial = tuple(group for group in groups if not group.reach.whole)
         self._lease = lease
         self._keys = keys
         self.start = start
@@ -71,7 +73,7 @@ class Sought:
 
     def near(self) -> int:
         """The most pages behind which a request could begin now."""
-        return self._tiering.resumable(self.path, below=True)[0]
+        return resume_point(self._partial, self.path, self._tiering.hosts)[0]
 
     def far(self) -> int:
         """The same, once what is stored has come."""
@@ -120,5 +122,4 @@ class Sought:
         return self._keys[start - self.known : stop - self.known]
 
     def _resident(self, group: GroupCache, pages: Ids) -> Bools:
-        resident: Bools = group.frames.resident(pages) | self._tiering.hosts[group.index].resident(pages)
-        return resident
+        return resident(group, pages, self._tiering.hosts)
