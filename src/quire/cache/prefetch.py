@@ -370,7 +370,9 @@ class Prefetcher:
         if end < prefetch.last:
             prefetch.wanted = prefetch.limit  # nothing behind it is of use
             if not prefetch.stopped and not any(REFUSED in defects or FAILED in defects for defects in move.defects):
-                prefetch.sought.lost(end)
+                for group, at, _ in fetching:
+                    if end in at:
+                        prefetch.sought.lost(group, end)
                 self._decide(prefetch)
         elif prefetch.limit < prefetch.wanted:
             self._hold_frames(prefetch)

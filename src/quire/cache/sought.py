@@ -63,13 +63,16 @@ class Sought:
 
     def answered(self, answers: Answers) -> None:
         """What the store has of it."""
+        path = self.path
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
+            gone = places[[answer is Answer.MISS for answer in found]]
+            self._tiering.not_stored(group, path[gone[gone < len(path)]])
 
-    def lost(self, place: int) -> None:
-        """The store does not have this page after all."""
-        for stored in self._stored:
-            stored[place] = False
+    def lost(self, group: int, place: int) -> None:
+        """The store does not have this after all."""
+        self._stored[group][place] = False
+        self._tiering.not_stored(group, self.path[place : place + 1])
 
     def near(self) -> int:
         """The most pages behind which a request could begin now."""

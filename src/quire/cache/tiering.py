@@ -318,6 +318,10 @@ class Tiering(PageNames, DamagedPages):
         """The frames of these pages in that group have come from the store."""
         self._stored[group, pages] = self._fetched[pages] = True
 
+    def not_stored(self, group: int, pages: Ids) -> None:
+        """The store does not have the frames of these pages in that group: it is given them when they are here."""
+        self._stored[group, pages] = False
+
     def owed_to_storage(self, pages: Ids) -> None:
         """These pages, of which a part has come from the store, can be reused now."""
         if self._partial:
