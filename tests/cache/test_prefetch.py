@@ -162,6 +162,43 @@ def test_where_a_state_is_damaged_the_one_before_it_is_fetched() -> None:
     assert dict(tiers_of(world).counters.defects) == {("storage", "digest"): 1}
     assert damaged not in world.store.visible
     assert world.compute(asking(TOKENS)) == 4 * PAGE
+    world.drain()
+    assert damaged in world.store.visible, "it is stored anew"
+    world.close()
+
+
+def test_what_the_store_has_forgotten_is_stored_anew() -> None:
+    world = TieredCache(reaches=(FULL, STATE))
+    world.compute(TOKENS)
+    drop_parts(world)
+    gone = [key for key in world.store.visible if key.part == 1]
+    for key in gone:
+        del world.store.visible[key]
+    assert world.fetch(TOKENS) == 0
+    assert world.compute(TOKENS) == 0
+    world.drain()
+    assert set(gone) <= set(world.store.visible)
+    drop_parts(world)
+    assert world.fetch(TOKENS) == len(TOKENS)
+    world.close()
+
+
+def test_where_a_page_is_damaged_the_state_before_it_is_fetched() -> None:
+    """Of pages that are not cached; without that state, those before the damage would be there for nothing."""
+    world = TieredCache(reaches=(FULL, STATE))
+    world.compute(TOKENS[: 3 * PAGE])
+    world.compute(TOKENS)
+    world.drain()
+    damaged = key_of(world, 3, 0)
+    record = bytearray(world.store.visible[damaged])
+    record[-1] ^= 1
+    world.store.visible[damaged] = bytes(record)
+    forget(world)
+    assert world.fetch(TOKENS) == 3 * PAGE
+    world.cache.audit()
+    counters = tiers_of(world).counters
+    assert dict(counters.defects) == {("storage", "digest"): 1} and counters.fetched_frames == 4
+    assert world.compute(asking(TOKENS)) == counters.storage_hit_tokens == 3 * PAGE
     world.close()
 
 

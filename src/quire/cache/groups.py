@@ -21,7 +21,7 @@ from quire.memory.allocator import PageFrames, SlotFrames
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
 from quire.prefix.shelf import Rank, Shelf
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
 
 NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
@@ -95,10 +95,6 @@ class GroupCache(ABC):
     def num_free(self) -> int:
         """Frames that belong to nobody."""
         return self.frames.num_free
-
-    def resumable(self, pages: Ids) -> Bools:
-        """Per page of a cached path: whether this group could resume right after it."""
-        return self.reach.resumable(self.frames.resident(pages))
 
     @property
     @abstractmethod

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.groups import GroupCache
+from quire.cache.resuming import resume_point
 from quire.cache.tiering import Tiering
 from quire.prefix.shelf import Rank
 from quire.spec.ids import Bools, Ids, Tier
@@ -45,13 +46,7 @@ class KeptFrames:
         limit = len(pages)
         if self._tiers is not None and self._tiers.num_bad:
             limit = int(np.argmax(np.append(self._tiers.bad[pages], True)))
-        if not self._partial or not limit:
-            return limit, ""
-        masks = [group.reach.resumable(self._resident(group, pages[:limit])) for group in self._partial]
-        ends = np.flatnonzero(np.logical_and.reduce(masks))
-        num_pages = int(ends[-1]) + 1 if len(ends) else 0
-        limited = next((g.name for g, mask in zip(self._partial, masks, strict=True) if not mask[-1]), "")
-        return num_pages, limited
+        return resume_point(self._partial, pages[:limit], self._tiers.hosts if self._tiers is not None else ())
 
     def has_room(self, pages: Ids) -> bool:
         """Whether what a request needs to begin behind these pages may be pinned for good."""
@@ -149,9 +144,3 @@ class KeptFrames:
     def _needed(self, group: GroupCache, pages: Ids) -> Ids:
         needed = group.reach.needed(len(pages))
         return pages[needed.start : needed.stop]
-
-    def _resident(self, group: GroupCache, pages: Ids) -> Bools:
-        resident = group.frames.resident(pages)
-        if self._tiers is not None:
-            resident = resident | self._tiers.hosts[group.index].resident(pages)
-        return resident

@@ -29,6 +29,7 @@ from quire.cache.kept_frames import KeptFrames
 from quire.cache.prefetch import Prefetch, Prefetcher
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
+from quire.cache.resuming import resume_point
 from quire.cache.retention import RETAIN_SHARE, Retention
 from quire.cache.room import Room
 from quire.cache.running import Lengths, Rows, RunningBatch
@@ -141,18 +142,12 @@ class KVCache(RunningTables):
         At most all but one token: the last one is always computed, since its output is what the request came for.
         """
         found, size = self.tree.match(namespace, tokens), self.page_size
-        limit = num_pages = min(found.num_pages, max(0, len(tokens) - 1) // size)
-        limited = ""
+        limit = min(found.num_pages, max(0, len(tokens) - 1) // size)
         if self.tiers is not None and limit:
             chosen = self.tiers.choose(found, limit)
             held_back = (found.num_pages - chosen.num_pages) * size
             return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, chosen)
-        if self._partial and limit:
-            resumable = [group.resumable(found.pages) for group in self._partial]
-            usable = np.logical_and.reduce(resumable)[:limit]
-            num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
-            if num_pages < limit:
-                limited = next(g.name for g, r in zip(self._partial, resumable, strict=True) if not r[limit - 1])
+        num_pages, limited = resume_point(self._partial, found.pages[:limit])
         held_back = (found.num_pages - num_pages) * size
         return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, Choice(num_pages, limited))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
+from quire.cache.resuming import resume_point
 from quire.cache.sought import Places, Sought
 from quire.cache.tier_settings import PrefetchPolicy
 from quire.cache.tiering import Tiering
@@ -101,6 +102,7 @@ class Prefetcher:
         self._tiering = tiering
         self._tree = tree
         self._groups = groups
+        self._partial = tuple(group for group in groups if not group.reach.whole)
         self._pages = pages
         self._seconds = seconds
         self._size = pages.page_size
@@ -144,7 +146,7 @@ class Prefetcher:
         limit = max(0, len(tokens) - 1) // self._size
         found = self._tree.match(namespace, tokens)
         known = min(found.num_pages, limit)
-        start, _ = tiering.resumable(found.pages[:known], below=True)
+        start, _ = resume_point(self._partial, found.pages[:known], tiering.hosts)
         if start == limit or tiering.bad[found.pages].any():
             return None
         above = int(found.pages[known - 1]) if known else 0
@@ -368,7 +370,9 @@ class Prefetcher:
         if end < prefetch.last:
             prefetch.wanted = prefetch.limit  # nothing behind it is of use
             if not prefetch.stopped and not any(REFUSED in defects or FAILED in defects for defects in move.defects):
-                prefetch.sought.lost(end)
+                for group, at, _ in fetching:
+                    if end in at:
+                        prefetch.sought.lost(group, end)
                 self._decide(prefetch)
         elif prefetch.limit < prefetch.wanted:
             self._hold_frames(prefetch)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.resuming import resident, resume_point
 from quire.cache.tiering import Tiering
 from quire.prefix.node import Lease
 from quire.spec.ids import Bools, Ids
@@ -34,6 +35,7 @@ class Sought:
     ) -> None:
         self._tiering = tiering
         self._groups = groups
+        self._partial = tuple(group for group in groups if not group.reach.whole)
         self._lease = lease
         self._keys = keys
         self.start = start
@@ -61,17 +63,20 @@ class Sought:
 
     def answered(self, answers: Answers) -> None:
         """What the store has of it."""
+        path = self.path
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
+            gone = places[[answer is Answer.MISS for answer in found]]
+            self._tiering.not_stored(group, path[gone[gone < len(path)]])
 
-    def lost(self, place: int) -> None:
-        """The store does not have this page after all."""
-        for stored in self._stored:
-            stored[place] = False
+    def lost(self, group: int, place: int) -> None:
+        """The store does not have this after all."""
+        self._stored[group][place] = False
+        self._tiering.not_stored(group, self.path[place : place + 1])
 
     def near(self) -> int:
         """The most pages behind which a request could begin now."""
-        return self._tiering.resumable(self.path, below=True)[0]
+        return resume_point(self._partial, self.path, self._tiering.hosts)[0]
 
     def far(self) -> int:
         """The same, once what is stored has come."""
@@ -120,5 +125,4 @@ class Sought:
         return self._keys[start - self.known : stop - self.known]
 
     def _resident(self, group: GroupCache, pages: Ids) -> Bools:
-        resident: Bools = group.frames.resident(pages) | self._tiering.hosts[group.index].resident(pages)
-        return resident
+        return resident(group, pages, self._tiering.hosts)

@@ -25,6 +25,7 @@ from quire.cache.moving import Moving, Part
 from quire.cache.page_names import PageNames
 from quire.cache.prefix_hit import Choice
 from quire.cache.request_kv import RequestKV
+from quire.cache.resuming import resume_point
 from quire.cache.tier_counters import TierCounters
 from quire.cache.tier_settings import TierSettings, WritePolicy
 from quire.cache.worth_saving import worth_saving
@@ -123,10 +124,10 @@ class Tiering(PageNames, DamagedPages):
             limit = int(np.argmax(np.append(self.bad[pages], True)))
             pages = pages[:limit]
         here = min(found.num_here, limit)
-        near, limited = self.resumable(pages[:here], below=False)
+        near, limited = resume_point(self._partial, pages[:here])
         if near == limit:
             return Choice(near, limited)
-        far, limited_far = self.resumable(pages, below=True)
+        far, limited_far = resume_point(self._partial, pages, self.hosts)
         if far <= near:
             return Choice(near, limited_far)
         loads = list(map(len, self.missing(pages[:far])))
@@ -146,24 +147,6 @@ class Tiering(PageNames, DamagedPages):
     def is_too_much(self, loads: Sequence[int]) -> bool:
         """Whether to load so many frames, by group, would leave a request no frame to go on in."""
         return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
-
-    def resumable(self, pages: Ids, *, below: bool) -> tuple[int, str]:
-        """The most pages of a cached path behind which a request could resume, with what the device has or `below` with
-        what the host has, too; and which group stood in the way of more."""
-        limit = len(pages)
-        if not self._partial or not limit:
-            return limit, ""
-        masks = []
-        for group in self._partial:
-            resident = group.frames.resident(pages)
-            if below:
-                resident = resident | self.hosts[group.index].resident(pages)
-            masks.append(group.reach.resumable(resident))
-        usable = np.logical_and.reduce(masks)
-        num_pages = int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
-        if num_pages == limit:
-            return limit, ""
-        return num_pages, next(g.name for g, mask in zip(self._partial, masks, strict=True) if not mask[-1])
 
     def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
         """A request has begun behind these pages."""
@@ -345,6 +328,10 @@ class Tiering(PageNames, DamagedPages):
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group have come from the store."""
         self._stored[group, pages] = self._fetched[pages] = True
+
+    def not_stored(self, group: int, pages: Ids) -> None:
+        """The store does not have the frames of these pages in that group: it is given them when they are here."""
+        self._stored[group, pages] = False
 
     def owed_to_storage(self, pages: Ids) -> None:
         """These pages, of which a part has come from the store, can be reused now."""

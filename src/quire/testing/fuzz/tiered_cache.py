@@ -298,14 +298,15 @@ class TieredCache(FollowedCache):
             stored = [self.world.has_stored(end, namespace, host.index) for end in ends]
             far.append([on or kept for on, kept in zip(near[-1], stored, strict=True)])
         found = self._most(far) if ends else 0
-        room = [self._room_beside(group, pages[:found]) for group in range(len(near))]
-        loads = zip(self._missing(here, found), self.cache.groups, strict=True)
-        if (
-            any(count > free for count, free in zip(self._missing(near, found), room, strict=True))
-            or any(count and count >= group.num_frames for count, group in loads)
-            or found - self.model.matched(name) > self.cache.num_free_pages
-        ):
+        fresh = found - self.model.matched(name)
+        lacking, loads = self._missing(near, found), self._missing(here, found)
+        if fresh > self.cache.num_free_pages or (
+            fresh > 0 and not any(lacking)
+        ):  # what reads nothing, nobody looks for
             return None
+        for at, (count, load) in enumerate(zip(lacking, loads, strict=True)):
+            if count > self._room_beside(at, pages[:found]) or 0 < self.cache.groups[at].num_frames <= load:
+                return None
         self.happened["recovers"] += self._most(near) < found <= self.model.matched(name)
         return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from quire.cache import page_names, prefetch
+from quire.cache import page_names, prefetch, tiering
 from quire.cache.damaged import DamagedPages
 from quire.cache.host_groups import HostGroup
 from quire.cache.page_names import PageNames
@@ -212,7 +212,7 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
     """A prefix is resumed on its keys and values, though the state that goes with them is in no tier."""
-    patch.setattr(Tiering, "resumable", lambda tiers, pages, below: (len(pages), ""))
+    patch.setattr(tiering, "resume_point", lambda groups, pages, hosts=(): (len(pages), ""))
 
 
 @mutant("tiers", field.KEY)
