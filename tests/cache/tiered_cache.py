@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import KVCache, RequestKV
-from quire.cache.flush import Flushed, change_model, flush
+from quire.cache.flush import Flushed, change_model, flush, flushed
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.errors import OutOfPages
 from quire.spec.events import CacheEvent, Namespace
@@ -16,6 +16,7 @@ from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
+from quire.tiers.forgotten import marked_by
 from quire.tiers.moves import Link
 from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import ArrayCopies
@@ -101,6 +102,7 @@ class TieredCache:
         )
         assert (self.cache.tiers is not None and self.cache.prefetcher is not None) or not stores
         self.epoch = 0
+        self.last = Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0)
         self.flushes: dict[Namespace, int] = {}
         self.computed_as: dict[RequestKV, bytes] = {}
         self.hits = 0
@@ -220,7 +222,17 @@ class TieredCache:
     def flush(self, namespace: Namespace | None) -> Flushed:
         for space in (ALICE, BOB) if namespace is None else (namespace,):
             self.flushes[space] = self.flushes.get(space, 0) + 1
-        return flush(self.cache, namespace)
+        self.last = flush(self.cache, namespace)
+        return self.last
+
+    def flushed(self, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
+        """What the last flush did, in storage too."""
+        return flushed(self.cache, self.last, namespace, waits=waits)
+
+    def state(self, namespace: Namespace | None) -> tuple[str, bool]:
+        """Of what was flushed, in storage."""
+        assert self.cache.tiers is not None
+        return self.cache.tiers.stored_state(namespace)
 
     def set_epoch(self, epoch: int) -> Flushed:
         self.epoch = epoch
@@ -234,7 +246,7 @@ class TieredCache:
         """Records of a namespace in the store."""
         assert self.cache.tiers is not None
         scope = self.cache.tiers.scope(namespace)
-        return sum(key.scope == scope for key in self.store.visible)
+        return sum(key.scope == scope and marked_by(key) is None for key in self.store.visible)
 
     def close(self) -> None:
         """Everything comes back."""

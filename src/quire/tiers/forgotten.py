@@ -80,8 +80,9 @@ def forget_scope(store: Store, move: Move) -> Iterator[None]:
 
 
 def _listed(store: Store, scope: bytes) -> Iterator[Entry]:
-    entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
-    return (entry for entry in entries if entry.key.scope.startswith(scope))
+    for entry in store.entries(scope if len(scope) == SCOPE_BYTES else None):
+        if entry.key.scope.startswith(scope):
+            yield entry
 
 
 def _remove(store: Store, keys: Sequence[StoreKey]) -> int:
