@@ -110,15 +110,25 @@ def killed(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple
 
 
 @pytest.mark.parametrize("killed", [("one", "halfway"), ("one", "answered"), ("all", "halfway")], indirect=True)
-def test_what_was_flushed_stays_so(killed: tuple[Path, str], model: Path) -> None:
+def test_what_was_flushed_stays_so(killed: tuple[Path, str], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, what = killed
     before, marks = stored(directory)
     assert before == 2 * PAGES - 8 and marks == 1, "it was not killed half way"
     with tiered(model, directory) as llm:
-        assert ask(llm, "alice") == [0] * 6
-        assert (sum(ask(llm, "bob")) > 0) == (what == "one"), "the other tenant's is there, if it was not flushed"
+        assert llm.engine.cache.tiers is not None
+        forgetting = llm.engine.cache.tiers.forgetting
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectoryStore, "remove", lambda store, keys: 0)  # so that all of it is still there
+            assert ask(llm, "alice") == [0] * 6
+            assert (sum(ask(llm, "bob")) > 0) == (what == "one"), "the other tenant's is there, if it was not flushed"
+            settle(llm)
+            assert forgetting.scopes
+        forgetting._due_at = 0.0
         settle(llm)
-        assert llm.engine.cache.tiers is not None and not llm.engine.cache.tiers.forgetting.scopes
+        assert not forgetting.scopes
+        llm.engine.flush(None)
+        assert ask(llm, "alice") == ask(llm, "bob") == [0] * 6
+        settle(llm)
     assert stored(directory) == (2 * PAGES, 0), "what is there now was computed since"
     with tiered(model, directory) as llm:
         assert sum(ask(llm, "alice")) > 0

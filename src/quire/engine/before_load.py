@@ -77,10 +77,17 @@ def storage_size(config: EngineConfig) -> int | None:
 
 
 def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
-    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works."""
+    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError
+    where nobody gave a size and the disk is full."""
     if config.storage is None or num_bytes is None or directory_of(config.storage) is None:
         return
     least = sum(slot_size(HEADER_BYTES + group.layout.bytes_per_frame) for group in groups)
+    if num_bytes < least and config.storage_size is None:
+        raise StoreError(
+            f"the disk of '{config.storage}' has no room for a store: half of what is free is "
+            f"{format_bytes(num_bytes)}, and a page takes {format_bytes(least)}.",
+            fix="free some of it, or give another directory.",
+        )
     if num_bytes < least:
         raise PlanError(
             f"{format_bytes(num_bytes)} of storage hold no page: one record of each group takes "

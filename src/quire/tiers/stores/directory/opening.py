@@ -43,7 +43,9 @@ def open_directory(
         files = SlabFiles(path / "slabs", direct=direct)
         owners = Owners(path / "owners")
     except OSError as error:
-        raise StoreError(f"the store '{path}' cannot be used: {error}.") from error
+        raise StoreError(
+            f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
+        ) from error
     try:
         index = Index(path / INDEX, busy_seconds=busy_seconds, durable=durable)
         room = Room(files, slab_bytes)
