@@ -73,6 +73,8 @@ def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
 
 
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
+    if may_be_new and path.exists() and not path.is_dir():
+        raise StoreError(f"the store '{path}' cannot be used: it is not a directory.", fix="give a directory.")
     if may_be_new:
         path.mkdir(parents=True, exist_ok=True)
     if not may_be_new and not (path / INDEX).exists():
