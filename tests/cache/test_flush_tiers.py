@@ -9,7 +9,8 @@ import pytest
 
 from quire.cache.tier_settings import WritePolicy
 from quire.errors import StoreError
-from quire.spec.events import AllCleared, PagesRemoved, PagesStored
+from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
+from quire.tiers.forgotten import mark_of
 from quire.tiers.moves import Link
 from quire.tiers.store import Entry, StoreKey
 from tests.cache.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
@@ -243,6 +244,78 @@ def test_what_the_store_cannot_forget_now_is_not_looked_for_and_forgotten_later(
     tiered.flush(ALICE)
     tiered.drain()
     assert tiered.stored(ALICE) == 0
+    tiered.close()
+
+
+@pytest.mark.parametrize("space", [ALICE, None])
+def test_what_was_flushed_does_not_come_back_with_another_engine(space: Namespace | None) -> None:
+    """The first one ends before the store has forgotten it. The next one finds the mark, and has it forgotten."""
+    store = Moody()
+    first = filled(store=store)
+    store.down = "remove"
+    first.flush(space)
+    first.drain()
+    assert first.state(space) == ("hidden", False)
+    stored = first.stored(ALICE)
+    assert stored > 0 == first.fetch(SECRET, ALICE)
+    second = TieredCache(store=store)
+    for _ in range(2):
+        assert second.fetch(SECRET, ALICE) == 0 and second.stored(ALICE) == stored
+        second.drain()
+        second.now += 2
+    assert second.cache.tiers is not None and len(second.cache.tiers.forgetting.scopes) == 1
+    assert (second.fetch(tokens_of([1, 2, 3]), BOB) > 0) == (space is ALICE)
+    store.down = ""
+    second.now += 2
+    second.cache.settle_moves()
+    second.drain()
+    assert second.stored(ALICE) == 0 == second.fetch(SECRET, ALICE)
+    assert second.cache.tiers.forgetting.scopes == ()
+    assert second.compute(SECRET, ALICE) == 0
+    second.drain()
+    third = TieredCache(store=store)
+    assert third.fetch(SECRET, ALICE) == len(SECRET), "which was stored since"
+    for each in (first, second, third):
+        each.close()
+
+
+def test_a_flush_says_what_has_become_of_what_was_stored() -> None:
+    store = Moody()
+    tiered = filled(store=store)
+    tiered.flush(ALICE)
+    assert tiered.state(ALICE) == ("held", True)
+    with pytest.raises(StoreError, match="does not answer"):
+        tiered.flushed(ALICE, waits=False)
+    assert tiered.flushed(ALICE, waits=True) is None
+    tiered.drain()
+    assert tiered.flushed(ALICE, waits=True).storage == "gone"
+    store.down = "remove"
+    tiered.flush(BOB)
+    tiered.drain()
+    assert tiered.flushed(BOB, waits=True).storage == "hidden", "nobody need wait for the next try"
+    store.refused["prepare"].add(mark_of(tiered.cache.tiers.edition))
+    tiered.flush(None)
+    tiered.drain()
+    assert tiered.flushed(None, waits=True) is None, "the store may take it yet"
+    with pytest.raises(StoreError, match="after a restart"):
+        tiered.flushed(None, waits=False)
+    tiered.close()
+    assert TieredCache(stores=False).flushed(None, waits=True).storage == "none"
+
+
+def test_an_engine_that_ends_does_not_begin_to_forget() -> None:
+    store = Moody()
+    tiered = filled(store=store)
+    store.down = "remove"
+    tiered.flush(ALICE)
+    tiered.drain()
+    assert tiered.cache.tiers is not None
+    store.down = ""
+    tiered.cache.tiers.forgetting.end()
+    tiered.now += 5
+    tiered.drain()
+    assert tiered.stored(ALICE) > 0 and not tiered.cache.tiers.forgetting.is_due
+    assert tiered.state(ALICE) == ("hidden", False)
     tiered.close()
 
 

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from quire.cache import KVCache, RequestKV
+from quire.cache.flush import Flushed, flushed
 from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
+from quire.tiers.forgotten import marked_by
 from quire.tiers.in_flight import MOST_BYTES
 from quire.tiers.moves import Link
 from quire.tiers.virtual_mover import VirtualMover
@@ -91,6 +93,7 @@ class TieredCache(CachedBytes):
             emit=self.events.append if emit else None,
         )
         assert (self.cache.tiers is not None and self.cache.prefetcher is not None) or not stores
+        self.last = Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0)
         self.flushes: dict[Namespace, int] = {}
 
     # -- time
@@ -139,11 +142,26 @@ class TieredCache(CachedBytes):
         self.cache._room._free_up([group.num_free + group.num_evictable for group in self.cache.groups], 0, "")
         self.cache.audit()
 
+    # -- keeping and forgetting
+
+    def flush(self, namespace: Namespace | None) -> Flushed:
+        self.last = super().flush(namespace)
+        return self.last
+
+    def flushed(self, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
+        """What the last flush did, in storage too."""
+        return flushed(self.cache, self.last, namespace, waits=waits)
+
+    def state(self, namespace: Namespace | None) -> tuple[str, bool]:
+        """Of what was flushed, in storage."""
+        assert self.cache.tiers is not None
+        return self.cache.tiers.stored_state(namespace)
+
     def stored(self, namespace: Namespace = ALICE) -> int:
         """Records of a namespace in the store."""
         assert self.cache.tiers is not None
         scope = self.cache.tiers.scope(namespace)
-        return sum(key.scope == scope for key in self.store.visible)
+        return sum(key.scope == scope and marked_by(key) is None for key in self.store.visible)
 
     def close(self) -> None:
         """Everything comes back."""

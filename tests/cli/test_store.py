@@ -12,6 +12,8 @@ import pytest
 
 from quire.memory.record import RecordFormat
 from quire.testing.contracts.records import make_key, make_keys, write
+from quire.tiers.forgotten import forget_scope, mark_of
+from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from tests.cli.conftest import Run
@@ -194,3 +196,155 @@ def test_bench(run: Run, tmp_path: Path) -> None:
 def test_bench_for_people(run: Run, tmp_path: Path) -> None:
     done = run("store", "bench", tmp_path, "--sizes", "8KiB", "--total", "64KiB", env=WIDE)
     assert done.exit_code == 0 and "put GB/s" in done.stdout and "8.00 KiB" in done.stdout
+
+
+def test_bench_makes_no_directory(run: Run, tmp_path: Path) -> None:
+    """A name that was mistyped is not a new directory."""
+    (tmp_path / "file").write_text("x")
+    for name, said in (("nowhere", "is not there"), ("file", "is not a directory")):
+        done = run("store", "bench", tmp_path / name, "--sizes", "8KiB", "--total", "64KiB", env=WIDE)
+        assert done.exit_code == 2 and said in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# -- what is no store
+
+
+COMMANDS = ("inspect", "verify", "gc")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_no_store_is_told_apart(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("x")
+    said = {
+        "nowhere": "nothing is there",
+        "empty": "it is empty",
+        "file": "it is not a directory",
+        "foreign": "it holds 'thesis.txt' and no index",
+    }
+    for name, text in said.items():
+        done = run("store", command, tmp_path / name, "--json")
+        assert done.exit_code == 2 and done.stdout == ""
+        error = read(done.stderr)["error"]
+        assert error["code"] == "QUIRE-STORE-01" and error["message"].endswith(f"{text}.") and error["fix"]
+    assert not (tmp_path / "nowhere").exists() and not list((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("damage", ["nonsense", "cut", "overwritten", "version", "a table less", "empty"])
+def test_an_index_that_cannot_be_used(run: Run, store: Path, command: str, damage: str) -> None:
+    index = store / "index.sqlite"
+    if damage == "version":
+        DirectoryMedium(store).query("PRAGMA user_version = 7")
+    elif damage == "a table less":
+        DirectoryMedium(store).query("DROP TABLE records")
+    else:
+        held = index.read_bytes()
+        index.write_bytes(
+            {
+                "nonsense": b"nonsense" * 1000,
+                "cut": held[:5000],
+                "overwritten": held[: 3 * 4096] + bytes([255]) * 6 * 4096 + held[9 * 4096 :],
+                "empty": b"",
+            }[damage]
+        )
+    done = run("store", command, store, "--json")
+    assert done.exit_code == 2, done.output
+    error = read(done.stderr)["error"]
+    assert error["code"] == "QUIRE-STORE-01" and "store" in error["message"] and error["fix"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("url", ["valkey://127.0.0.1:1/0", "unix:///nowhere/valkey.sock"])
+def test_a_server_that_is_not_there(run: Run, command: str, url: str) -> None:
+    done = run("store", command, url, "--json")
+    assert done.exit_code == 2 and "does not answer" in read(done.stderr)["error"]["message"]
+
+
+# -- looking
+
+
+def order_of_use(store: Path) -> list[StoreKey]:
+    rows = DirectoryMedium(store).query("SELECT name, used FROM records ORDER BY used")
+    return [StoreKey.unpack(row[0]) for row in rows]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_to_look_is_no_use(run: Run, store: Path, command: str) -> None:
+    """What a directory forgets next is what it would have forgotten."""
+    with closing(DirectoryStore(store, None)) as opened:
+        first = make_key(0)
+        assert opened.get([first], [bytearray(64 + PAYLOAD)]) == [Answer.HIT]
+    before = DirectoryMedium(store).query("SELECT name, used FROM records ORDER BY id")
+    assert order_of_use(store)[-1] == first, "it was used"
+    assert run("store", command, store).exit_code == 0
+    assert DirectoryMedium(store).query("SELECT name, used FROM records ORDER BY id") == before
+
+
+def test_verify_says_what_it_could_not_read(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DirectoryStore, "get", lambda store, keys, records: [Answer.RETRY] * len(keys))
+    done = run("store", "verify", store, "--json")
+    assert done.exit_code == 2
+    found = read(done.stdout)
+    assert (found["unread"], found["records"], found["passed"]) == (6, 0, False)
+    assert "Not all of it could be checked" in run("store", "verify", store, env=WIDE).stdout
+
+
+def test_verify_of_nothing(run: Run, store: Path) -> None:
+    done = run("store", "verify", store, "--scope", "ffffffff", env=WIDE)
+    assert done.exit_code == 0 and "nothing to check" in done.stdout
+
+
+def test_scopes_are_told_whole_on_any_terminal(run: Run, store: Path) -> None:
+    """They are what `--keep` and `--scope` are given."""
+    assert make_key(0).scope.hex() in run("store", "inspect", store, env={"COLUMNS": "60"}).stdout
+
+
+def test_gc_does_not_drop_all_for_a_scope_that_was_mistyped(run: Run, store: Path) -> None:
+    done = run("store", "gc", store, "--keep", "ffff", env=WIDE)
+    assert done.exit_code == 2 and "no scope here begins with 'ffff'" in done.stderr
+    assert len(keys_of(store)) == 6
+
+
+# -- what was flushed, by an engine that did not come to the end of it
+
+
+@pytest.fixture
+def flushed(store: Path) -> Path:
+    move = Move(Link.FORGET, (), make_key(0).scope)
+    with closing(DirectoryStore(store, None)) as opened:
+        next(forget_scope(opened, move))
+    assert move.noted and len(keys_of(store)) == 7
+    return store
+
+
+def test_what_was_flushed_is_told_and_checked_as_the_rest(run: Run, flushed: Path) -> None:
+    found = read(run("store", "inspect", flushed, "--json").stdout)
+    assert found["records"] == 6
+    scopes = {scope["scope"]: (scope["records"], scope["parts"], scope["flushed"]) for scope in found["scopes"]}
+    assert scopes == {make_key(0).scope.hex(): (4, 2, True), make_key(0, scope=1).scope.hex(): (2, 2, False)}
+    text = run("store", "inspect", flushed, env=WIDE).stdout
+    assert f"{make_key(0).scope.hex()} was flushed" in text
+    assert run("store", "verify", flushed).exit_code == 0
+
+
+@pytest.mark.parametrize("keep", [(), ("--keep",)])
+def test_gc_ends_a_flush(run: Run, flushed: Path, keep: tuple[str, ...]) -> None:
+    options = [*keep, make_key(0).scope.hex()[:8]] if keep else []
+    dry = read(run("store", "gc", flushed, *options, "--dry-run", "--json").stdout)
+    assert dry["chosen"] == (6 if keep else 4) and len(keys_of(flushed)) == 7
+    done = read(run("store", "gc", flushed, *options, "--json").stdout)
+    assert done["removed"] == (6 if keep else 4)
+    assert keys_of(flushed) == (set() if keep else {make_key(4, scope=1), make_key(5, scope=1, part=1)})
+
+
+def test_gc_keeps_the_mark_while_something_is_left_under_it(
+    run: Run, flushed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectoryStore, "remove", lambda store, keys: 0)
+    assert read(run("store", "gc", flushed, "--json").stdout)["removed"] == 0
+    monkeypatch.undo()
+    assert mark_of(make_key(0).scope) in keys_of(flushed)

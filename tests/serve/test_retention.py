@@ -16,6 +16,7 @@ from tests.serve.fake_core import ByteTokenizer
 from tests.serve.live_server import LiveServer
 
 NAMES = ("retain", "release", "retained", "flush", "epoch")
+NOTHING = {"flushed_tokens": 0, "held_tokens": 0, "num_retentions": 0, "storage": "none"}
 RETAIN, RELEASE, RETAINED, FLUSH, EPOCH = (f"/v1/cache/{name}" for name in NAMES)
 
 
@@ -163,9 +164,9 @@ def test_a_namespace_is_flushed_alone(live: LiveServer) -> None:
     for salt, prompt in prompts.items():
         compute(live, prompt, cache_salt=salt)
     asked(live, RETAIN, prompt=prompts["one"], ttl_seconds=60, cache_salt="one", pin=True)
-    assert asked(live, FLUSH, cache_salt="none") == {"flushed_tokens": 0, "held_tokens": 0, "num_retentions": 0}
+    assert asked(live, FLUSH, cache_salt="none") == NOTHING
     answer = asked(live, FLUSH, cache_salt="one")
-    assert answer == {"flushed_tokens": 48, "held_tokens": 0, "num_retentions": 1}
+    assert answer == NOTHING | {"flushed_tokens": 48, "num_retentions": 1}
     assert live.request(RETAINED)[1]["retained_tokens"] == 0
     assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [32, 0, 32]
     assert asked(live, FLUSH, salt="")["flushed_tokens"] >= 48
@@ -183,7 +184,7 @@ def test_new_weights_find_nothing_of_the_old(live: LiveServer) -> None:
     assert answer["weights_epoch"] == 7 and answer["flushed_tokens"] >= 48
     assert (answer["held_tokens"], answer["num_retentions"]) == (0, 1)
     assert [compute(live, prompt), compute(live, prompt)] == [0, 32]
-    again = {"weights_epoch": 7, "flushed_tokens": 0, "held_tokens": 0, "num_retentions": 0}
+    again = NOTHING | {"weights_epoch": 7}
     assert asked(live, EPOCH, weights_epoch=7) == again
     assert compute(live, prompt) == 32
     assert live.statistics()["weights_epoch"] == 7
@@ -199,7 +200,8 @@ def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path)
         for salt, prompt in prompts.items():
             compute(live, prompt, cache_salt=salt)
         assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80] * 4
-        assert asked(live, FLUSH, cache_salt="one")["flushed_tokens"] > 0
+        answer = asked(live, FLUSH, cache_salt="one")
+        assert answer["flushed_tokens"] > 0 and answer["storage"] == "gone"
         assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80, 0, 80, 80]
         assert asked(live, FLUSH, cache_salt="two")["held_tokens"] == 0
         asked(live, RETAIN, prompt=prompts["three"], ttl_seconds=60, cache_salt="three")
@@ -207,7 +209,7 @@ def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path)
         assert live.wait() == 0, live.log()
     with LiveServer.quire(*options) as live:
         assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80, 80, 0, 80]
-        asked(live, EPOCH, weights_epoch=1)
+        assert asked(live, EPOCH, weights_epoch=1)["storage"] == "kept"
         assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [0] * 4
         asked(live, EPOCH, weights_epoch=0)
         assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80] * 4

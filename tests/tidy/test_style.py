@@ -23,7 +23,7 @@ KINDS = re.compile(
 )
 KNOWS_NO_KIND = ("prefix/", "cache/", "scheduler/", "engine/", "serve/", "observe/", "testing/")
 KNOWS_NO_KIND += ("memory/frames.py", "memory/pool.py")
-MAY_NAME_KINDS = ("prefix/reach.py", "engine/config.py", "engine/core.py", "testing/fuzz/plans.py")
+MAY_NAME_KINDS = ("prefix/reach.py", "engine/config.py", "testing/fuzz/plans.py")
 """Reach is where kinds are; the engine passes the names of settings on to planning; fuzzing draws plans of any kind."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

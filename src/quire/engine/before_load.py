@@ -11,17 +11,15 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
 from quire.errors import PlanError, QuireError, StoreError
 from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.plan.host import host_budget, host_frames
-from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
 from quire.plan.source import read_model_config
 from quire.spec.bundled import BUNDLED_MODELS
@@ -77,32 +75,23 @@ def storage_size(config: EngineConfig) -> int | None:
 
 
 def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
-    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works."""
+    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError
+    where nobody gave a size and the disk is full."""
     if config.storage is None or num_bytes is None or directory_of(config.storage) is None:
         return
     least = sum(slot_size(HEADER_BYTES + group.layout.bytes_per_frame) for group in groups)
+    if num_bytes < least and config.storage_size is None:
+        raise StoreError(
+            f"the disk of '{config.storage}' has no room for a store: half of what is free is "
+            f"{format_bytes(num_bytes)}, and a page takes {format_bytes(least)}.",
+            fix="free some of it, or give another directory.",
+        )
     if num_bytes < least:
         raise PlanError(
             f"{format_bytes(num_bytes)} of storage hold no page: one record of each group takes "
             f"{format_bytes(least)} in all.",
             fix=f"use --storage-size {round_up_bytes(least).replace(' ', '')} or more; some GiB are worth the trouble.",
         )
-
-
-def plan_settings(config: EngineConfig) -> PlanSettings:
-    """What planning is told of an engine's settings, but for its budget."""
-    return PlanSettings(
-        kv_dtype=config.kv_dtype,
-        page_size=config.page_size,
-        context=config.max_model_len,
-        chunk=config.max_num_batched_tokens,
-        shares=config.enable_prefix_caching,
-        max_requests=config.max_running_requests,
-        swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
-        mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
-        max_mamba_cache_size=config.max_mamba_cache_size,
-        window_pool=config.window_pool,
-    )
 
 
 def _plan_of(config: EngineConfig) -> MemoryPlan | None:
@@ -116,8 +105,3 @@ def _plan_of(config: EngineConfig) -> MemoryPlan | None:
             spec = replace(spec, dtype=DType(config.dtype))
         return make_plan(spec, replace(plan_settings(config), kv_memory=_SOME_KV_BYTES)).memory
     return None
-
-
-def _fraction(value: float | None) -> Fraction | None:
-    """A ratio as it was written, not as floating point keeps it."""
-    return None if value is None else Fraction(str(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from quire.cache.kv_cache import CHECKPOINT_INTERVAL
 from quire.cache.retention import RETAIN_SHARE
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
+from quire.plan.plan import PlanSettings
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
@@ -171,3 +173,24 @@ def engine_config(**settings: Any) -> EngineConfig:
                 raise cause from error
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
         raise InvalidInput("settings: " + "; ".join(lines), fix="correct the settings named.") from error
+
+
+def plan_settings(config: EngineConfig) -> PlanSettings:
+    """What planning is told of an engine's settings, but for its budget."""
+    return PlanSettings(
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        context=config.max_model_len,
+        chunk=config.max_num_batched_tokens,
+        shares=config.enable_prefix_caching,
+        max_requests=config.max_running_requests,
+        swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
+        mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
+        max_mamba_cache_size=config.max_mamba_cache_size,
+        window_pool=config.window_pool,
+    )
+
+
+def _fraction(value: float | None) -> Fraction | None:
+    """A ratio as it was written, not as floating point keeps it."""
+    return None if value is None else Fraction(str(value))

@@ -15,8 +15,8 @@ from quire.cache import KVCache
 from quire.cache.flush import Flushed, change_model, flush, flushed
 from quire.cache.forgetting import Stored
 from quire.cache.retention import Granted, RetainedList
-from quire.engine.before_load import Storage, open_tiers, plan_settings
-from quire.engine.config import MOST_EPOCHS, EngineConfig
+from quire.engine.before_load import Storage, open_tiers
+from quire.engine.config import MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
 from quire.engine.runner import ModelRunner, Step, build_pools

@@ -59,34 +59,36 @@ def forget_scope(store: Store, move: Move) -> Iterator[None]:
     except StoreError:
         move.noted = _write_mark(store, scope, _LEAST_BYTES)
         raise
-    if first:
-        move.noted = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
-        yield
+    if not first:
+        return
+    move.noted = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
+    yield
     total = left = 0
-    marks = {mark_of(scope)}  # of scopes that begin so, too: their records go with the others
+    marks: set[StoreKey] = {mark_of(scope)} if move.noted else set()
     rest = chain(first, listed)
     while batch := [entry.key for entry in islice(rest, _AT_ONCE)]:
         if move.stopping:
             raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
         pages = [key for key in batch if key.part != _PART]
-        marks.update(key for key in batch if key.part == _PART)
+        marks.update(key for key in batch if key.part == _PART)  # of scopes that begin so, whose records go too
         total += len(pages)
         left += _remove(store, pages)
         yield
     if left:
         raise StoreError(f"{left:,} of {total:,} records could not be removed.", fix="look at the store's log.")
-    if _remove(store, list(marks)):
+    if store.remove(list(marks)) < len(marks) and Answer.HIT in store.exists(list(marks)):
         raise StoreError("the mark of what was forgotten could not be removed.", fix="look at the store's log.")
 
 
 def _listed(store: Store, scope: bytes) -> Iterator[Entry]:
-    entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
-    return (entry for entry in entries if entry.key.scope.startswith(scope))
+    for entry in store.entries(scope if len(scope) == SCOPE_BYTES else None):
+        if entry.key.scope.startswith(scope):
+            yield entry
 
 
 def _remove(store: Store, keys: Sequence[StoreKey]) -> int:
     """How many of these may be there still."""
-    if not keys or store.remove(keys) == len(keys):
+    if store.remove(keys) == len(keys):
         return 0
     return sum(answer is not Answer.MISS for answer in store.exists(keys))
 

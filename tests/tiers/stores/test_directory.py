@@ -17,6 +17,8 @@ import pytest
 from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
+from quire.tiers.forgotten import forget_scope
+from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.directory.room import slot_size
@@ -373,3 +375,18 @@ def test_slots_waste_little(num_bytes: int) -> None:
     slot = slot_size(num_bytes)
     assert slot % 4096 == 0 and num_bytes <= slot
     assert slot - num_bytes < max(4096, num_bytes / 32 + 4096)
+
+
+def test_a_flush_takes_no_room_from_others(tmp_path: Path) -> None:
+    """Its mark lies among records of the same size: a full store makes no slab for it, and gives up one record."""
+    size = 60_000
+    with closing(DirectoryStore(tmp_path / "kv", 8 << 20)) as store:
+        keys = [*make_keys(80, scope=1), *make_keys(80, scope=2)]
+        for number, key in enumerate(keys):
+            write(store, [key], [make_record(number, size)])
+        before, listed = store.facts().num_slabs, set(store.entries())
+        move = Move(Link.FORGET, (), keys[-1].scope)
+        next(forget_scope(store, move))
+        assert move.noted and store.facts().num_slabs == before
+        gone = {entry.key for entry in listed} - {entry.key for entry in store.entries()}
+        assert len(gone) == 1

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -68,8 +68,8 @@ def url(directory: Path, **options: object) -> str:
     return f"unix://{directory}/valkey.sock?" + "&".join(f"{name}={value}" for name, value in options.items())
 
 
-def open_store(directory: Path, **options: object) -> valkey_store.ValkeyStore:
-    return valkey_store.open(url(directory, **options))
+def open_store(directory: Path, *, counts_use: bool = True, **options: object) -> valkey_store.ValkeyStore:
+    return valkey_store.open(url(directory, **options), counts_use=counts_use)
 
 
 class ValkeyMedium:
@@ -117,6 +117,25 @@ class TestValkey(StoreContract):
 
     def medium(self) -> ValkeyMedium:
         return ValkeyMedium(self.client)
+
+
+def test_to_look_is_no_use(shared_directory: Path) -> None:
+    """Reading and listing leave the time of the last use alone, on servers that can be told so."""
+    keys, records = make_keys(2), [make_record(number, 700) for number in range(2)]
+    with closing(redis.Redis(unix_socket_path=f"{shared_directory}/valkey.sock")) as client:
+        client.flushall()
+        version = tuple(map(int, str(client.info("server")["redis_version"]).split(".")))
+        with closing(open_store(shared_directory, counts_use=False)) as store:
+            assert write(store, keys, records) == [Answer.HIT] * 2
+            time.sleep(1.1)  # the server counts in seconds
+            found = [bytearray(700), bytearray(700), bytearray(701), bytearray(5)]
+            asked = [*keys, keys[0], make_key(7)]
+            assert store.get(asked, found) == [Answer.HIT, Answer.HIT, Answer.MISS, Answer.MISS]
+            assert [bytes(each) for each in found[:2]] == records
+            assert {entry.key: entry.num_bytes for entry in store.entries()} == dict.fromkeys(keys, 700)
+            assert not store.failures
+        idle = [client.object("idletime", f"quire/{key}") for key in keys]
+        assert idle >= [1, 1] or version < (7, 2)
 
 
 # -- a server that dies, hangs, fills up, changes its mind

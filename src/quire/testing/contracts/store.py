@@ -26,6 +26,8 @@ from quire.testing.contracts.medium import Medium
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store_model import StoreModel
 from quire.testing.fuzz.choices import Choices
+from quire.tiers.forgotten import forget_scope, mark_of
+from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer, Store, StoreKey
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
@@ -430,6 +432,24 @@ class StoreContract:
         with ThreadPoolExecutor(4) as pool:
             for done in [pool.submit(work, thread) for thread in range(4)]:
                 done.result()
+
+    def test_what_is_forgotten_half_way(self, store: Store) -> None:
+        """Where whoever forgets a scope dies, the next store on the medium finds the mark, and can go on."""
+        if not (self.listable and self.survives_restart):
+            pytest.skip("nobody could go on")
+        keys = [*make_keys(5), *make_keys(3, scope=1)]
+        assert write(store, keys, [make_record(number, 900) for number in range(8)]) == [HIT] * 8
+        scope, mark = keys[0].scope, mark_of(keys[0].scope)
+        move = Move(Link.FORGET, (), scope)
+        next(forget_scope(store, move))
+        assert move.noted
+        store.close()
+        other = self.again()
+        assert other.exists([mark, *keys]) == [HIT] * 9
+        for _ in forget_scope(other, Move(Link.FORGET, (), scope)):
+            pass
+        assert other.exists([mark, *keys]) == [MISS] * 6 + [HIT] * 3
+        assert write(other, keys[:1], [make_record(9, 900)]) == [HIT]
 
     # -- a medium that changes behind the store's back
 

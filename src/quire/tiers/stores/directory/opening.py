@@ -43,7 +43,9 @@ def open_directory(
         files = SlabFiles(path / "slabs", direct=direct)
         owners = Owners(path / "owners")
     except OSError as error:
-        raise StoreError(f"the store '{path}' cannot be used: {error}.") from error
+        raise StoreError(
+            f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
+        ) from error
     try:
         index = Index(path / INDEX, busy_seconds=busy_seconds, durable=durable)
         room = Room(files, slab_bytes)
@@ -71,6 +73,8 @@ def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
 
 
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
+    if may_be_new and path.exists() and not path.is_dir():
+        raise StoreError(f"the store '{path}' cannot be used: it is not a directory.", fix="give a directory.")
     if may_be_new:
         path.mkdir(parents=True, exist_ok=True)
     if not may_be_new and not (path / INDEX).exists():

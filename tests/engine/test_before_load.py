@@ -1,0 +1,156 @@
+"""What cannot be served with is refused before weights are read: a bad store, and sizes that hold nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.before_load import open_tiers, storage_size
+from quire.engine.config import engine_config
+from quire.engine.core import EngineCore
+from quire.errors import HostMemoryError, InvalidInput, PlanError, QuireError, StoreError
+from quire.plan.budget import parse_bytes
+from quire.tiers.stores.directory import DirectoryStore
+from tests.serve.tiny_model import make_tiny_model
+
+REFUSED = """
+import sys
+from quire.engine.config import engine_config
+from quire.engine.process import build_engine_core
+from quire.errors import StoreError
+try:
+    build_engine_core(engine_config(storage=sys.argv[1]), lambda done, total: None)
+except StoreError as error:
+    print("torch" in sys.modules, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read before it was refused")
+
+    monkeypatch.setattr("quire.engine.core.load_model", load_model)
+
+
+def refused(kind: type[QuireError], **settings: Any) -> QuireError:
+    with pytest.raises(kind) as caught:
+        EngineCore(engine_config(**settings))
+    assert caught.value.fix
+    return caught.value
+
+
+def nobody() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "said"),
+    [
+        ("ftp://host/x", InvalidInput, "no store for 'ftp://'"),
+        ("valkey://127.0.0.1:{port}/0?timeout=1", StoreError, "does not answer"),
+        ("unix:///nowhere/valkey.sock", StoreError, "does not answer"),
+        ("s3://bucket/x?endpoint=http://127.0.0.1:{port}&timeout=1", StoreError, "cannot be reached"),
+        ("mooncake://127.0.0.1:{port}?timeout=1", StoreError, "ooncake"),
+        ("valkey://127.0.0.1:{port}/0?tiemout=1", InvalidInput, "no option 'tiemout'"),
+    ],
+)
+def test_a_store_that_is_not_there(
+    model: Path, url: str, kind: type[QuireError], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert said in refused(kind, model=str(model), storage=url.format(port=nobody())).message
+
+
+def test_a_package_that_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.delitem(sys.modules, "quire.tiers.stores.connections", raising=False)
+    error = refused(StoreError, model=str(model), storage="valkey://127.0.0.1:6379/0")
+    assert "pip install" in error.fix and "valkey" in error.fix
+
+
+def test_directories_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("x")
+    for path, said in (("file", "file"), ("file/store", "file"), ("foreign", "thesis.txt"), ("/proc/nowhere", "")):
+        storage = str(tmp_path / path)
+        assert said in refused(StoreError, model=str(model), storage=storage, storage_size="1GiB").message
+        assert said in refused(StoreError, model=str(model), storage=storage).message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_directory_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "ermission" in refused(StoreError, model=str(model), storage=str(tmp_path / "store")).message
+
+
+def test_an_index_of_another_version(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "index.sqlite").write_bytes(b"not a database" * 1000)
+    assert "cannot be opened" in refused(StoreError, model=str(model), storage=str(tmp_path / "store")).message
+
+
+@pytest.mark.parametrize("setting", ["storage_size", "host_memory"])
+def test_sizes_that_hold_no_page(model: Path, tmp_path: Path, setting: str) -> None:
+    """The size that is named as the least is enough."""
+    settings = {"model": str(model), "storage": str(tmp_path / "kv"), setting: "1KiB"}
+    error = refused(PlanError, **settings)
+    assert "hold no page" in error.message
+    assert not (tmp_path / "kv").exists(), "nothing was made for it"
+    least = error.fix.split("use --")[1].split()[1]
+    opened = open_tiers(engine_config(**settings | {setting: least}))
+    assert opened.store is not None
+    assert setting != "storage_size" or opened.num_bytes == parse_bytes(least)
+    opened.store.close()
+
+
+def test_host_memory_that_is_not_there(model: Path, tmp_path: Path) -> None:
+    settings = {"model": str(model), "storage": str(tmp_path / "kv"), "storage_size": "16MiB"}
+    error = refused(HostMemoryError, **settings, host_memory="900TiB")
+    assert "The largest size that fits is" in error.message and "--host-memory" in error.fix
+    assert not (tmp_path / "kv").exists()
+
+
+def test_what_was_opened_is_closed_where_the_load_fails(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="weights were read"):
+        EngineCore(engine_config(model=str(model), storage=str(tmp_path / "kv"), storage_size="16MiB"))
+    store = DirectoryStore(tmp_path / "kv", None)
+    assert store.facts().num_owners == 1 and store.facts().capacity == 16 * 2**20
+    store.close()
+
+
+def test_a_server_is_refused_before_torch_is_loaded() -> None:
+    url = f"valkey://127.0.0.1:{nobody()}/0?timeout=1"
+    done = subprocess.run([sys.executable, "-c", REFUSED, url], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("False QUIRE-STORE-01"), done.stdout + done.stderr
+
+
+def test_models_that_are_not_here_are_left_to_the_load(tmp_path: Path) -> None:
+    """The configuration would have to be fetched, or says too little: nobody is refused for that here."""
+    for name in ("owner/model", str(tmp_path)):
+        opened = open_tiers(engine_config(model=name, storage=str(tmp_path / "kv"), storage_size="2KiB"))
+        assert opened.store is not None
+        opened.store.close()
+
+
+def test_what_a_new_directory_gets(tmp_path: Path) -> None:
+    found = storage_size(engine_config(storage=str(tmp_path / "a" / "b")))
+    assert found is not None and 0 < found <= 32 * 2**30
+    assert storage_size(engine_config(storage="valkey://host")) is None
+    assert storage_size(engine_config(storage=str(tmp_path / "a"), storage_size="1MiB")) == 2**20
