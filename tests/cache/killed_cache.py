@@ -35,6 +35,7 @@ def work(job: dict[str, Any], say: Say) -> None:
         MODELS[job["seed"] % len(MODELS)],
         write=rng.choice(list(WritePolicy)),
         prefetch=rng.choice(list(PrefetchPolicy)),
+        threads=rng.choice((1, 2, 4)),
         epoch=rng.choice(EPOCHS),
         generations=Generations(**job["generations"]),
     )

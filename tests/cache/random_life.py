@@ -59,6 +59,16 @@ class RandomLife:
                 self.cache.finish(kv)
         return self.storage_hits
 
+    def store_all(self) -> None:
+        """Every prompt of the first namespace is used twice, leaves the device and is stored, whatever the policy."""
+        for tokens in self._prompts:
+            for _ in range(2):
+                self.cache.compute(tokens, NAMESPACES[0])
+                self.cache.drain()
+        self._free_up(self.cache.plan.num_pages)
+        self.cache.drain()
+        self.forget()
+
     def step(self) -> None:
         """One operation."""
         self.cache.cache.settle_moves()
@@ -147,8 +157,10 @@ class RandomLife:
             self._begin(tokens, namespace)
 
     def make_room(self) -> None:
+        self._free_up(self._rng.choice((1, 4, 20)))
+
+    def _free_up(self, count: int) -> None:
         cache = self.cache.cache
-        count = self._rng.choice((1, 4, 20))
         wanted = [group.num_free + min(count, group.num_evictable) for group in cache.groups]
         cache._room._free_up(wanted, 0, "")
 
