@@ -36,7 +36,7 @@ from tests.forked import ForkServer
 from tests.tiers.stores.directory_medium import DirectoryMedium
 from tests.tiers.stores.servers import Server, started, valkey
 
-LIVES = 5
+LIVES = 4
 """Of caches on one store. The last one ends well."""
 MANY = int(os.environ.get("QUIRE_KILLED_SEEDS", "200"))
 """Seeds of the long tests."""

@@ -12,6 +12,7 @@ import pytest
 
 from quire.engine.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
+from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.fake_core import ByteTokenizer
 from tests.serve.live_server import LiveServer
 
@@ -189,6 +190,15 @@ def test_new_weights_find_nothing_of_the_old(live: LiveServer) -> None:
     assert live.statistics()["weights_epoch"] == 7
 
 
+def scopes_in(directory: Path) -> set[bytes]:
+    """Of what a directory holds."""
+    store = DirectoryStore(directory, None)
+    try:
+        return {entry.key.scope for entry in store.entries()}
+    finally:
+        store.close()
+
+
 def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path) -> None:
     """A pool so small that what is cached is mostly below the device, and a second server on the same storage."""
     options = ["--model", str(tiny_model), "--kv-memory", "50KiB", "--max-model-len", "128", "--dtype", "float32"]
@@ -205,6 +215,8 @@ def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path)
         asked(live, RETAIN, prompt=prompts["three"], ttl_seconds=60, cache_salt="three")
         live.terminate()
         assert live.wait() == 0, live.log()
+    stored = scopes_in(tmp_path / "store")
+    assert len(stored) == 3, "all but the one that was flushed last"
     with LiveServer.quire(*options) as live:
         assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [80, 80, 0, 80]
         asked(live, EPOCH, weights_epoch=1)
@@ -216,10 +228,9 @@ def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path)
         asked(live, FLUSH, all=True)
         live.terminate()
         assert live.wait() == 0, live.log()
-    with LiveServer.quire(*options) as live:
-        assert [compute(live, prompt, cache_salt=salt) for salt, prompt in prompts.items()] == [0] * 4
-        live.terminate()
-        assert live.wait() == 0, live.log()
+    left = scopes_in(tmp_path / "store")
+    assert left, "what the other epoch has stored stays for it"
+    assert not {scope[:8] for scope in left} & {scope[:8] for scope in stored}, "something of this epoch is left"
 
 
 @pytest.mark.parametrize(
