@@ -24,9 +24,12 @@ Say = Callable[[dict[str, Any]], None]
 
 class RandomLife:
     """Operations on `cache`, drawn by `rng`. `say` hears what outlives the process: a flush that is to be, and one that
-    the store has done. `happened` counts operations."""
+    the store has done. Beside other caches on the same store nobody `flushes`: what they have is theirs. `happened`
+    counts operations."""
 
-    def __init__(self, cache: ThreadedCache, prompts: Sequence[Ids], rng: random.Random, say: Say) -> None:
+    def __init__(
+        self, cache: ThreadedCache, prompts: Sequence[Ids], rng: random.Random, say: Say, *, flushes: bool = True
+    ) -> None:
         self.cache = cache
         self._prompts = prompts
         self._rng = rng
@@ -45,7 +48,7 @@ class RandomLife:
             self.make_room: 4,
             self.forget: 2,
             self.rest: 6,
-            self.flush: 1,
+            self.flush: float(flushes),
             self.change_epoch: 0.5,
             self.drain: 0.5,
         }

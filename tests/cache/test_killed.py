@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store
+from tests.cache.killed_cache import open_killed
 from tests.cache.random_life import EPOCHS, RandomLife
 from tests.cache.threaded_cache import (
     MODELS,
@@ -43,6 +45,7 @@ MANY = int(os.environ.get("QUIRE_KILLED_SEEDS", "200"))
 FEW = len(MODELS)
 
 Death = tuple[str, float]
+ON_DIRECTORY, ON_SERVER = ("time", "open", "move", "write", "statement"), ("time", "move")
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +83,7 @@ class Stored:
 
     def check(self, generations: Generations) -> int:
         """Returns how many records of dead writers were dropped by opening it."""
-        path = directory_of(self._url)
-        if path is not None and not (Path(path) / "index.sqlite").exists():
-            return 0
-        store = open_store(self._url)
+        store = open_killed(self._url)
         try:
             entries = list(store.entries())
             verdict = check(store, entries)
@@ -97,21 +97,21 @@ class Stored:
                 assert bytes(record[HEADER_BYTES:]) in wanted, f"{entry.key} is stored, and holds something else"
         finally:
             store.close()
-        if path is None:
+        if not isinstance(store, DirectoryStore):
             return 0
-        assert isinstance(store, DirectoryStore)
-        medium = DirectoryMedium(Path(path))
+        medium = DirectoryMedium(store.path)
         medium.check()
         assert medium.query("SELECT COUNT(*) FROM records WHERE owner IS NOT NULL") == [(0,)], "a dead writer's room"
         return store.statistics["reclaimed"]
 
 
 def deaths(seed: int, kinds: tuple[str, ...]) -> list[Death]:
-    """Where the lives of a seed end: while a record is written, while the index is, when a move has begun, or at any
-    time."""
+    """Where the lives of a seed end: while a record is written, while the index is, when a move has begun, while the
+    store is opened, or at any time."""
     rng = random.Random(seed)
     when = {
         "time": lambda: rng.uniform(0.0, 0.4),
+        "open": lambda: rng.uniform(0.0, 0.03),
         "move": lambda: rng.randrange(1, 250),
         "write": lambda: rng.randrange(1, 40),
         "statement": lambda: rng.randrange(1, 400),
@@ -128,7 +128,7 @@ class Lives:
         self._stored = Stored(url, seed)
         self.generations = Generations()
         self.storage_hits = self.reclaimed = 0
-        kinds = ("time", "move", "write", "statement") if directory_of(url) else ("time", "move")
+        kinds = ON_DIRECTORY if directory_of(url) else ON_SERVER
         for life, die_at in enumerate(deaths(seed, kinds)):
             self._live(life, die_at)
         self._live(LIVES, None, turns=150)
@@ -162,6 +162,28 @@ def test_killed_on_a_directory(caches: ForkServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(FEW, FEW + MANY))
 def test_killed_on_a_directory_in_many_ways(caches: ForkServer, tmp_path: Path, seed: int) -> None:
     Lives(caches, str(tmp_path / "store"), seed)
+
+
+def test_killed_beside_a_living_one(caches: ForkServer, tmp_path: Path) -> None:
+    """Two caches on one directory: one dies again and again, what the other one reads stays right."""
+    url, seed = str(tmp_path / "store"), 1
+    cache = ThreadedCache(open_killed(url), MODELS[seed])
+    tiers = cache.cache.tiers
+    assert tiers is not None
+    life = RandomLife(cache, random_prompts(seed), random.Random(seed), lambda word: None, flushes=False)
+    job = {"url": url, "seed": seed, "turns": 100_000, "generations": {}, "flushes": False}
+    with ThreadPoolExecutor(1) as pool:
+        for number, die_at in enumerate(deaths(seed, ON_DIRECTORY)):
+            running = pool.submit(caches.run, {**job, "life": number, "die_at": die_at})
+            while not running.done():
+                life.step()
+            assert running.result().killed and not running.result().hung
+    life.end()
+    life.store_all()
+    assert life.read_back() > 0
+    assert not tiers.counters.defects, "nothing was damaged, only killed"
+    cache.close()
+    Stored(url, seed).check(Generations())
 
 
 def test_killed_on_a_server(caches: ForkServer, folder: Path) -> None:
