@@ -188,7 +188,7 @@ def test_killed_beside_a_living_one(caches: ForkServer, tmp_path: Path) -> None:
 
 def test_killed_on_a_server(caches: ForkServer, folder: Path) -> None:
     with server_in(folder, keeps=False):
-        assert Lives(caches, url_in(folder), 4).storage_hits > 0
+        assert Lives(caches, url_in(folder), 1).storage_hits > 0
 
 
 @pytest.mark.slow
