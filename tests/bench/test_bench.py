@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "bench" / "engine.py"
 
 
-def test_the_engine_benchmark_runs() -> None:
+@pytest.mark.parametrize("engines", ["quire,generate", pytest.param("quire,generate,cb", marks=pytest.mark.slow)])
+def test_the_engine_benchmark_runs(engines: str) -> None:
     """It fails by itself where Quire's float32 tokens are not `generate`'s, or where a warm batch reused nothing."""
-    command = [sys.executable, str(BENCH), "--toy", "--threads", "1"]
+    command = [sys.executable, str(BENCH), "--toy", "--threads", "1", "--engines", engines]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Quire" in done.stdout + done.stderr

@@ -1,7 +1,8 @@
 """A process that starts caches on a store, each of which lives until it is killed.
 
 A job has `url`, `seed` (of the layouts and prompts), `life` (of what happens), `turns`, `generations` of what earlier
-lives have flushed, and `die_at`: as writers of a directory have it, ["move", n] when so many moves were begun, or null.
+lives have flushed, and `die_at`: as writers of a directory have it, ["move", n] when so many moves were begun, ["open",
+seconds] after the store began to be opened, or null.
 """
 
 from __future__ import annotations
@@ -25,24 +26,32 @@ CAPACITY = 768 << 10
 """Of the directory: less than all prompts take, so that it forgets."""
 
 
+def open_killed(url: str) -> Store:
+    """The store of these caches, however it was left."""
+    return open_store(url, capacity=CAPACITY if directory_of(url) else None)
+
+
 def work(job: dict[str, Any], say: Say) -> None:
     """Read back what earlier lives have stored, and go on. Raises AssertionError at a wrong byte."""
     torch.set_num_threads(1)
     rng = random.Random(f"{job['seed']} {job['life']}")
-    store = open_store(job["url"], capacity=CAPACITY if directory_of(job["url"]) else None)
+    where, when = job["die_at"] or ("", 0)
+    if where == "open":
+        die_in(say, when)
+    store = open_killed(job["url"])
     cache = ThreadedCache(
         store,
         MODELS[job["seed"] % len(MODELS)],
         write=rng.choice(list(WritePolicy)),
         prefetch=rng.choice(list(PrefetchPolicy)),
+        threads=rng.choice((1, 2, 4)),
         epoch=rng.choice(EPOCHS),
         generations=Generations(**job["generations"]),
     )
     if isinstance(store, DirectoryStore):
         say({"reclaimed": store.statistics["reclaimed"]})
-    if job["die_at"] is not None:
-        arrange(cache, store, *job["die_at"], say)
-    life = RandomLife(cache, random_prompts(job["seed"]), rng, say)
+    arrange(cache, store, where, when, say)
+    life = RandomLife(cache, random_prompts(job["seed"]), rng, say, flushes=job.get("flushes", True))
     say({"storage_hits": life.read_back()})
     for _ in range(job["turns"]):
         life.step()
@@ -54,15 +63,19 @@ def work(job: dict[str, Any], say: Say) -> None:
 
 
 def arrange(cache: ThreadedCache, store: Store, where: str, when: float, say: Say) -> None:
-    """This process will be killed."""
+    """This process will be killed, if it is not about to be already."""
     if where == "time":
         die_in(say, when)
-        return
-    if where != "move":
+    elif where == "move":
+        die_at_move(cache, when, say)
+    elif where in ("statement", "write"):
         assert isinstance(store, DirectoryStore)
         arrange_death(store, where, int(when))
-        return
-    left, really = when, cache.mover.submit
+
+
+def die_at_move(cache: ThreadedCache, left: float, say: Say) -> None:
+    """It goes on until it is killed, which is when so many moves were begun."""
+    really = cache.mover.submit
 
     def submit(move: Move) -> bool:
         nonlocal left

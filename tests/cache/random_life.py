@@ -24,9 +24,12 @@ Say = Callable[[dict[str, Any]], None]
 
 class RandomLife:
     """Operations on `cache`, drawn by `rng`. `say` hears what outlives the process: a flush that is to be, and one that
-    the store has done. `happened` counts operations."""
+    the store has done. Beside other caches on the same store nobody `flushes`: what they have is theirs. `happened`
+    counts operations."""
 
-    def __init__(self, cache: ThreadedCache, prompts: Sequence[Ids], rng: random.Random, say: Say) -> None:
+    def __init__(
+        self, cache: ThreadedCache, prompts: Sequence[Ids], rng: random.Random, say: Say, *, flushes: bool = True
+    ) -> None:
         self.cache = cache
         self._prompts = prompts
         self._rng = rng
@@ -45,7 +48,7 @@ class RandomLife:
             self.make_room: 4,
             self.forget: 2,
             self.rest: 6,
-            self.flush: 1,
+            self.flush: float(flushes),
             self.change_epoch: 0.5,
             self.drain: 0.5,
         }
@@ -58,6 +61,16 @@ class RandomLife:
                 kv = self.cache.begin(asking(tokens), namespace)
                 self.cache.finish(kv)
         return self.storage_hits
+
+    def store_all(self) -> None:
+        """Every prompt of the first namespace is used twice, leaves the device and is stored, whatever the policy."""
+        for tokens in self._prompts:
+            for _ in range(2):
+                self.cache.compute(tokens, NAMESPACES[0])
+                self.cache.drain()
+        self._free_up(self.cache.plan.num_pages)
+        self.cache.drain()
+        self.forget()
 
     def step(self) -> None:
         """One operation."""
@@ -147,8 +160,10 @@ class RandomLife:
             self._begin(tokens, namespace)
 
     def make_room(self) -> None:
+        self._free_up(self._rng.choice((1, 4, 20)))
+
+    def _free_up(self, count: int) -> None:
         cache = self.cache.cache
-        count = self._rng.choice((1, 4, 20))
         wanted = [group.num_free + min(count, group.num_evictable) for group in cache.groups]
         cache._room._free_up(wanted, 0, "")
 

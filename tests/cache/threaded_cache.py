@@ -87,6 +87,7 @@ class ThreadedCache(CachedBytes):
         epoch: int = 0,
         generations: Generations | None = None,
         host: int = 24,
+        threads: int = 2,
     ) -> None:
         super().__init__(NAMESPACES)
         self.store = store
@@ -96,7 +97,7 @@ class ThreadedCache(CachedBytes):
         self.pools = [Pool(g.layout, self.plan.frames_of(at)) for at, g in enumerate(self.plan.groups)]
         self.host = HostPool(self.plan.groups, [host] * len(reaches), threads=1)
         self.copies = FrameCopies(self.pools, self.host)
-        self.mover: ThreadMover = ThreadMover(self.copies, store, piece_bytes=20_000)
+        self.mover: ThreadMover = ThreadMover(self.copies, store, storage_threads=threads, piece_bytes=20_000)
         settings = TierSettings(
             host_frames=self.host.frames,
             record_bytes=tuple(self.host.format(at).num_bytes for at in range(len(reaches))),

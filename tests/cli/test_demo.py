@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,9 @@ from quire.cli.demo_tiers import tier_ticks
 from tests.cli.conftest import Run
 
 
-def test_the_demo_shows_reuse_eviction_refusal_and_no_leak(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "quire", "demo", "--model", str(tiny_model), "--turns", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_demo_shows_reuse_eviction_refusal_and_no_leak(run: Run, tiny_model: Path) -> None:
+    done = run("demo", "--model", tiny_model, "--turns", "2", "--json")
+    assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found["checks"].values()) == {True}
     assert found["reused_tokens"] > 0

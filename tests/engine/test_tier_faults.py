@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tests.engine.tiered import (
     below_only,
     case_of,
     closed,
-    end_all,
     flip,
     settle,
     small,
@@ -30,19 +29,7 @@ from tests.engine.tiered import (
 from tests.tiers.dict_store import DictStore
 from tests.tiers.stores.directory_medium import DirectoryMedium
 
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    """An engine that is closed has no thread left."""
-    before = threading.active_count()
-    yield
-    end_all()
-    assert threading.active_count() <= before
-
-
-@pytest.fixture(scope="module")
-def dense() -> Case:
-    return case_of("llama_gqa")
+pytestmark = pytest.mark.usefixtures("threads_end")
 
 
 @pytest.mark.parametrize(
@@ -59,10 +46,10 @@ def dense() -> Case:
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_damaged_host_record(name: str, group: int, overlap: bool) -> None:
     """All records that only the host has lose a bit. Whoever waited for one computes it."""
-    model, expected, others = case_of(name)
+    case = case_of(name)
+    model, expected, others = case
     core = small(model, host=8.0, overlap=overlap)
-    assert run(core, PROMPTS, GREEDY, "p") == expected
-    assert run(core, OTHERS, GREEDY, "o") == others
+    case.check(core)
     settle(core)
     damaged = below_only(core, group)
     assert damaged
@@ -93,7 +80,7 @@ def test_damage_anywhere_in_a_record_is_named(dense: Case, at: int) -> None:
 
 def test_damaged_files(dense: Case, tmp_path: Path) -> None:
     """Bytes of a directory change between two engines."""
-    model, expected, others = dense
+    model, expected = dense.model, dense.expected
     settings: dict[str, Any] = {"storage": str(tmp_path / "kv"), "host": 8.0}
     first = small(model, **settings)
     assert run(first, PROMPTS, GREEDY, "p") == expected
@@ -113,8 +100,7 @@ def test_damaged_files(dense: Case, tmp_path: Path) -> None:
     assert found["defects"].get("storage:digest", 0) + found["defects"].get("storage:key", 0) > 0
     assert set(found["defects"]) <= {"storage:digest", "storage:key"}
     third = small(model, **settings)
-    assert run(third, PROMPTS, GREEDY, "p") == expected
-    assert run(third, OTHERS, GREEDY, "o") == others
+    dense.check(third)
     both = [sum(each["defects"].values()) for each in (found, closed(third))]
     assert sum(both) <= num_damaged  # what was found damaged has been replaced
 
@@ -134,12 +120,10 @@ def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest
     """Two engines one after the other on a store that is not to be relied on."""
     store = STORES[kind]()
     monkeypatch.setattr("quire.engine.tiers.open_store", lambda url, capacity: store)
-    model, expected, others = dense
     defects = 0
     for engine in range(3):
-        core = small(model, storage="anywhere", host=1.0, prefetch=prefetch, overlap=bool(engine % 2))
-        assert run(core, PROMPTS, GREEDY, "p") == expected
-        assert run(core, OTHERS, GREEDY, "o") == others
+        core = small(dense.model, storage="anywhere", host=1.0, prefetch=prefetch, overlap=bool(engine % 2))
+        dense.check(core)
         found = closed(core)
         defects += sum(found["defects"].values())
         assert not any(name.startswith("host") for name in found["defects"])
@@ -153,41 +137,37 @@ def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest
 def test_a_store_that_raises(name: str, dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DictStore()
     monkeypatch.setattr("quire.engine.tiers.open_store", lambda url, capacity: store)
-    model, expected, others = dense
+    model, expected = dense.model, dense.expected
     if name in ("exists", "get"):
         first = small(model, storage="anywhere")
         assert run(first, PROMPTS, GREEDY, "p") == expected
         closed(first)
     store.failing.add(name)
     core = small(model, storage="anywhere")
-    assert run(core, PROMPTS, GREEDY, "p") == expected
-    assert run(core, OTHERS, GREEDY, "o") == others
+    dense.check(core)
     assert closed(core)["failed_moves"] > 0
 
 
 @pytest.mark.parametrize("call", ["to_host", "seal"])
 def test_saves_that_fail(call: str, dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is not made is one that does not exist."""
-    model, expected, others = dense
 
     def fails(*arguments: object) -> None:
         raise OSError("no")
 
     monkeypatch.setattr(f"quire.memory.frame_copies.FrameCopies.{call}", fails)
-    core = small(model, write_policy="write_back")
+    core = small(dense.model, write_policy="write_back")
     for turn in range(2):
-        assert run(core, PROMPTS, GREEDY, f"p{turn}") == expected
-        assert run(core, OTHERS, GREEDY, f"o{turn}") == others
+        dense.check(core, turn)
     found = closed(core)
     assert found["failed_moves"] > 0 and found["saved_frames"] == 0
 
 
 def test_loads_that_cannot_be_checked(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the host fails before anything was launched: the request begins again."""
-    model, expected, others = dense
+    model, expected = dense.model, dense.expected
     core = small(model, host=8.0)
-    assert run(core, PROMPTS, GREEDY, "p") == expected
-    assert run(core, OTHERS, GREEDY, "o") == others
+    dense.check(core)
     settle(core)
 
     def fails(*arguments: object) -> list[str]:
@@ -202,10 +182,9 @@ def test_loads_that_cannot_be_checked(dense: Case, monkeypatch: pytest.MonkeyPat
 
 def test_a_load_that_fails_while_layers_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that reads it cannot be finished: its requests fail or begin again, nobody begins on what is torn."""
-    model, expected, others = dense
+    model, expected = dense.model, dense.expected
     core = small(model, host=8.0)
-    assert run(core, PROMPTS, GREEDY, "p") == expected
-    assert run(core, OTHERS, GREEDY, "o") == others
+    dense.check(core)
     settle(core)
     from quire.memory.frame_copies import FrameCopies
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -30,25 +29,12 @@ from tests.engine.tiered import (
     build,
     case_of,
     closed,
-    end_all,
     settle,
     small,
 )
 from tests.tiers.dict_store import DictStore
 
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    """An engine that is closed has no thread left."""
-    before = threading.active_count()
-    yield
-    end_all()
-    assert threading.active_count() <= before
-
-
-@pytest.fixture(scope="module")
-def dense() -> Case:
-    return case_of("llama_gqa")
+pytestmark = pytest.mark.usefixtures("threads_end")
 
 
 @pytest.mark.parametrize(
@@ -89,24 +75,22 @@ def test_a_host_that_is_as_small_as_the_device(name: str, write: str, monkeypatc
     """Copies are given up all the time, with a store behind them. Audited after every step."""
     monkeypatch.setattr(running, "AUDIT_EVERY", 1)
     monkeypatch.setattr("quire.engine.tiers.open_store", lambda url, capacity: DictStore())
-    model, expected, others = case_of(name)
-    core = small(model, write_policy=write, host=1.0, overlap=write == "write_back", storage="anywhere")
+    case = case_of(name)
+    core = small(case.model, write_policy=write, host=1.0, overlap=write == "write_back", storage="anywhere")
     for turn in range(2):
-        assert run(core, PROMPTS, GREEDY, f"p{turn}") == expected
-        assert run(core, OTHERS, GREEDY, f"o{turn}") == others
+        case.check(core, turn)
     found = closed(core)
     assert found["saved_bytes"] > 0
-    if all(group.reach.kind == "full" for group in model.groups(4)):
+    if all(group.reach.kind == "full" for group in case.model.groups(4)):
         assert found["fetched_bytes"] > 0  # of others, frames of pages that stay cached are computed again
     assert found["failed_moves"] == 0 and not found["defects"]
 
 
 def test_several_answers_to_one_prompt(dense: Case) -> None:
     """As with n > 1: they begin together, on what only the host has."""
-    model, expected, others = dense
-    core = small(model, max_running_requests=6)
-    assert run(core, PROMPTS, GREEDY) == expected
-    assert run(core, OTHERS, GREEDY, "o") == others
+    expected = dense.expected
+    core = small(dense.model, max_running_requests=6)
+    dense.check(core)
     prompts, answers = [PROMPTS[1]] * 3 + [PROMPTS[4]] * 2, [expected[1]] * 3 + [expected[4]] * 2
     assert run(core, prompts, GREEDY, "n") == answers
     assert closed(core)["loaded_bytes"] > 0
@@ -117,7 +101,7 @@ def test_several_answers_to_one_prompt(dense: Case) -> None:
 )
 def test_preempted_requests_go_on_from_the_host(dense: Case, write: str) -> None:
     """Requests that begin small and grow: those that are pushed out come back with what they had."""
-    model, _, _ = dense
+    model = dense.model
     params = GREEDY.__class__(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [prompt[:20] for prompt in (*PROMPTS, *OTHERS)]
     prompts = [[7 + index, *prompt] for index, prompt in enumerate(prompts)]
@@ -171,10 +155,9 @@ def test_aborts_at_any_moment(dense: Case, seed: int, monkeypatch: pytest.Monkey
 
 def test_the_first_layer_computes_while_the_last_ones_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer is copied before the one before it was read, so that a step that waited for all would never begin."""
-    model, expected, others = dense
+    model, expected = dense.model, dense.expected
     core = small(model, host=8.0)
-    assert run(core, PROMPTS, GREEDY, "p") == expected
-    assert run(core, OTHERS, GREEDY, "o") == others
+    dense.check(core)
     settle(core)
     assert below_only(core)
     read = [threading.Event() for _ in range(3)]
@@ -204,7 +187,7 @@ def test_the_first_layer_computes_while_the_last_ones_arrive(dense: Case, monkey
 
 def test_a_tier_that_is_not_asked_for_is_not_there(dense: Case) -> None:
     """No threads, no records, no ids for pages below."""
-    model, expected, _ = dense
+    model, expected = dense.model, dense.expected
     before = threading.active_count()
     core: EngineCore = tight_core(model, num_tokens=200, page_size=4)
     assert run(core, PROMPTS, GREEDY) == expected

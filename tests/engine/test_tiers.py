@@ -5,15 +5,15 @@ Device pools hold little more than one request, so that what is cached goes thro
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire.models.hf import LoadedModel
 from tests.engine.running import run
-from tests.engine.tiered import GREEDY, OTHERS, PROMPTS, Case, build, case_of, closed, end_all, small
+from tests.engine.tiered import GREEDY, PROMPTS, Case, build, case_of, closed, small
+
+pytestmark = pytest.mark.usefixtures("threads_end")
 
 MODELS = {
     "llama_gqa": "keys and values of every token",
@@ -33,15 +33,6 @@ def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    """An engine that is closed has no thread left."""
-    before = threading.active_count()
-    yield
-    end_all()
-    assert threading.active_count() <= before
-
-
 HOST_GRID = (
     (1, 23, False, "write_through"),
     (16, 50, True, "write_back"),
@@ -53,13 +44,11 @@ HOST_GRID = (
 
 def check_through_the_host(case: Case, page_size: int, chunk: int, overlap: bool, write: str) -> None:
     """Turns of prompts that push each other off the device; then all come back from the host."""
-    model, expected, others = case
     core = small(
-        model, page_size=page_size, max_num_batched_tokens=chunk, overlap=overlap, write_policy=write, host=8.0
+        case.model, page_size=page_size, max_num_batched_tokens=chunk, overlap=overlap, write_policy=write, host=8.0
     )
     for turn in range(3):
-        assert run(core, PROMPTS, GREEDY, f"p{turn}") == expected, turn
-        assert run(core, OTHERS, GREEDY, f"o{turn}") == others, turn
+        case.check(core, turn)
     found = closed(core)
     assert found["failed_moves"] == 0 and not found["defects"]
     assert found["saved_bytes"] > 0
@@ -92,17 +81,14 @@ STORE_GRID = (
 
 def check_restarted(case: Case, folder: Path, page_size: int, overlap: bool, write: str, prefetch: str) -> None:
     """What one engine has stored, the next one begins on."""
-    model, expected, others = case
     settings = {"page_size": page_size, "overlap": overlap, "storage": str(folder / "kv"), "write_policy": write}
-    first = small(model, **settings, prefetch=prefetch)
+    first = small(case.model, **settings, prefetch=prefetch)
     for turn in range(2):
-        assert run(first, PROMPTS, GREEDY, f"p{turn}") == expected
-        assert run(first, OTHERS, GREEDY, f"o{turn}") == others
+        case.check(first, turn)
     stored = closed(first)
     assert stored["archived_bytes"] > 0 and stored["failed_moves"] == 0 and not stored["defects"]
-    again = small(model, **settings, prefetch=prefetch)
-    assert run(again, PROMPTS, GREEDY, "again") == expected
-    assert run(again, OTHERS, GREEDY, "others") == others
+    again = small(case.model, **settings, prefetch=prefetch)
+    case.check(again)
     found = closed(again)
     assert found["failed_moves"] == 0 and not found["defects"]
     if prefetch == "wait_complete":

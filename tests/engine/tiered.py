@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from quire.engine.core import EngineCore
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
-from tests.engine.running import generated, shared_prompts, tiered_core
+from tests.engine.running import generated, run, shared_prompts, tiered_core
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_latents import SPARSE, build_latent
 from tests.tiny_models import VOCAB_SIZE
@@ -24,7 +24,18 @@ LONGEST = max(map(len, PROMPTS)) + NEW_TOKENS
 OPEN: list[EngineCore] = []
 """Engines that a test has made; `end_all` ends those that it has not closed."""
 
-Case = tuple[LoadedModel, list[list[int]], list[list[int]]]
+
+class Case(NamedTuple):
+    """A loaded model, and what transformers generates with the same weights for `PROMPTS` and `OTHERS`."""
+
+    model: LoadedModel
+    expected: list[list[int]]
+    others: list[list[int]]
+
+    def check(self, core: EngineCore, turn: object = "") -> None:
+        """Prompts, and then others that push them off the device, are answered as they should be."""
+        assert run(core, PROMPTS, GREEDY, f"p{turn}") == self.expected, turn
+        assert run(core, OTHERS, GREEDY, f"o{turn}") == self.others, turn
 
 
 def build(name: str, **overrides: Any) -> Any:
@@ -33,10 +44,10 @@ def build(name: str, **overrides: Any) -> Any:
 
 
 def case_of(name: str) -> Case:
-    """A loaded model, and what transformers generates with the same weights for `PROMPTS` and `OTHERS`."""
+    """That of the tiny model of that name."""
     reference = build(name)
     expected = [[generated(reference, prompt, NEW_TOKENS) for prompt in some] for some in (PROMPTS, OTHERS)]
-    return LoadedModel(build(name), name=name), expected[0], expected[1]
+    return Case(LoadedModel(build(name), name=name), *expected)
 
 
 def small(model: LoadedModel, page_size: int = 4, **settings: Any) -> EngineCore:
@@ -50,6 +61,7 @@ def small(model: LoadedModel, page_size: int = 4, **settings: Any) -> EngineCore
             "page_size": page_size,
             "max_num_batched_tokens": 17,
             "max_running_requests": 3,
+            "max_model_len": 256,
             "max_mamba_cache_size": 5 if "state" in kinds else None,
             **settings,
         },

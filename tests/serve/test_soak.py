@@ -14,7 +14,7 @@ SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 @pytest.mark.parametrize(
     ("clients", "seconds"),
-    [(40, 6), pytest.param(200, 60, marks=pytest.mark.slow)],
+    [(24, 3), pytest.param(200, 60, marks=pytest.mark.slow)],
 )
 def test_soak(clients: int, seconds: int) -> None:
     """Every answer equals its solo run, aborts happened, pages were evicted, and none is left behind."""

@@ -101,7 +101,7 @@ def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
     tokenizer = load_tokenizer(core.config.model)
     most = min(core.plan.largest_request - 64, 500)
     trace = open_trace(
-        str(AGENTS / "taubench.jsonl.xz"), tokenize=lambda text: tokenizer.encode(text)[:most], text=model, limit=30
+        str(AGENTS / "taubench.jsonl.xz"), tokenize=lambda text: tokenizer.encode(text)[:most], text=model, limit=20
     )
     prompts = {request.request_id: request.prompt for request in trace}
     lengths = {name: 30 if at % 3 else 4 for at, name in enumerate(prompts)}
@@ -109,7 +109,7 @@ def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
     simulated, statistics = in_the_simulator(core, prompts, real)
     assert list(simulated) == list(real)
     assert simulated == real
-    assert len(real) == 30
+    assert len(real) == 20
     assert sum(fate.hit_tokens for fate in real.values()) > 0
     assert statistics == core.cache.statistics()
     dropped = sum(frames.dropped for frames in statistics.frames.values())

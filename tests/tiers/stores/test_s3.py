@@ -101,6 +101,7 @@ class TestS3(StoreContract):
 
     bounded = False
     exclusive = False
+    large_batch = 150
     made = 0
 
     @pytest.fixture(autouse=True)

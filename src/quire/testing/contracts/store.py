@@ -49,6 +49,9 @@ class StoreContract:
     capacity = 16 << 20
     """Bytes of the stores that tests make; a bounded backend with a larger smallest size raises it."""
 
+    large_batch = 700
+    """Records in one call: more than the backend does in one go."""
+
     record_sizes: Sequence[int] = (64, 65, 511, 4096, 4097, 65_600, (1 << 20) + 64)
 
     # -- what a backend gives
@@ -138,15 +141,16 @@ class StoreContract:
         assert self.medium().keys() == set(keys)
 
     def test_a_large_batch(self, store: Store) -> None:
-        """More records in one batch than any backend does in one go."""
-        keys = make_keys(700)
-        records = [make_record(number, 64 + number % 3) for number in range(700)]
-        assert write(store, keys, records) == [HIT] * 700
-        assert store.exists(keys) == [HIT] * 700
+        """More records in one batch than the backend does in one go."""
+        count = self.large_batch
+        keys = make_keys(count)
+        records = [make_record(number, 64 + number % 3) for number in range(count)]
+        assert write(store, keys, records) == [HIT] * count
+        assert store.exists(keys) == [HIT] * count
         buffers = [bytearray(len(record)) for record in records]
-        assert store.get(keys, buffers) == [HIT] * 700
+        assert store.get(keys, buffers) == [HIT] * count
         assert [bytes(buffer) for buffer in buffers] == records
-        assert store.remove(keys) == 700
+        assert store.remove(keys) == count
 
     def test_every_part_of_a_key_counts(self, store: Store) -> None:
         """Keys that differ in their scope, page or part alone are different records."""
