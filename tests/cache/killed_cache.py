@@ -53,8 +53,7 @@ def work(job: dict[str, Any], say: Say) -> None:
     arrange(cache, store, where, when, say)
     life = RandomLife(cache, random_prompts(job["seed"]), rng, say, flushes=job.get("flushes", True))
     say({"storage_hits": life.read_back()})
-    for _ in range(job["turns"]):
-        life.step()
+    life.steps(job["turns"])
     life.end()
     tiers = cache.cache.tiers
     assert tiers is not None

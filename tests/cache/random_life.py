@@ -80,6 +80,11 @@ class RandomLife:
         self.happened[act.__name__] += 1
         act()
 
+    def steps(self, count: int) -> None:
+        """So many operations."""
+        for _ in range(count):
+            self.step()
+
     def end(self) -> None:
         """All requests end, one way or the other; then nothing is held."""
         for prefetch, _, _ in self._waiting:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ def server_in(folder: Path, *, keeps: bool) -> Server:
     return started(lambda: valkey(folder, *options))
 
 
-def url_in(folder: Path) -> str:
-    return f"unix://{folder}/valkey.sock?timeout=2&pending=0.5"
+def url_in(folder: Path, timeout: float = 2.0) -> str:
+    return f"unix://{folder}/valkey.sock?timeout={timeout}&pending=0.5"
 
 
 class Stored:
@@ -201,28 +202,24 @@ def test_killed_on_a_server_in_many_ways(caches: ForkServer, folder: Path, seed:
         Lives(caches, url_in(folder), seed)
 
 
-def check_killed_server(folder: Path, seed: int) -> int:
-    """The server dies while it is used, is away for a while, and comes back with all that it had or with nothing.
-    Returns how often it was missed."""
+Trouble = Callable[[RandomLife, Server, random.Random], None]
+
+
+def check_troubled_server(folder: Path, seed: int, trouble: Trouble, *, timeout: float) -> int:
+    """The server is away again and again while it is used; a server that dies comes back with all that it had or with
+    nothing. Returns how often it was missed."""
     rng = random.Random(seed)
-    server = server_in(folder, keeps=bool(seed % 2))
-    store = open_store(url_in(folder))
+    server, url = server_in(folder, keeps=bool(seed % 2)), url_in(folder, timeout)
+    store = open_store(url)
     policy = list(PrefetchPolicy)[(seed + 2) % len(PrefetchPolicy)]
     write, threads = rng.choice(list(WritePolicy)), rng.choice((1, 2, 4))
     cache = ThreadedCache(store, MODELS[seed % len(MODELS)], write=write, prefetch=policy, threads=threads)
     life = RandomLife(cache, random_prompts(seed), rng, lambda word: None)
     with server:
         for _ in range(3):
-            for _ in range(rng.randrange(60)):
-                life.step()
-            kill_at_a_move(cache, server, rng)
-            while server.process is not None:
-                life.step()
-            for _ in range(rng.randrange(20, 80)):
-                life.step()
-            server.start()
-        for _ in range(60):
-            life.step()
+            life.steps(rng.randrange(60))
+            trouble(life, server, rng)
+        life.steps(60)
         life.end()
         tiers = cache.cache.tiers
         assert tiers is not None
@@ -234,37 +231,60 @@ def check_killed_server(folder: Path, seed: int) -> int:
         before = life.storage_hits
         life.store_all()
         assert life.read_back() > before or policy is not PrefetchPolicy.WAIT_COMPLETE, "it is not used any more"
-        assert not tiers.counters.defects, "nothing was damaged, only killed"
+        assert not tiers.counters.defects, "nothing was damaged"
         cache.close()
-        Stored(url_in(folder), seed).check(cache.generations)
+        Stored(url, seed).check(cache.generations)
     return sum(store.failures.values())  # type: ignore[attr-defined]
 
 
-def kill_at_a_move(cache: ThreadedCache, server: Server, rng: random.Random) -> None:
-    """SIGKILL for the server a moment after one of the next moves to or from it was begun."""
-    left, delay, really = rng.randrange(1, 12), rng.choice((0.0, 0.0003, 0.001)), type(cache.mover).submit
+def killed(life: RandomLife, server: Server, rng: random.Random) -> None:
+    """SIGKILL a moment after one of the next moves to or from the server was begun; after a while it is back."""
+    left, delay, mover = rng.randrange(1, 12), rng.choice((0.0, 0.0003, 0.001)), life.cache.mover
+    really = mover.submit
 
     def submit(move: Move) -> bool:
         nonlocal left
         left -= move.link not in (Link.SAVE, Link.LOAD)
-        taken = really(cache.mover, move)
+        taken = really(move)
         if left <= 0:
             time.sleep(delay)
             server.kill()
-            del cache.mover.submit
+            del mover.submit
         return taken
 
-    cache.mover.submit = submit  # type: ignore[method-assign]
+    mover.submit = submit  # type: ignore[method-assign]
+    while server.process is not None:
+        life.steps(1)
+    life.steps(rng.randrange(20, 80))
+    server.start()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_server_that_is_killed_and_comes_back(folder: Path, seed: int) -> None:
+def hung(life: RandomLife, server: Server, rng: random.Random) -> None:
+    """The server says nothing for longer than anybody waits, and then does what it was told."""
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    goes_on = threading.Timer(rng.uniform(0.1, 0.8), server.process.send_signal, (signal.SIGCONT,))
+    goes_on.start()
+    while goes_on.is_alive():
+        life.steps(1)
+    goes_on.join()
+
+
+TROUBLES: dict[str, tuple[Trouble, float]] = {"killed": (killed, 2.0), "hung": (hung, 0.3)}
+"""And how long an answer may take."""
+
+
+@pytest.mark.parametrize(("trouble", "seed"), [("killed", 0), ("killed", 1), ("hung", 2)])
+def test_a_server_that_is_away_for_a_while(trouble: str, seed: int, folder: Path) -> None:
     before = threading.active_count()
-    assert check_killed_server(folder, seed) > 0, "nobody noticed that the server was away"
+    act, timeout = TROUBLES[trouble]
+    assert check_troubled_server(folder, seed, act, timeout=timeout) > 0, "nobody noticed that the server was away"
     assert threading.active_count() <= before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 2 + MANY))
-def test_a_server_that_is_killed_in_many_ways(folder: Path, seed: int) -> None:
-    check_killed_server(folder, seed)
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("seed", range(3, 3 + MANY // 2))
+def test_a_server_that_is_away_in_many_ways(trouble: str, seed: int, folder: Path) -> None:
+    act, timeout = TROUBLES[trouble]
+    check_troubled_server(folder, seed, act, timeout=timeout)
