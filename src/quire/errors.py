@@ -177,7 +177,7 @@ class WrongContent(QuireError):
 
 
 class StoreError(QuireError):
-    """A store that cannot be opened, or whose medium cannot be listed. Nothing was changed."""
+    """A store that cannot be opened or listed, or that took no note of a flush."""
 
     code = "QUIRE-STORE-01"
     status = 503

@@ -33,7 +33,7 @@ def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = 
 
     A scope stands for a model, its weights, its layouts, an adapter and a salt: what pages are kept apart by. Its first
     16 digits are the model's, and the same for all adapters and salts. What was flushed, and whose records are not all
-    removed yet, is found by no engine any more; `gc` removes the rest. Looking is no use: it changes no order.
+    removed yet, is found by no engine any more; `gc` removes the rest. To look changes nothing, nor what goes next.
 
     [dim]Example:[/dim] quire store inspect /var/cache/quire
 

@@ -48,20 +48,26 @@ def verify(
 ) -> None:
     """Read every record and check it: its header, the digest that binds it to key, layout and length, and its place.
 
-    Serving checks the same on every load, and treats what fails as a miss. To look is no use: which records a directory
-    forgets next stays as it was. Exits with 4 if anything is corrupt, else with 2 if something could not be read.
+    Serving checks the same on every load, and treats what fails as a miss. To look changes nothing, nor what a
+    directory forgets next. Exits with 4 if anything is corrupt, else with 2 if something could not be read.
 
     [dim]Example:[/dim] quire store verify /var/cache/quire
 
     [dim]Example:[/dim] quire store verify s3://bucket/prefix --remove --json
     """
     with reported(as_json=as_json, debug=debug), opened(url) as store:
+        from quire.tiers.forgotten import marked_by
+
         prefix = "" if scope is None else scope_prefix(scope)
         started = time.monotonic()
         told = Console(stderr=True)
         with Progress(console=told, transient=True, disable=as_json or not told.is_terminal) as bar:
             task = bar.add_task("Listing", total=None)
-            listed = [entry for entry in store.entries() if entry.key.scope.hex().startswith(prefix)]
+            listed = [
+                entry
+                for entry in store.entries()
+                if entry.key.scope.hex().startswith(prefix) and marked_by(entry.key) is None
+            ]
             bar.update(task, description="Reading", total=sum(entry.num_bytes for entry in listed))
             verdict = check(store, listed, lambda num_bytes: bar.advance(task, num_bytes))
         if remove and verdict.corrupt:

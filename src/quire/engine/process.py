@@ -410,12 +410,16 @@ class StepLoop:
             case AskRetained(question):
                 self._answer(question, lambda: RetainedAnswer(question, self._core.retained()))
             case AskFlush(question, namespace):
-                done = self._core.flush(namespace)
-                self._flushes.append(_Flush(question, namespace, done, time.monotonic() + FLUSH_S))
+                self._answer(question, lambda: self._flush(question, namespace))
             case AskEpoch(question, epoch):
                 self._answer(question, lambda: FlushAnswer(question, self._core.set_weights_epoch(epoch)))
             case Shutdown():
                 self._running = False
+
+    def _flush(self, question: int, namespace: Namespace | None) -> None:
+        """Begin a flush, to be answered later."""
+        done = self._core.flush(namespace)
+        self._flushes.append(_Flush(question, namespace, done, time.monotonic() + FLUSH_S))
 
     def _answer_flushes(self, *, wait: bool) -> None:
         """Answer those that the store has done, or that have waited long enough for it."""
@@ -423,16 +427,20 @@ class StepLoop:
             waits = wait and time.monotonic() < flush.until
             try:
                 done = self._core.flushed(flush.done, flush.namespace, waits=waits)
-                report: Report | None = FlushAnswer(flush.question, done) if done is not None else None
             except StoreError as error:
-                report = Declined(flush.question, WireError.of(error))
-            if report is not None:
                 self._flushes.remove(flush)
-                self._link.report(report)
+                self._link.report(Declined(flush.question, WireError.of(error)))
+            else:
+                if done is not None:
+                    self._flushes.remove(flush)
+                    self._link.report(FlushAnswer(flush.question, done))
 
-    def _answer(self, question: int, ask: Callable[[], Report]) -> None:
+    def _answer(self, question: int, ask: Callable[[], Report | None]) -> None:
+        """Report what `ask` returns, if anything yet, or why there is no answer."""
         try:
-            self._link.report(ask())
+            report = ask()
+            if report is not None:
+                self._link.report(report)
         except AssertionError:
             raise
         except Exception as error:

@@ -102,7 +102,8 @@ class AskRetained(msgspec.Struct, tag=True):
 
 
 class AskFlush(msgspec.Struct, tag=True):
-    """Command: forget a namespace, or everything where there is none; answered by `FlushAnswer`."""
+    """Command: forget a namespace, or everything where there is none; answered by `FlushAnswer` when storage has
+    forgotten it or has taken note of that, else by `Declined`."""
 
     question: int
     namespace: Namespace | None
@@ -211,7 +212,7 @@ class FlushAnswer(msgspec.Struct, tag=True):
 
 
 class Declined(msgspec.Struct, tag=True):
-    """Report: a question that cannot be answered, and why; nothing has changed."""
+    """Report: a question that cannot be answered, and why; nothing has changed, but for a flush, which goes on."""
 
     question: int
     error: WireError
