@@ -101,16 +101,20 @@ class DirectoryStore:
     # -- writing
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Announce records of so many bytes; room is made by forgetting what was not used for longest."""
+        """Announce records of so many bytes; room is made by forgetting what was not used for longest.
+
+        What is there already counts as used, and what is new as used from now on: the first of all of them the latest.
+        """
         with self._gate.entered() as is_open:
             if not is_open or not keys:
                 return self._retries(len(keys))
             answers = [RETRY] * len(keys)
+            times = self._uses.now(len(keys))
             left = list(range(len(keys)))
             more_room = True
             while more_room and left:
                 try:
-                    more_room = self._reserve([keys[at] for at in left], [sizes[at] for at in left], answers, left)
+                    more_room = self._reserve(keys, sizes, times, answers, left)
                 except Busy:
                     break
                 left = [at for at in left if answers[at] is RETRY]
@@ -118,20 +122,30 @@ class DirectoryStore:
         self.statistics.add(retries=answers.count(RETRY))
         return answers
 
-    def _reserve(self, keys: list[StoreKey], sizes: list[int], answers: list[Answer], positions: Sequence[int]) -> bool:
+    def _reserve(
+        self,
+        keys: Sequence[StoreKey],
+        sizes: Sequence[int],
+        times: Sequence[int],
+        answers: list[Answer],
+        positions: Sequence[int],
+    ) -> bool:
         """One transaction; fills in the answers at these positions. True: those with RETRY may be tried again."""
+        names = [keys[at].pack() for at in positions]
         with self._writing() as index:
-            found, rows = self._reserve_in(index, [key.pack() for key in keys], sizes)
+            found, rows = self._reserve_in(
+                index, names, [sizes[at] for at in positions], [times[at] for at in positions]
+            )
             more_room = self._room.has_dropped
         with self._lock:
             for at, row in rows.items():
-                self._prepared[keys[at]] = _Prepared(row)
+                self._prepared[keys[positions[at]]] = _Prepared(row)
         for at, answer in zip(positions, found, strict=True):
             answers[at] = answer
         return more_room
 
     def _reserve_in(
-        self, index: sqlite3.Connection, names: list[bytes], sizes: list[int]
+        self, index: sqlite3.Connection, names: list[bytes], sizes: list[int], times: list[int]
     ) -> tuple[list[Answer], dict[int, Row]]:
         """What to answer, and the rows that were made, by position."""
         found = find_rows(index, names)
@@ -150,13 +164,14 @@ class DirectoryStore:
                 answers.append(MISS)
                 there[name] = self._owners.name
                 wanted[slot_size(size)].append(at)
-        self._uses.note(found[name].id for name, answer in zip(names, answers, strict=True) if answer is HIT)
+        there_already = [at for at, answer in enumerate(answers) if answer is HIT]
+        self._uses.note([found[names[at]].id for at in there_already], [times[at] for at in there_already])
         rows: dict[int, Row] = {}
         for slot_bytes, positions in wanted.items():
             places = self._take(index, slot_bytes, len(positions))
             made = [
-                Row(0, names[at], slab, slot, slot_bytes, sizes[at], used, self._owners.name)
-                for at, (slab, slot), used in zip(positions, places, self._uses.now(len(places)), strict=False)
+                Row(0, names[at], slab, slot, slot_bytes, sizes[at], times[at], self._owners.name)
+                for at, (slab, slot) in zip(positions, places, strict=False)
             ]
             rows.update(zip(positions, insert_rows(index, made), strict=False))
             refused = {names[at] for at in positions[len(places) :]}
@@ -236,8 +251,7 @@ class DirectoryStore:
                 self._files.sync({row.slab for row in good})
             with self._writing() as index:
                 done = index.executemany(
-                    "UPDATE records SET owner = NULL, used = ? WHERE id = ? AND owner = ?",
-                    [(at, row.id, row.owner) for at, row in zip(self._uses.now(len(good)), good, strict=True)],
+                    "UPDATE records SET owner = NULL WHERE id = ? AND owner = ?", [(row.id, row.owner) for row in good]
                 ).rowcount
                 if bad:
                     release(index, (row.id for row in bad))
@@ -327,7 +341,7 @@ class DirectoryStore:
                 lost.append(row)
         hits = [row for at, row in reading if answers[at] is HIT]
         if self._counts_use:
-            self._uses.note(row.id for row in hits)
+            self._uses.note([row.id for row in hits])
         self.statistics.add(read_bytes=sum(row.num_bytes for row in hits), overtaken=len(reading) - len(there))
         if lost:
             self._forget_lost(lost)
