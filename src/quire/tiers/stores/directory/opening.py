@@ -64,6 +64,11 @@ def open_directory(
     return Opened(files, owners, index, room, reclaimed)
 
 
+def holds_store(path: Path) -> bool:
+    """Whether a directory is a store already; a new one can be made where nothing is, or only what a disk brings."""
+    return (path / INDEX).exists()
+
+
 def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
     """Drop what dead writers had prepared; returns how many records that were. Inside a transaction."""
     names = connection.execute("SELECT DISTINCT owner FROM records WHERE owner IS NOT NULL").fetchall()
@@ -73,13 +78,13 @@ def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
     if may_be_new:
         path.mkdir(parents=True, exist_ok=True)
-    if not may_be_new and not (path / INDEX).exists():
+    if not may_be_new and not holds_store(path):
         raise StoreError(
             f"there is no store in '{path}': {_what_is(path)}.",
             fix="give a directory that was served with --storage; one is made where --storage-size is given.",
         )
     foreign = sorted({entry.name for entry in path.iterdir()} - _OURS)
-    if foreign and not (path / INDEX).exists():
+    if foreign and not holds_store(path):
         raise StoreError(
             f"'{path}' is not empty and is no store: it holds '{foreign[0]}'.", fix="give an empty directory."
         )
