@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from tests.cli.conftest import Run
 from tests.tiers.stores.directory_medium import DirectoryMedium
+from tests.tiers.stores.servers import free_port, started, valkey
 
 WIDE = {"COLUMNS": "200"}
 PAYLOAD = 5000
@@ -81,6 +83,39 @@ def test_inspect_nothing(run: Run, tmp_path: Path) -> None:
 def test_urls_that_mean_nothing(run: Run, url: str, text: str) -> None:
     done = run("store", "inspect", url, env=WIDE)
     assert done.exit_code == 2 and text in done.stderr
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "bench"])
+def test_passwords_are_not_shown(run: Run, command: str, as_json: bool) -> None:
+    """Of a server that answers, of one that does not, and of URLs that mean nothing."""
+    pytest.importorskip("redis")
+    port = free_port()
+    flags = ["--json"] if as_json else []
+    small = ["--sizes", "4KiB", "--total", "8KiB"] if command == "bench" else []
+    with TemporaryDirectory(prefix="quire-") as folder:  # a socket's name has room for 100 characters
+        with started(lambda: valkey(Path(folder), "--requirepass", SECRET)):
+            done = run("store", command, f"unix://:{SECRET}@{folder}/valkey.sock?db=0", *small, *flags)
+        assert done.exit_code == 0, done.output
+        if as_json:
+            assert read(done.stdout)["url"] == f"unix://{folder}/valkey.sock"
+        outputs = [done.stdout + done.stderr]
+    for url in (
+        f"redis://:{SECRET}@127.0.0.1:{port}/0",
+        f"valkey://me:{SECRET}@127.0.0.1:{port}?time={SECRET}",
+        f"redis://me:4{SECRET}/@127.0.0.1:{port}",
+        f"redis://me:{SECRET}@127.0.0.1:port",
+        f"redis:/me:{SECRET}@127.0.0.1:{port}",
+        f"ftp://me:{SECRET}@127.0.0.1",
+        f"s3://me:{SECRET}@bucket?endpoint=http://127.0.0.1:{port}&timeout=.1",
+    ):
+        done = run("store", command, url, *small, *flags)
+        assert done.exit_code == 2, done.output
+        outputs.append(done.stdout + done.stderr)
+    assert not any(SECRET in output for output in outputs)
 
 
 # -- verify

@@ -49,6 +49,7 @@ def gc(
     """
     with reported(as_json=as_json, debug=debug), opened(url) as store:
         from quire.plan.budget import parse_bytes
+        from quire.tiers.stores.options import without_secrets
 
         kept = None if not keep else tuple(scope_prefix(scope) for scope in keep)
         seconds = None if older_than is None else parse_seconds(older_than)
@@ -61,7 +62,7 @@ def gc(
             if not dry_run and removed >= len(doomed):  # what hides a flush goes when nothing is left to hide
                 store.remove(list(marks))
         data = {
-            "url": url,
+            "url": without_secrets(url),
             "dry_run": dry_run,
             "records": len(entries),
             "bytes": sum(entry.num_bytes for entry in entries),
