@@ -256,6 +256,32 @@ def test_a_use_is_known_at_once(tmp_path: Path) -> None:
         assert idle[keys[0]] < 1800 < idle[keys[1]]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_nobody_else_may_read(tmp_path: Path, is_new: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the umask. A folder that was there keeps its mode, as what is in it is closed. What was made open to
+    others stays so, with a word."""
+    path = tmp_path / "new" / "store"
+    if not is_new:
+        path.mkdir(parents=True)
+        path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        with closing(open_in(path)) as store, closing(open_in(path, None)):
+            filled(store, 3)
+            modes = {each.relative_to(path).parts[0]: each.stat().st_mode & 0o777 for each in path.rglob("*")}
+            files = {each.stat().st_mode & 0o777 for each in path.rglob("*") if each.is_file()}
+    finally:
+        os.umask(before)
+    assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "slabs", "owners"} <= modes.keys()
+    assert files == {0o600} and (path / "slabs").stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == (0o700 if is_new else 0o755)
+    assert not caplog.records
+    (path / "index.sqlite").chmod(0o644)
+    with closing(open_in(path, None)) as store:
+        assert len(list(store.entries())) == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "chmod" in caplog.text
+
+
 def test_another_version(tmp_path: Path) -> None:
     open_in(tmp_path).close()
     DirectoryMedium(tmp_path).query("PRAGMA user_version = 2")

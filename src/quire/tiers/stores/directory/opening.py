@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from quire.tiers.stores.directory.index import Busy, Index, release
 from quire.tiers.stores.directory.owners import Owners
 from quire.tiers.stores.directory.room import Room, reclaim
 from quire.tiers.stores.directory.slab_files import SlabFiles
+
+logger = logging.getLogger(__name__)
 
 INDEX = "index.sqlite"
 _OURS = {INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal", "slabs", "owners", "lost+found"}
@@ -40,6 +45,7 @@ def open_directory(
         )
     try:
         _check_folder(path, may_be_new=capacity is not None)
+        _make_private(path / INDEX)
         files = SlabFiles(path / "slabs", direct=direct)
         owners = Owners(path / "owners")
     except OSError as error:
@@ -77,7 +83,8 @@ def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
 
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
     if may_be_new:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
     if not may_be_new and not holds_store(path):
         raise StoreError(
             f"there is no store in '{path}': {_what_is(path)}.",
@@ -87,6 +94,16 @@ def _check_folder(path: Path, *, may_be_new: bool) -> None:
     if foreign and not holds_store(path):
         raise StoreError(
             f"'{path}' is not empty and is no store: it holds '{foreign[0]}'.", fix="give an empty directory."
+        )
+
+
+def _make_private(path: Path) -> None:
+    """SQLite gives the files beside an index its mode. One that was made before keeps what it has, and is told of."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    if path.stat().st_mode & 0o077:
+        logger.warning(
+            "others on this machine may read the store '%s'; `chmod -R go= %s` ends that", *[path.parent] * 2
         )
 
 

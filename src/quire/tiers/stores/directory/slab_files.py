@@ -43,7 +43,7 @@ class SlabFiles:
         self._folder = folder
         self._lock = Lock()
         self._files: dict[int, SlabFile] = {}
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         possible = _can_be_direct(folder)
         if direct and not possible:
             raise OSError(errno.EINVAL, "this filesystem cannot read and write around the page cache")
@@ -59,7 +59,7 @@ class SlabFiles:
 
     def make(self, slab: int, num_bytes: int) -> None:
         """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""
-        file = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _allocate(file, num_bytes)
         except OSError:
