@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 
@@ -139,7 +140,31 @@ def _allocate(file: int, num_bytes: int) -> None:
 
 
 def _can_be_direct(folder: Path) -> bool:
-    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse."""
+    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse. On a
+    full disk a slab that is there is read instead."""
+    try:
+        return _probe(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return any(map(_reads_direct, islice(folder.glob("*.slab"), 1)))
+
+
+def _reads_direct(slab: Path) -> bool:
+    with mmap.mmap(-1, BLOCK) as block:
+        try:
+            file = os.open(slab, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+        except OSError:
+            return False
+        try:
+            return bool(_DIRECT) and os.preadv(file, [block], 0) == BLOCK
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+
+
+def _probe(folder: Path) -> bool:
     path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     block = mmap.mmap(-1, BLOCK)
     if not _DIRECT:

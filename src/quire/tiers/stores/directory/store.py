@@ -1,6 +1,6 @@
 """DirectoryStore: a store in a local directory, for one process or several.
 
-    index.sqlite   which record lies where (`index`)
+    index.sqlite   which record lies where (`index`); beside it room to open it on a full disk (`reserve`)
     slabs/         the bytes (`slab_files`, `room`), moved by `transfer`
     owners/        who has it open (`owners`)
 
@@ -29,7 +29,8 @@ from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.stores.directory.facts import Facts, facts_of
 from quire.tiers.stores.directory.gate import Gate
 from quire.tiers.stores.directory.index import NOBODY, Busy, Row, find_rows, insert_rows, release
-from quire.tiers.stores.directory.opening import Opened, open_directory, reclaim_dead
+from quire.tiers.stores.directory.opening import RESERVE, Opened, open_directory, reclaim_dead
+from quire.tiers.stores.directory.reserve import keep_reserve
 from quire.tiers.stores.directory.room import reclaim, slot_size
 from quire.tiers.stores.directory.slab_files import OpenSlabs
 from quire.tiers.stores.directory.statistics import Statistics
@@ -431,6 +432,7 @@ class DirectoryStore:
         self._index.close()
         self._files.close()
         self._owners.close()
+        keep_reserve(self.path / RESERVE)
 
     def _retries(self, count: int) -> list[Answer]:
         if count:
