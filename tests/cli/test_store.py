@@ -187,6 +187,27 @@ def test_gc_by_size(run: Run, store: Path) -> None:
     assert keys_of(store) == {make_key(4, scope=1), make_key(5, scope=1, part=1)}
 
 
+def test_gc_gives_the_disk_its_bytes(run: Run, tmp_path: Path) -> None:
+    """Wherever the records lie that are left: here, one in each slab was used last."""
+    size = 64 + PAYLOAD
+    with closing(DirectoryStore(tmp_path, 4 << 20, slab_bytes=64 << 10)) as opened:
+        keys = make_keys(64)
+        assert write(opened, keys, [sealed(key) for key in keys]) == [Answer.HIT] * 64
+        late = keys[::8]
+        assert opened.get(late, [bytearray(size) for _ in late]) == [Answer.HIT] * 8
+    with closing(DirectoryStore(tmp_path, None)) as opened:
+        before = DirectoryMedium(tmp_path).disk_bytes()
+        dry = read(run("store", "gc", tmp_path, "--to-bytes", str(8 * size), "--dry-run", "--json").stdout)
+        assert dry["freed_bytes"] == 0 and DirectoryMedium(tmp_path).disk_bytes() == before == 8 * (64 << 10)
+        done = read(run("store", "gc", tmp_path, "--to-bytes", str(8 * size), "--json").stdout)
+        assert done["removed"] == 56 and done["freed_bytes"] == 7 * (64 << 10)
+        assert DirectoryMedium(tmp_path).disk_bytes() == 64 << 10
+        buffers = [bytearray(size) for _ in late]
+        assert opened.get(late, buffers) == [Answer.HIT] * 8, "for whoever has it open too"
+        assert buffers == [sealed(key) for key in late]
+    DirectoryMedium(tmp_path).check()
+
+
 def test_gc_by_age(run: Run, store: Path) -> None:
     DirectoryMedium(store).query("UPDATE records SET used = used - 7200000000 WHERE id <= 3")
     done = read(run("store", "gc", store, "--older-than", "1h", "--json").stdout)

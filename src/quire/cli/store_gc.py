@@ -43,6 +43,8 @@ def gc(
 ) -> None:
     """Drop records by scope, age and size, what was flushed and is still there, and what dead writers had prepared.
 
+    In a directory, what is left then moves together, and the disk has the rest back.
+
     [dim]Example:[/dim] quire store gc /var/cache/quire --older-than 7d --to-bytes 100GiB
 
     [dim]Example:[/dim] quire store gc /var/cache/quire --keep 3fa9 --dry-run
@@ -57,10 +59,13 @@ def gc(
         with Console(stderr=True, quiet=as_json).status("Looking for what can go ...") as status:
             entries, marks = _listed(counted(store.entries(), status, "Looking for what can go"))
             doomed = choose(entries, kept, seconds, most, tuple(marks.values()))
+            before = _on_disk(store)
             removed = 0 if dry_run else _remove(store, doomed, status)
             reclaimed = 0 if dry_run else _reclaim(store)
             if not dry_run and removed >= len(doomed):  # what hides a flush goes when nothing is left to hide
                 store.remove(list(marks))
+            status.update("Giving room back to the disk ...")
+            freed = max(0, before - _on_disk(store, compact=not dry_run))
         data = {
             "url": without_secrets(url),
             "dry_run": dry_run,
@@ -70,6 +75,7 @@ def gc(
             "chosen_bytes": sum(entry.num_bytes for entry in doomed),
             "removed": removed,
             "reclaimed": reclaimed,
+            "freed_bytes": freed,
         }
         if as_json:
             print(json.dumps(data))
@@ -147,6 +153,17 @@ def _reclaim(store: Store) -> int:
     return store.statistics["reclaimed"]
 
 
+def _on_disk(store: Store, *, compact: bool = False) -> int:
+    """Bytes of a directory's slabs, of which `compact` gives back what is not needed. A server's disk is its own."""
+    from quire.tiers.stores.directory import DirectoryStore
+
+    if not isinstance(store, DirectoryStore):
+        return 0
+    if compact:
+        store.compact()
+    return store.facts().slab_bytes
+
+
 def _print(data: dict[str, Any]) -> None:
     from quire.plan.budget import format_bytes
 
@@ -158,5 +175,6 @@ def _print(data: dict[str, Any]) -> None:
     )
     if not data["dry_run"]:
         console.print(
-            f"[green]{data['removed']:,} removed[/green], and {data['reclaimed']:,} that dead writers had prepared."
+            f"[green]{data['removed']:,} removed[/green], and {data['reclaimed']:,} that dead writers had prepared; "
+            f"the disk has {format_bytes(data['freed_bytes'])} of it back."
         )

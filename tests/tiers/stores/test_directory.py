@@ -116,8 +116,8 @@ def test_a_slab_that_goes_while_a_record_is_prepared(tmp_path: Path) -> None:
 def test_a_slot_that_is_given_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader finds other bytes than it looked for, and says MISS."""
     with closing(open_in(tmp_path)) as reader, closing(open_in(tmp_path)) as writer:
-        old, new = make_keys(2)
-        assert write(reader, [old], [make_record(0, 5000)]) == [Answer.HIT]
+        old, new, beside = make_keys(3)
+        assert write(reader, [old, beside], [make_record(0, 5000), make_record(2, 5000)]) == [Answer.HIT] * 2
         really = reader._transfer.read
 
         def late(places: Any) -> list[bool]:

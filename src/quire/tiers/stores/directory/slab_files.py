@@ -94,7 +94,10 @@ class SlabFiles:
             return file
 
     def drop(self, slab: int) -> None:
-        """Remove the file."""
+        """Remove the file, in which nobody looks for anything any more. Its bytes are the disk's at once, even while
+        others have it open."""
+        with suppress(OSError):
+            os.truncate(self.path(slab), 0)
         with suppress(OSError):
             self.path(slab).unlink(missing_ok=True)
         with self._lock:

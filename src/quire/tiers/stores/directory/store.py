@@ -26,6 +26,7 @@ from typing_extensions import Buffer
 
 from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.stores.directory.compaction import Compaction
 from quire.tiers.stores.directory.facts import Facts, facts_of
 from quire.tiers.stores.directory.gate import Gate
 from quire.tiers.stores.directory.index import NOBODY, Busy, Row, find_rows, insert_rows, release
@@ -364,15 +365,18 @@ class DirectoryStore:
     # -- the rest
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records; returns how many were there."""
+        """Forget records, and give slabs with nothing left in them back to the disk; returns how many records there
+        were."""
         with self._gate.entered() as is_open:
             if not is_open or not keys:
                 return 0
             try:
-                with self._index.writing() as index:
+                with self._writing() as index:
                     rows = find_rows(index, [key.pack() for key in keys])
-                    visible = [row.id for row in rows.values() if row.owner is None]
-                    release(index, visible)
+                    visible = [row for row in rows.values() if row.owner is None]
+                    release(index, (row.id for row in visible))
+                    for slab in {row.slab for row in visible}:
+                        self._room.drop_if_empty(index, slab)
             except Busy:
                 return 0
             return len(visible)
@@ -419,6 +423,18 @@ class DirectoryStore:
                 raise StoreError(f"the store '{self.path}' cannot be changed: {error}.") from error
         self.statistics.add(reclaimed=count)
         return count
+
+    def compact(self) -> None:
+        """Give the disk back what few records hold on to: they move together. Others may be at the store; what they
+        look for while it moves may be a MISS for them. Raises StoreError."""
+        with self._gate.entered() as is_open:
+            try:
+                if not is_open:
+                    raise Busy("it is closed")
+                self._flush_uses()
+                Compaction(self._index, self._room, self._files, self._transfer, self._owners.name).run()
+            except (Busy, OSError) as error:
+                raise StoreError(f"the store '{self.path}' cannot be changed: {error}.") from error
 
     def close(self) -> None:
         """Wait for what is under way, drop what was prepared and not completed, and let go. May be called twice."""
