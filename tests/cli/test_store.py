@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from tests.cli.conftest import Run
 from tests.tiers.stores.directory_medium import DirectoryMedium
+from tests.tiers.stores.servers import free_port, started, valkey
 
 WIDE = {"COLUMNS": "200"}
 PAYLOAD = 5000
@@ -83,6 +85,39 @@ def test_inspect_nothing(run: Run, tmp_path: Path) -> None:
 def test_urls_that_mean_nothing(run: Run, url: str, text: str) -> None:
     done = run("store", "inspect", url, env=WIDE)
     assert done.exit_code == 2 and text in done.stderr
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "bench"])
+def test_passwords_are_not_shown(run: Run, command: str, as_json: bool) -> None:
+    """Of a server that answers, of one that does not, and of URLs that mean nothing."""
+    pytest.importorskip("redis")
+    port = free_port()
+    flags = ["--json"] if as_json else []
+    small = ["--sizes", "4KiB", "--total", "8KiB"] if command == "bench" else []
+    with TemporaryDirectory(prefix="quire-") as folder:  # a socket's name has room for 100 characters
+        with started(lambda: valkey(Path(folder), "--requirepass", SECRET)):
+            done = run("store", command, f"unix://:{SECRET}@{folder}/valkey.sock?db=0", *small, *flags)
+        assert done.exit_code == 0, done.output
+        if as_json:
+            assert read(done.stdout)["url"] == f"unix://{folder}/valkey.sock"
+        outputs = [done.stdout + done.stderr]
+    for url in (
+        f"redis://:{SECRET}@127.0.0.1:{port}/0",
+        f"valkey://me:{SECRET}@127.0.0.1:{port}?time={SECRET}",
+        f"redis://me:4{SECRET}/@127.0.0.1:{port}",
+        f"redis://me:{SECRET}@127.0.0.1:port",
+        f"redis:/me:{SECRET}@127.0.0.1:{port}",
+        f"ftp://me:{SECRET}@127.0.0.1",
+        f"s3://me:{SECRET}@bucket?endpoint=http://127.0.0.1:{port}&timeout=.1",
+    ):
+        done = run("store", command, url, *small, *flags)
+        assert done.exit_code == 2, done.output
+        outputs.append(done.stdout + done.stderr)
+    assert not any(SECRET in output for output in outputs)
 
 
 # -- verify
@@ -152,6 +187,27 @@ def test_gc_by_size(run: Run, store: Path) -> None:
     done = run("store", "gc", store, "--to-bytes", str(2 * (64 + PAYLOAD)), env=WIDE)
     assert done.exit_code == 0 and "4 removed" in done.stdout
     assert keys_of(store) == {make_key(4, scope=1), make_key(5, scope=1, part=1)}
+
+
+def test_gc_gives_the_disk_its_bytes(run: Run, tmp_path: Path) -> None:
+    """Wherever the records lie that are left: here, one in each slab was used last."""
+    size = 64 + PAYLOAD
+    with closing(DirectoryStore(tmp_path, 4 << 20, slab_bytes=64 << 10)) as opened:
+        keys = make_keys(64)
+        assert write(opened, keys, [sealed(key) for key in keys]) == [Answer.HIT] * 64
+        late = keys[::8]
+        assert opened.get(late, [bytearray(size) for _ in late]) == [Answer.HIT] * 8
+    with closing(DirectoryStore(tmp_path, None)) as opened:
+        before = DirectoryMedium(tmp_path).disk_bytes()
+        dry = read(run("store", "gc", tmp_path, "--to-bytes", str(8 * size), "--dry-run", "--json").stdout)
+        assert dry["freed_bytes"] == 0 and DirectoryMedium(tmp_path).disk_bytes() == before == 8 * (64 << 10)
+        done = read(run("store", "gc", tmp_path, "--to-bytes", str(8 * size), "--json").stdout)
+        assert done["removed"] == 56 and done["freed_bytes"] == 7 * (64 << 10)
+        assert DirectoryMedium(tmp_path).disk_bytes() == 64 << 10
+        buffers = [bytearray(size) for _ in late]
+        assert opened.get(late, buffers) == [Answer.HIT] * 8, "for whoever has it open too"
+        assert buffers == [sealed(key) for key in late]
+    DirectoryMedium(tmp_path).check()
 
 
 def test_gc_by_age(run: Run, store: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.errors import HostMemoryError, InvalidInput, PlanError, QuireError, StoreError
 from quire.plan.budget import parse_bytes
+from quire.testing.contracts.records import make_key, make_record, write
+from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.tiny_model import make_tiny_model
 
@@ -154,3 +157,32 @@ def test_what_a_new_directory_gets(tmp_path: Path) -> None:
     assert found is not None and 0 < found <= 32 * 2**30
     assert storage_size(engine_config(storage="valkey://host")) is None
     assert storage_size(engine_config(storage=str(tmp_path / "a"), storage_size="1MiB")) == 2**20
+
+
+def test_a_new_disk_is_a_new_directory(tmp_path: Path) -> None:
+    """A filesystem that was just made holds a folder of its own."""
+    (tmp_path / "lost+found").mkdir()
+    config = engine_config(storage=str(tmp_path))
+    assert 0 < (storage_size(config) or 0) <= shutil.disk_usage(tmp_path).total // 2
+    opened = open_tiers(config)
+    assert isinstance(opened.store, DirectoryStore)
+    opened.store.close()
+    assert storage_size(config) is None, "from now on it is as it is"
+
+
+def test_a_size_that_holds_no_page(tmp_path: Path) -> None:
+    """Refused with the least size that does, given now or by whoever made the directory; that size holds a page."""
+    path = tmp_path / "store"
+    with pytest.raises(PlanError, match="hold no page") as caught:
+        open_tiers(engine_config(storage=str(path), storage_size="4KiB", page_size=256))
+    assert not path.exists()
+    DirectoryStore(path, 4 << 10).close()
+    with pytest.raises(PlanError, match="hold no page") as found:
+        open_tiers(engine_config(storage=str(path), page_size=256))
+    assert found.value.fix == caught.value.fix
+    least = found.value.fix.partition("--storage-size ")[2].partition(" ")[0]
+    opened = open_tiers(engine_config(storage=str(path), storage_size=least, page_size=256))
+    assert isinstance(opened.store, DirectoryStore) and opened.store.facts().num_owners == 1
+    size = opened.num_bytes or 0
+    assert write(opened.store, [make_key(0)], [make_record(0, size)]) == [Answer.HIT]
+    opened.store.close()

@@ -12,8 +12,8 @@ from quire.tiers.store import Answer, Entry, StoreKey
 
 
 class DictStore:
-    """Keeps at most `most_bytes`, of which what was used last. Any key in `refused[method]` is answered RETRY there,
-    and a method named in `failing` raises."""
+    """Keeps at most `most_bytes`, of which what was used last, and of a batch the first. Any key in `refused[method]`
+    is answered RETRY there, and a method named in `failing` raises."""
 
     def __init__(self, most_bytes: int = 1 << 30) -> None:
         self.visible: dict[StoreKey, bytes] = {}  # least recently used first
@@ -35,7 +35,13 @@ class DictStore:
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         self._note("prepare", len(keys))
         with self._lock:
+            self._use(keys)
             return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+
+    def _use(self, keys: Sequence[StoreKey]) -> None:
+        for key in reversed(keys):
+            if key in self.visible:
+                self.visible[key] = self.visible.pop(key)
 
     def _prepare(self, key: StoreKey, size: int) -> Answer:
         if key in self.visible:
@@ -76,11 +82,13 @@ class DictStore:
                     assert record is not None, "completed without its bytes"
                     self.visible[key] = bytes(record)
                     answers.append(Answer.HIT)
+            self._use(keys)
             return answers
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         self._note("get", len(keys))
         with self._lock:
+            self._use(keys)
             return [self._get(key, record) for key, record in zip(keys, records, strict=True)]
 
     def _get(self, key: StoreKey, record: Buffer) -> Answer:
@@ -88,7 +96,6 @@ class DictStore:
             return Answer.RETRY
         if key not in self.visible:
             return Answer.MISS
-        self.visible[key] = self.visible.pop(key)
         memoryview(record)[:] = self.visible[key]
         return Answer.HIT
 

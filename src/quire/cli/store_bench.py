@@ -44,6 +44,7 @@ def bench(
     """
     with reported(as_json=as_json, debug=debug):
         from quire.plan.budget import parse_bytes
+        from quire.tiers.stores.options import without_secrets
         from quire.tiers.stores.registry import directory_of
 
         record_sizes = [parse_bytes(size) for size in sizes.split(",")]
@@ -56,7 +57,7 @@ def bench(
                 rows = _of_server(url, record_sizes, total_bytes, batch, status)
             else:
                 rows = _of_directory(Path(path), record_sizes, total_bytes, batch, threads, status)
-        data = {"url": url, "threads": threads, "total_bytes": total_bytes, "rows": rows}
+        data = {"url": without_secrets(url), "threads": threads, "total_bytes": total_bytes, "rows": rows}
         if as_json:
             print(json.dumps(data))
         else:

@@ -43,12 +43,15 @@ def gc(
 ) -> None:
     """Drop records by scope, age and size, what was flushed and is still there, and what dead writers had prepared.
 
+    In a directory, what is left then moves together, and the disk has the rest back.
+
     [dim]Example:[/dim] quire store gc /var/cache/quire --older-than 7d --to-bytes 100GiB
 
     [dim]Example:[/dim] quire store gc /var/cache/quire --keep 3fa9 --dry-run
     """
     with reported(as_json=as_json, debug=debug), opened(url) as store:
         from quire.plan.budget import parse_bytes
+        from quire.tiers.stores.options import without_secrets
 
         kept = None if not keep else tuple(scope_prefix(scope) for scope in keep)
         seconds = None if older_than is None else parse_seconds(older_than)
@@ -56,12 +59,15 @@ def gc(
         with Console(stderr=True, quiet=as_json).status("Looking for what can go ...") as status:
             entries, marks = _listed(counted(store.entries(), status, "Looking for what can go"))
             doomed = choose(entries, kept, seconds, most, tuple(marks.values()))
+            before = _on_disk(store)
             removed = 0 if dry_run else _remove(store, doomed, status)
             reclaimed = 0 if dry_run else _reclaim(store)
             if not dry_run and removed >= len(doomed):  # what hides a flush goes when nothing is left to hide
                 store.remove(list(marks))
+            status.update("Giving room back to the disk ...")
+            freed = max(0, before - _on_disk(store, compact=not dry_run))
         data = {
-            "url": url,
+            "url": without_secrets(url),
             "dry_run": dry_run,
             "records": len(entries),
             "bytes": sum(entry.num_bytes for entry in entries),
@@ -69,6 +75,7 @@ def gc(
             "chosen_bytes": sum(entry.num_bytes for entry in doomed),
             "removed": removed,
             "reclaimed": reclaimed,
+            "freed_bytes": freed,
         }
         if as_json:
             print(json.dumps(data))
@@ -146,6 +153,17 @@ def _reclaim(store: Store) -> int:
     return store.statistics["reclaimed"]
 
 
+def _on_disk(store: Store, *, compact: bool = False) -> int:
+    """Bytes of a directory's slabs, of which `compact` gives back what is not needed. A server's disk is its own."""
+    from quire.tiers.stores.directory import DirectoryStore
+
+    if not isinstance(store, DirectoryStore):
+        return 0
+    if compact:
+        store.compact()
+    return store.facts().slab_bytes
+
+
 def _print(data: dict[str, Any]) -> None:
     from quire.plan.budget import format_bytes
 
@@ -157,5 +175,6 @@ def _print(data: dict[str, Any]) -> None:
     )
     if not data["dry_run"]:
         console.print(
-            f"[green]{data['removed']:,} removed[/green], and {data['reclaimed']:,} that dead writers had prepared."
+            f"[green]{data['removed']:,} removed[/green], and {data['reclaimed']:,} that dead writers had prepared; "
+            f"the disk has {format_bytes(data['freed_bytes'])} of it back."
         )

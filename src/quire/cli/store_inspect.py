@@ -51,6 +51,7 @@ def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = 
 def examine(url: str, store: Store, entries: Iterable[Entry]) -> dict[str, Any]:
     """All findings, as plain values."""
     from quire.tiers.forgotten import marked_by
+    from quire.tiers.stores.options import without_secrets
 
     scopes: dict[str, _Scope] = {}
     flushed: list[str] = []
@@ -72,7 +73,7 @@ def examine(url: str, store: Store, entries: Iterable[Entry]) -> dict[str, Any]:
         scope.flushed = name.startswith(tuple(flushed))
     by_bytes = sorted(scopes.items(), key=lambda item: -item[1].num_bytes)
     return {
-        "url": url,
+        "url": without_secrets(url),
         "backend": type(store).__name__,
         "records": sum(scope.records for scope in scopes.values()),
         "bytes": sum(scope.num_bytes for scope in scopes.values()),

@@ -132,8 +132,10 @@ def _defect(key: StoreKey, record: bytearray) -> str:
 
 
 def _as_dict(url: str, verdict: Verdict, seconds: float) -> dict[str, Any]:
+    from quire.tiers.stores.options import without_secrets
+
     return {
-        "url": url,
+        "url": without_secrets(url),
         "records": verdict.records,
         "bytes": verdict.num_bytes,
         "seconds": round(seconds, 3),

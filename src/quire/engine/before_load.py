@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,8 @@ from quire.spec.group import GroupSpec
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.tiers.store import Store
+from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.stores.directory.opening import holds_store
 from quire.tiers.stores.directory.room import slot_size
 from quire.tiers.stores.registry import directory_of, open_store
 
@@ -35,7 +37,7 @@ _SOME_KV_BYTES = 2**40  # for layouts, which do not depend on it
 
 
 class Storage(NamedTuple):
-    """A store that was opened, None where there is none, and what may be kept there, None where it has its own size.
+    """A store that was opened, None where there is none, and what may be kept there, None where a server knows.
     Whoever has it closes the store."""
 
     store: Store | None
@@ -58,15 +60,23 @@ def open_tiers(config: EngineConfig) -> Storage:
         if isinstance(config.host_memory, int):
             host_frames(plan, config.host_memory)
         check_storage_size(config, plan.groups, size)
-    return Storage(open_store(config.storage, capacity=size) if config.storage else None, size)
+    store = open_store(config.storage, capacity=size) if config.storage else None
+    if isinstance(store, DirectoryStore) and size is None:
+        with ExitStack() as undo:
+            undo.callback(store.close)
+            size = store.facts().capacity
+            if plan is not None:
+                check_storage_size(config, plan.groups, size)
+            undo.pop_all()
+    return Storage(store, size)
 
 
 def storage_size(config: EngineConfig) -> int | None:
-    """Bytes that may be kept: as configured; of a new directory, where nothing is, half of what its disk has free and
-    32 GiB at most; None where the store has a size of its own."""
+    """Bytes that may be kept: as configured; of a new directory half of what its disk has free and 32 GiB at most;
+    None where the store has a size of its own."""
     path = directory_of(config.storage) if config.storage is not None else None
     try:
-        if config.storage_size is not None or path is None or (Path(path).is_dir() and any(Path(path).iterdir())):
+        if config.storage_size is not None or path is None or holds_store(Path(path)):
             return config.storage_size
         parent = next((folder for folder in (Path(path), *Path(path).absolute().parents) if folder.is_dir()), Path("/"))
         return min(_MOST_STORAGE, shutil.disk_usage(parent).free // 2)
@@ -77,12 +87,13 @@ def storage_size(config: EngineConfig) -> int | None:
 def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
     """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError
     where nobody gave a size and the disk is full."""
-    if config.storage is None or num_bytes is None or directory_of(config.storage) is None:
+    path = directory_of(config.storage) if config.storage is not None else None
+    if path is None or num_bytes is None:
         return
     least = sum(slot_size(HEADER_BYTES + group.layout.bytes_per_frame) for group in groups)
-    if num_bytes < least and config.storage_size is None:
+    if num_bytes < least and config.storage_size is None and not holds_store(Path(path)):
         raise StoreError(
-            f"the disk of '{config.storage}' has no room for a store: half of what is free is "
+            f"the disk of '{path}' has no room for a store: half of what is free is "
             f"{format_bytes(num_bytes)}, and a page takes {format_bytes(least)}.",
             fix="free some of it, or give another directory.",
         )

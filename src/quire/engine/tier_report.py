@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from quire.engine.config import EngineConfig
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.prefix.reach import reach_of
+from quire.tiers.stores.options import without_secrets
 
 
 def tiers_as_dict(
@@ -88,11 +88,3 @@ def _storage(storage: Mapping[str, Any]) -> str:
     if storage["bytes"] is None:
         return f"{storage['where']}, as large as it is"
     return f"{storage['where']}, at most {format_bytes(storage['bytes'])}: about {storage['tokens']:,} tokens"
-
-
-def without_secrets(url: str) -> str:
-    """A store's URL without a user's name, password and options."""
-    parts = urlsplit(url)
-    if "://" not in url:
-        return url
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -8,6 +8,10 @@ is full or slow, a record that another process is writing are answers too.
     PENDING  another writer is at it
     RETRY    cannot say or do it now: unreachable, full, busy
 
+A bounded store forgets what was not used for longest. Reading and writing are use; so is `prepare` of what is there,
+and `exists` is not. Of one batch the first counts as used last, where the store has a say in it: keys come in the order
+of a prompt, and a page is of no use without those before it.
+
 Writing is in two phases, so that nobody ever finds half a record, or the records of a page that failed:
 
     prepare(keys, sizes)   MISS: room is kept for you. HIT, PENDING: leave it to whoever has it. RETRY: no room now

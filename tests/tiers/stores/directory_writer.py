@@ -45,8 +45,10 @@ def work(job: dict[str, Any], say: Say) -> None:
                 found = read(store, key, size_of(number))
                 assert found is None or found == make_record(number, size_of(number)), f"wrong bytes of {number}"
                 counts["hits"] += found is not None
+        elif rng.random() < 0.6:
+            store.remove(keys[:3])
         else:
-            store.remove(keys[:1])
+            store.compact()
     store.close()
     say(counts)
 

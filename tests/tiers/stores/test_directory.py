@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def test_a_slab_that_goes_while_a_record_is_prepared(tmp_path: Path) -> None:
 def test_a_slot_that_is_given_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader finds other bytes than it looked for, and says MISS."""
     with closing(open_in(tmp_path)) as reader, closing(open_in(tmp_path)) as writer:
-        old, new = make_keys(2)
-        assert write(reader, [old], [make_record(0, 5000)]) == [Answer.HIT]
+        old, new, beside = make_keys(3)
+        assert write(reader, [old, beside], [make_record(0, 5000), make_record(2, 5000)]) == [Answer.HIT] * 2
         really = reader._transfer.read
 
         def late(places: Any) -> list[bool]:
@@ -134,8 +134,9 @@ def test_a_slot_that_is_given_away_while_it_is_read(tmp_path: Path, monkeypatch:
         assert reader.statistics["overtaken"] == 1 and reader.statistics["hits"] == 0
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """Records that do not fit are RETRY, what is there stays, and with room it goes on."""
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 12 MiB."""
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
@@ -143,31 +144,72 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     )
     if mounted.returncode:
         pytest.skip("may not mount")
-    try:
-        with closing(open_in(place, 64 << 20, slab_bytes=256 << 10)) as store:
-            keys = make_keys(500)
-            answers = [write(store, [key], [make_record(n, 30_000)])[0] for n, key in enumerate(keys)]
-            assert set(answers) <= {Answer.HIT, Answer.RETRY}
-            assert len(list(store.entries())) > 150
-            for n, key in enumerate(keys):
-                assert read(store, key, 30_000) in (make_record(n, 30_000), None)
-            (place / "ballast").write_bytes(bytes(shutil.disk_usage(place).free))
-            kept = list(store.entries())
-            late = write(store, keys[:30], [make_record(n, 30_000) for n in range(30)])
-            assert set(late) <= {Answer.HIT, Answer.RETRY}
-            large = make_key(1000)
-            assert write(store, [large], [make_record(7, 3_000_000)])[0] in (Answer.RETRY, Answer.HIT)
-            for entry in kept:
-                n = keys.index(entry.key)
-                assert read(store, entry.key, 30_000) in (make_record(n, 30_000), None)
-            (place / "ballast").unlink()
-            store.remove([large])
-            assert write(store, [large], [make_record(7, 3_000_000)]) == [Answer.HIT]
-            assert read(store, large, 3_000_000) == make_record(7, 3_000_000)
-            assert write(store, keys[:30], [make_record(n, 30_000) for n in range(30)]) == [Answer.HIT] * 30
-        DirectoryMedium(place).check()
-    finally:
-        subprocess.run(["umount", place], check=True)
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def fill_up(disk: Path) -> None:
+    with open(disk / "ballast", "wb", buffering=0) as ballast, suppress(OSError):
+        while ballast.write(bytes(4096)):
+            pass
+
+
+def test_a_disk_that_is_full_at_start(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is stored is read by everyone who opens it, with a word, and nothing is stored until there is room."""
+    path = small_disk / "kv"
+    with closing(open_in(path, 4 << 20, slab_bytes=128 << 10)) as store:
+        keys, direct = filled(store, 20), store.direct
+    fill_up(small_disk)
+    others = [make_key(100 + number) for number in range(60)]
+    for _ in range(2):  # as it closes, it keeps room to be opened again
+        caplog.clear()
+        with closing(open_in(path, 4 << 20)) as store, closing(open_in(path, None)) as second:
+            assert [record.levelname for record in caplog.records] == ["WARNING"] * 2 and "is full" in caplog.text
+            for each in (store, second):
+                assert each.direct == direct
+                assert [read(each, key, 30_000) for key in keys] == [make_record(n, 30_000) for n in range(20)]
+            fill_up(small_disk)
+            assert write(store, others[:1], [make_record(0, 900_000)]) == [Answer.RETRY]
+    (small_disk / "ballast").unlink()
+    caplog.clear()
+    with closing(open_in(path, None)) as store:
+        assert not caplog.records
+        assert write(store, others, [make_record(number, 30_000) for number in range(60)]) == [Answer.HIT] * 60
+    DirectoryMedium(path).check()
+
+
+def test_a_full_disk_without_a_store(small_disk: Path) -> None:
+    fill_up(small_disk)
+    with pytest.raises(StoreError, match="is full") as caught:
+        open_in(small_disk / "kv")
+    assert "make room" in caught.value.fix
+
+
+def test_a_disk_that_is_full(small_disk: Path) -> None:
+    """Records that do not fit are RETRY, what is there stays, and with room it goes on."""
+    place = small_disk
+    with closing(open_in(place, 64 << 20, slab_bytes=256 << 10)) as store:
+        keys = make_keys(500)
+        answers = [write(store, [key], [make_record(n, 30_000)])[0] for n, key in enumerate(keys)]
+        assert set(answers) <= {Answer.HIT, Answer.RETRY}
+        assert len(list(store.entries())) > 150
+        for n, key in enumerate(keys):
+            assert read(store, key, 30_000) in (make_record(n, 30_000), None)
+        (place / "ballast").write_bytes(bytes(shutil.disk_usage(place).free))
+        kept = list(store.entries())
+        late = write(store, keys[:30], [make_record(n, 30_000) for n in range(30)])
+        assert set(late) <= {Answer.HIT, Answer.RETRY}
+        large = make_key(1000)
+        assert write(store, [large], [make_record(7, 3_000_000)])[0] in (Answer.RETRY, Answer.HIT)
+        for entry in kept:
+            n = keys.index(entry.key)
+            assert read(store, entry.key, 30_000) in (make_record(n, 30_000), None)
+        (place / "ballast").unlink()
+        store.remove([large])
+        assert write(store, [large], [make_record(7, 3_000_000)]) == [Answer.HIT]
+        assert read(store, large, 3_000_000) == make_record(7, 3_000_000)
+        assert write(store, keys[:30], [make_record(n, 30_000) for n in range(30)]) == [Answer.HIT] * 30
+    DirectoryMedium(place).check()
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
@@ -258,6 +300,32 @@ def test_a_use_is_known_at_once(tmp_path: Path) -> None:
         assert idle[keys[0]] < 1800 < idle[keys[1]]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_nobody_else_may_read(tmp_path: Path, is_new: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the umask. A folder that was there keeps its mode, as what is in it is closed. What was made open to
+    others stays so, with a word."""
+    path = tmp_path / "new" / "store"
+    if not is_new:
+        path.mkdir(parents=True)
+        path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        with closing(open_in(path)) as store, closing(open_in(path, None)):
+            filled(store, 3)
+            modes = {each.relative_to(path).parts[0]: each.stat().st_mode & 0o777 for each in path.rglob("*")}
+            files = {each.stat().st_mode & 0o777 for each in path.rglob("*") if each.is_file()}
+    finally:
+        os.umask(before)
+    assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "slabs", "owners"} <= modes.keys()
+    assert files == {0o600} and (path / "slabs").stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == (0o700 if is_new else 0o755)
+    assert not caplog.records
+    (path / "index.sqlite").chmod(0o644)
+    with closing(open_in(path, None)) as store:
+        assert len(list(store.entries())) == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "chmod" in caplog.text
+
+
 def test_another_version(tmp_path: Path) -> None:
     open_in(tmp_path).close()
     DirectoryMedium(tmp_path).query("PRAGMA user_version = 2")
@@ -292,7 +360,7 @@ def test_a_smaller_capacity(tmp_path: Path) -> None:
     """The coldest slabs go until it fits, for whoever opens it next."""
     with closing(open_in(tmp_path, slab_bytes=128 << 10)) as store:
         keys = filled(store, 20)
-        assert read(store, keys[0], 30_000) == make_record(0, 30_000)  # its slab is the warmest now
+        assert read(store, keys[19], 30_000) == make_record(19, 30_000)  # its slab is the warmest now
     with closing(open_in(tmp_path, 256 << 10, slab_bytes=128 << 10)) as store:
         assert [key for key, answer in zip(keys, store.exists(keys), strict=True) if answer is Answer.HIT] == [
             *keys[:4],
@@ -329,7 +397,7 @@ def test_last_use_outlives_the_process(tmp_path: Path) -> None:
         assert read(store, keys[0], 30_000) is not None
     with closing(open_in(tmp_path, 128 << 10)) as store:
         assert write(store, [make_key(9)], [make_record(9, 30_000)]) == [Answer.HIT]
-        assert store.exists(keys) == [Answer.HIT, Answer.MISS, Answer.HIT, Answer.HIT]
+        assert store.exists(keys) == [Answer.HIT, Answer.HIT, Answer.HIT, Answer.MISS]
 
 
 def test_durable(tmp_path: Path) -> None:

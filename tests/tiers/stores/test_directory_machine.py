@@ -31,6 +31,8 @@ def run(path: Path, choices: Choices, num_steps: int) -> Counter[str]:
             model.happened["evicted"] += store.statistics["evicted"]
             store = DirectoryStore(path, choices.one_of((None, 24 << 10, 96 << 10)), slab_bytes=slab_bytes)
             model.store, model.prepared = store, {}
+        if choices.chance(4):
+            store.compact()
         model.step(choices)
         medium.check()
     model.check()
@@ -49,5 +51,5 @@ def test_any_sequence(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_long_sequences(tmp_path: Path, seed: int) -> None:
-    happened = run(tmp_path, Choices.seeded(seed), 250)
+    happened = run(tmp_path, Choices.seeded(seed), 300)
     assert happened["evicted"] and happened["hit"] and happened["stored"] >= 10

@@ -7,7 +7,7 @@ import pytest
 from quire.errors import InvalidInput
 from quire.testing.contracts.records import make_keys
 from quire.tiers.store import Answer, StoreKey
-from quire.tiers.stores.options import Options
+from quire.tiers.stores.options import Options, without_secrets
 from quire.tiers.stores.prepared import Prepared
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
@@ -35,6 +35,37 @@ def test_what_is_no_number(text: str) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InvalidInput, match="a size like"):
         Options(f"mooncake://host?segment={text}", ("segment",)).size("segment", 1)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://alice:hunter2@host:1/0",
+        "redis://:hunter2@host:1/0",
+        "valkeys://alice:hunter2@host/0?ssl_ca_certs=x",
+        "unix://alice:hunter2@/run/valkey.sock?db=0",
+        "redis://alice:hun/ter2@host/0",
+        "redis://alice:12?hunter2@host/0",
+        "redis://alice:12/hunter2@host/0",
+        "redis://alice:hunter2#@host/0",
+        "redis://alice:hunter2@ho@host",
+        "redis://alice:hunter2@[host/0",
+        "redis://alice:hunter2@host\u2100/0",
+        "s3://alice:hunter2@bucket?region=x&secret=hunter2",
+        "redis://host?password=hunter2",
+        "redis://alice:12#hunter2@host/0",
+    ],
+)
+def test_secrets_are_not_shown(url: str) -> None:
+    """Neither by themselves, nor in what is said of a URL that cannot be understood."""
+    shown = without_secrets(url)
+    assert shown.startswith(url.partition("://")[0] + "://")
+    said = shown
+    try:
+        assert Options(url, ("ssl_*", "db", "region")).where == shown
+    except InvalidInput as error:
+        said += str(error)
+    assert not any(part in said for part in ("alice", "hun", "ter2", ":12"))
 
 
 def test_only_what_the_medium_does_not_have_is_announced() -> None:

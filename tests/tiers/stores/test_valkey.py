@@ -138,6 +138,24 @@ def test_to_look_is_no_use(shared_directory: Path) -> None:
         assert idle >= [1, 1] or version < (7, 2)
 
 
+def test_what_counts_as_use(start: Starting, directory: Path) -> None:
+    """Reading and announcing again do, asking does not. The server counts uses by this policy; by the other one it
+    notes seconds."""
+    server = start("--maxmemory-policy", "allkeys-lfu", "--lfu-log-factor", "0")
+    store, (key,) = open_store(directory), make_keys(1)
+    with redis.Redis(unix_socket_path=f"{directory}/valkey.sock") as client:
+
+        def uses() -> int:
+            return int(client.object("freq", f"quire/{key}"))
+
+        assert write(store, [key], [make_record(0, 500)]) == [HIT]
+        fresh = uses()
+        assert store.exists([key]) == [HIT] and uses() == fresh
+        assert store.prepare([key], [500]) == [HIT] and uses() == fresh + 1
+    store.close()
+    server.kill()
+
+
 # -- a server that dies, hangs, fills up, changes its mind
 
 

@@ -39,7 +39,7 @@ class StoreContract:
     """The tests. Subclasses implement `make_store`, `open_again` and `medium`, and change the attributes."""
 
     bounded = True  # never holds more bytes than its capacity, by forgetting
-    lru = True  # what was not used for longest is forgotten first
+    lru = True  # what was not used for longest is forgotten first, and of one batch the last
     survives_restart = True  # a store that is closed and opened again holds what it held
     shared = True  # several stores can be open on one medium at once
     exclusive = True  # with several, a second writer of a key is told PENDING until the first has completed
@@ -520,6 +520,44 @@ class StoreContract:
             there = [answer is HIT for answer in store.exists([keys[other] for other in by_use])]
             assert there == sorted(there), "a record was forgotten before one that was not used for longer"
         assert 4 <= sum(there) <= 16
+
+    @pytest.mark.parametrize("use", ["written", "read", "announced"])
+    def test_of_a_batch_the_last_goes_first(self, use: str) -> None:
+        """A batch comes in the order of a prompt, whose end is of no use without its beginning. So of what was written,
+        read, or announced again together, what is left is the beginning."""
+        if not self.lru:
+            pytest.skip("forgets in another order")
+        store, size = self._bounded(), self.capacity // 16 - 64
+        keys, others = make_keys(4), [make_key(100 + number) for number in range(24)]
+        order = keys if use == "written" else keys[::-1]
+        assert write(store, order, [make_record(number, size) for number in range(4)]) == [HIT] * 4
+        if use == "read":
+            assert store.get(keys, [bytearray(size) for _ in keys]) == [HIT] * 4
+        elif use == "announced":
+            assert store.prepare([*keys, others[0]], [size] * 5) == [HIT] * 4 + [MISS]
+            assert store.complete(others[:1], [False]) == [MISS]
+        left = []
+        for number, other in enumerate(others):
+            assert write(store, [other], [make_record(number, size)]) == [HIT]
+            there = [answer is HIT for answer in store.exists(keys)]
+            assert there == sorted(there, reverse=True), "the beginning was forgotten before the end"
+            left.append(sum(there))
+        assert left[0] == 4 and left[-1] == 0 and {1, 2, 3} & set(left)
+
+    def test_a_batch_among_what_is_there(self) -> None:
+        """What is written behind records that are there, announced in one batch with them, is forgotten before them."""
+        if not self.lru:
+            pytest.skip("forgets in another order")
+        store, size = self._bounded(), self.capacity // 16 - 64
+        keys = make_keys(5)
+        records = [make_record(number, size) for number in range(5)]
+        assert write(store, keys[:3], records[:3]) == [HIT] * 3
+        assert write(store, keys, records) == [HIT] * 5
+        for number in range(24):
+            assert write(store, [make_key(100 + number)], [make_record(number, size)]) == [HIT]
+            there = [answer is HIT for answer in store.exists(keys)]
+            assert there == sorted(there, reverse=True), "the beginning was forgotten before the end"
+        assert there == [False] * 5
 
     def test_prepared_records_are_not_forgotten(self) -> None:
         """Room that was promised stays; who comes too late is told RETRY, and nothing is lost."""

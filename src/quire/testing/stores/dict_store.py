@@ -11,8 +11,8 @@ from quire.tiers.store import Answer, Entry, Store, StoreKey
 
 
 class DictStore(Store):
-    """Keeps at most `most_bytes`, prepared ones counted in, and forgets what was not used for longest. `version`
-    changes whenever `visible` does."""
+    """Keeps at most `most_bytes`, prepared ones counted in, and forgets what was not used for longest: of a batch the
+    last first. `version` changes whenever `visible` does."""
 
     def __init__(self, most_bytes: int = 1 << 30) -> None:
         self.visible: dict[StoreKey, bytes] = {}  # least recently used first
@@ -30,6 +30,7 @@ class DictStore(Store):
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         """RETRY where there is no room beside what is prepared."""
         with self._lock:
+            self._use(keys)
             return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
@@ -50,11 +51,13 @@ class DictStore(Store):
                     assert record is not None, "a record was completed and never put"
                     self.visible[key] = bytes(record)
                     self.version += 1
+            self._use(keys)
             return [Answer.HIT if good else Answer.MISS for good in ok]
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """RETRY for a record of another size than its buffer."""
         with self._lock:
+            self._use(keys)
             return [self._get(key, memoryview(record)) for key, record in zip(keys, records, strict=True)]
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
@@ -79,6 +82,12 @@ class DictStore(Store):
         """Of visible and of prepared records."""
         return sum(map(len, self.visible.values())) + sum(self._prepared.values())
 
+    def _use(self, keys: Sequence[StoreKey]) -> None:
+        """The first counts as used last."""
+        for key in reversed(keys):
+            if key in self.visible:
+                self.visible[key] = self.visible.pop(key)
+
     def _prepare(self, key: StoreKey, size: int) -> Answer:
         if key in self.visible:
             return Answer.HIT
@@ -95,7 +104,7 @@ class DictStore(Store):
     def _get(self, key: StoreKey, record: memoryview) -> Answer:
         if key not in self.visible:
             return Answer.MISS
-        self.visible[key] = found = self.visible.pop(key)
+        found = self.visible[key]
         if len(found) != record.nbytes:
             return Answer.RETRY
         record[:] = found

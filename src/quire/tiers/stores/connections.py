@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.stores.failures import Failures
-from quire.tiers.stores.options import Options
+from quire.tiers.stores.options import Options, not_understood
 from quire.tiers.stores.resp import Reply, ReplyReader
 
 Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"
@@ -46,8 +46,8 @@ class Settings:
         theirs = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path}?{urlencode(options.rest())}"
         try:
             connection = parse_url(theirs)  # type: ignore[no-untyped-call]
-        except ValueError as error:
-            raise InvalidInput(f"{where} cannot be understood: {error}") from error
+        except ValueError:
+            raise not_understood(where) from None
         return cls(where=where, connection=connection, timeout=timeout, connections=connections, pending=pending)
 
 

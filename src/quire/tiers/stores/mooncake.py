@@ -24,6 +24,7 @@ What the pool does not tell, and what this store does about it:
     a key twice in one read fills one buffer of the two   asks for each key once
     remove of a record that was just read is refused      removed by force
     calls after close end the process                     calls are counted out before
+    the master evicts by the time a lease ends            of what is asked for together, the first is leased last
 """
 
 from __future__ import annotations
@@ -135,13 +136,15 @@ class MooncakeStore:
             raise StoreError(f"{where} does not register {self._bounce.num_bytes} bytes.", fix="lower `bounce`.")
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """HIT or MISS; it keeps what is there from being evicted for the master's lease."""
+        """HIT or MISS; it keeps what is there from being evicted for the master's lease, and counts as use. Asked from
+        the end, so that the lease of the first ends last."""
         answers: list[Answer] = []
-        for start in range(0, len(keys), _MOST_PIECES):
-            names = _names(keys[start : start + _MOST_PIECES])
-            codes = self._ask(len(names), self._client.batch_is_exist, names)
+        names = _names(keys)[::-1]
+        for start in range(0, len(names), _MOST_PIECES):
+            some = names[start : start + _MOST_PIECES]
+            codes = self._ask(len(some), self._client.batch_is_exist, some)
             answers += [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes]
-        return answers
+        return answers[::-1]
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         """MISS where nothing is yet; RETRY for a record that is too long for `bounce`."""

@@ -11,6 +11,21 @@ from quire.errors import InvalidInput
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
+def without_secrets(url: str) -> str:
+    """A store's URL without a user's name, password and options; a directory as it is. All before the last @ is left
+    out, for a password may not be quoted as it should be."""
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}" if mark else url
+
+
+def not_understood(where: str) -> InvalidInput:
+    """A URL that cannot be taken apart."""
+    return InvalidInput(
+        f"{where} cannot be understood.",
+        fix="write scheme://user:password@host:port, with %40 for @, %2F for /, %3F for ? and %23 for # in a password.",
+    )
+
+
 class Options:
     """A URL taken apart: `parts` as urllib has them, and options to be asked for by name.
 
@@ -18,8 +33,14 @@ class Options:
     """
 
     def __init__(self, url: str, known: Collection[str]) -> None:
-        self.parts: SplitResult = urlsplit(url)
-        self.where = f"{self.parts.scheme}://{self.parts.netloc.rpartition('@')[2]}{self.parts.path}"
+        self.where = without_secrets(url)
+        try:
+            self.parts: SplitResult = urlsplit(url)
+            self.parts.port  # noqa: B018 - it is understood when it is asked for
+            if "@" in self.parts.query + self.parts.fragment:
+                raise ValueError
+        except ValueError:
+            raise not_understood(self.where) from None  # what it says may be part of a password
         self._given = dict(parse_qsl(self.parts.query, keep_blank_values=True))
         for name in self._given:
             if name not in known and not any(name.startswith(start[:-1]) for start in known if start.endswith("*")):

@@ -30,9 +30,16 @@ _DIRECTORY = "dir:"
 
 
 def directory_of(url: str) -> str | None:
-    """The path, where a URL means a local directory: `dir:PATH` or a path; else None."""
+    """The path, where a URL means a local directory: `dir:PATH` or a path; else None. Raises InvalidInput for what was
+    meant to be a server's, whose password would else be shown as part of a path."""
     if url.startswith(_DIRECTORY):
         return url.removeprefix(_DIRECTORY).removeprefix("//")
+    scheme, mark, _ = url.partition(":")
+    if mark and scheme.lower() in _BACKENDS and not _SCHEME.match(url):
+        raise InvalidInput(
+            f"the URL of a store begins with {scheme}://, and this one with {scheme}:.",
+            fix=f"write both slashes, or dir:PATH for a directory whose name begins with {scheme}:.",
+        )
     return None if _SCHEME.match(url) else url
 
 

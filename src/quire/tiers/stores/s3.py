@@ -52,6 +52,11 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S
     options = Options(url, ("endpoint", "region", "timeout", "threads"))
     if options.parts.scheme != "s3" or not options.parts.netloc:
         raise InvalidInput(f"an S3 URL looks like s3://bucket/prefix, not {options.where}.")
+    if "@" in options.parts.netloc:
+        raise InvalidInput(
+            f"the URL of {options.where} has a user in it, which would be taken for part of the bucket's name.",
+            fix="leave it out, and give credentials in the environment (AWS_ACCESS_KEY_ID, ...).",
+        )
     try:
         from obstore.store import S3Store as Bucket
     except ImportError as error:

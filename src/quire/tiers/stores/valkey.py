@@ -11,8 +11,10 @@ Options after `?`: `timeout` (seconds that one answer may take, 2), `connections
     quire.written/.../TOKEN         a record on its way: the script that checks the token gives it its name
 
 One server, not a cluster: the scripts name several keys. The server decides what is forgotten: set `maxmemory` and
-`maxmemory-policy allkeys-lru`. Without a policy a full server refuses, which is RETRY here. Everything that goes wrong
-is RETRY and counted in `failures`.
+`maxmemory-policy allkeys-lru`. It takes the oldest of a few that it draws at random, by a clock that ticks once a
+second, so it cannot be told which of one batch to keep; `maxmemory-samples 10` comes closer to the oldest of all.
+Reading, writing and `prepare` are use, `exists` is not. Without a policy a full server refuses, which is RETRY here.
+Everything that goes wrong is RETRY and counted in `failures`.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ for i = 1, #KEYS, 2 do
 end
 return found"""
 
-# A mark of our own is left by a call whose answer was lost.
+# A mark of our own is left by a call whose answer was lost. EXISTS would be no use of a record.
 _PREPARE = b"""
 local found = {}
 for i = 1, #KEYS, 2 do
-  if redis.call('EXISTS', KEYS[i]) == 1 then found[#found + 1] = 1
+  if redis.call('TOUCH', KEYS[i]) == 1 then found[#found + 1] = 1
   else
     local owner = redis.call('GET', KEYS[i + 1])
     if owner and owner ~= ARGV[1] then found[#found + 1] = 2
@@ -128,7 +130,8 @@ class ValkeyStore:
         return self._ask(_EXISTS, keys)
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Mark the records as this writer's. The server makes room when the bytes come, not now."""
+        """Mark the records as this writer's; those that are there count as used. The server makes room when the bytes
+        come, not now."""
         return self._prepared.announce(
             keys, sizes, lambda mine, _: self._ask(_PREPARE, mine, self._token, self._pending_ms)
         )

@@ -205,6 +205,12 @@ def _batches(values: Sequence[Value]) -> Iterator[list[Value]]:
 # -- steps of a transaction
 
 
+def rows_in(connection: sqlite3.Connection, slab: int, count: int = -1) -> list[Row]:
+    """Up to so many visible records of a slab, in the order of their slots; -1 is all."""
+    query = f"SELECT {_COLUMNS} FROM records WHERE slab = ? AND owner IS NULL ORDER BY slot LIMIT ?"
+    return [Row(*row) for row in connection.execute(query, (slab, count))]
+
+
 def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row]:
     """The same rows with the ids that they have now."""
     last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()

@@ -19,13 +19,13 @@ class Owners:
     def __init__(self, folder: Path) -> None:
         """Raises OSError where files cannot be made or locked."""
         self._folder = folder
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         self.name, self._file = self._enter()
 
     def _enter(self) -> tuple[str, int]:
         while True:
             name = secrets.token_hex(8)
-            file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:

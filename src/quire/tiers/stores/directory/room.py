@@ -112,19 +112,34 @@ class Room:
         index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
         self._dropped.append(slab)
 
+    def drop_if_empty(self, index: sqlite3.Connection, slab: int) -> bool:
+        """Give a slab's bytes back to the disk if nothing is in it; whether that is so."""
+        row = index.execute(
+            "SELECT slot_bytes FROM slabs WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM records WHERE slab = ?1)", (slab,)
+        ).fetchone()
+        if row is not None:
+            self.drop(index, slab, *row)
+        return row is not None
+
+    def take_elsewhere(self, index: sqlite3.Connection, slot_bytes: int, count: int, slab: int) -> list[Place]:
+        """Up to `count` slots that hold nothing, of other slabs than this."""
+        return self._ready(index, slot_bytes, count, slab)
+
     # -- from what there is
 
-    def _ready(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
+    def _ready(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Place]:
         """Slots that hold nothing: given back ones first, in order, so that batches lie side by side."""
         free: list[Place] = index.execute(
-            "SELECT slab, slot FROM free WHERE slot_bytes = ? ORDER BY slab, slot LIMIT ?", (slot_bytes, count)
+            "SELECT slab, slot FROM free WHERE slot_bytes = ? AND slab != ? ORDER BY slab, slot LIMIT ?",
+            (slot_bytes, beside, count),
         ).fetchall()
         index.executemany(
             "DELETE FROM free WHERE slot_bytes = ? AND slab = ? AND slot = ?", [(slot_bytes, *place) for place in free]
         )
         if len(free) < count:
             slabs = index.execute(
-                "SELECT id, fresh, num_slots FROM slabs WHERE slot_bytes = ? AND fresh < num_slots", (slot_bytes,)
+                "SELECT id, fresh, num_slots FROM slabs WHERE slot_bytes = ? AND id != ? AND fresh < num_slots",
+                (slot_bytes, beside),
             ).fetchall()
             for slab, fresh, num_slots in slabs:
                 end = min(num_slots, fresh + count - len(free))

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 
@@ -43,7 +44,7 @@ class SlabFiles:
         self._folder = folder
         self._lock = Lock()
         self._files: dict[int, SlabFile] = {}
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         possible = _can_be_direct(folder)
         if direct and not possible:
             raise OSError(errno.EINVAL, "this filesystem cannot read and write around the page cache")
@@ -59,7 +60,7 @@ class SlabFiles:
 
     def make(self, slab: int, num_bytes: int) -> None:
         """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""
-        file = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _allocate(file, num_bytes)
         except OSError:
@@ -93,7 +94,10 @@ class SlabFiles:
             return file
 
     def drop(self, slab: int) -> None:
-        """Remove the file."""
+        """Remove the file, in which nobody looks for anything any more. Its bytes are the disk's at once, even while
+        others have it open."""
+        with suppress(OSError):
+            os.truncate(self.path(slab), 0)
         with suppress(OSError):
             self.path(slab).unlink(missing_ok=True)
         with self._lock:
@@ -139,7 +143,31 @@ def _allocate(file: int, num_bytes: int) -> None:
 
 
 def _can_be_direct(folder: Path) -> bool:
-    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse."""
+    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse. On a
+    full disk a slab that is there is read instead."""
+    try:
+        return _probe(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return any(map(_reads_direct, islice(folder.glob("*.slab"), 1)))
+
+
+def _reads_direct(slab: Path) -> bool:
+    with mmap.mmap(-1, BLOCK) as block:
+        try:
+            file = os.open(slab, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+        except OSError:
+            return False
+        try:
+            return bool(_DIRECT) and os.preadv(file, [block], 0) == BLOCK
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+
+
+def _probe(folder: Path) -> bool:
     path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     block = mmap.mmap(-1, BLOCK)
     if not _DIRECT:

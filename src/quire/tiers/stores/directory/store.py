@@ -1,6 +1,6 @@
 """DirectoryStore: a store in a local directory, for one process or several.
 
-    index.sqlite   which record lies where (`index`)
+    index.sqlite   which record lies where (`index`); beside it room to open it on a full disk (`reserve`)
     slabs/         the bytes (`slab_files`, `room`), moved by `transfer`
     owners/        who has it open (`owners`)
 
@@ -26,10 +26,12 @@ from typing_extensions import Buffer
 
 from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.stores.directory.compaction import Compaction
 from quire.tiers.stores.directory.facts import Facts, facts_of
 from quire.tiers.stores.directory.gate import Gate
 from quire.tiers.stores.directory.index import NOBODY, Busy, Row, find_rows, insert_rows, release
-from quire.tiers.stores.directory.opening import Opened, open_directory, reclaim_dead
+from quire.tiers.stores.directory.opening import RESERVE, Opened, open_directory, reclaim_dead
+from quire.tiers.stores.directory.reserve import keep_reserve
 from quire.tiers.stores.directory.room import reclaim, slot_size
 from quire.tiers.stores.directory.slab_files import OpenSlabs
 from quire.tiers.stores.directory.statistics import Statistics
@@ -101,16 +103,20 @@ class DirectoryStore:
     # -- writing
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Announce records of so many bytes; room is made by forgetting what was not used for longest."""
+        """Announce records of so many bytes; room is made by forgetting what was not used for longest.
+
+        What is there already counts as used, and what is new as used from now on: the first of all of them the latest.
+        """
         with self._gate.entered() as is_open:
             if not is_open or not keys:
                 return self._retries(len(keys))
             answers = [RETRY] * len(keys)
+            times = self._uses.now(len(keys))
             left = list(range(len(keys)))
             more_room = True
             while more_room and left:
                 try:
-                    more_room = self._reserve([keys[at] for at in left], [sizes[at] for at in left], answers, left)
+                    more_room = self._reserve(keys, sizes, times, answers, left)
                 except Busy:
                     break
                 left = [at for at in left if answers[at] is RETRY]
@@ -118,20 +124,30 @@ class DirectoryStore:
         self.statistics.add(retries=answers.count(RETRY))
         return answers
 
-    def _reserve(self, keys: list[StoreKey], sizes: list[int], answers: list[Answer], positions: Sequence[int]) -> bool:
+    def _reserve(
+        self,
+        keys: Sequence[StoreKey],
+        sizes: Sequence[int],
+        times: Sequence[int],
+        answers: list[Answer],
+        positions: Sequence[int],
+    ) -> bool:
         """One transaction; fills in the answers at these positions. True: those with RETRY may be tried again."""
+        names = [keys[at].pack() for at in positions]
         with self._writing() as index:
-            found, rows = self._reserve_in(index, [key.pack() for key in keys], sizes)
+            found, rows = self._reserve_in(
+                index, names, [sizes[at] for at in positions], [times[at] for at in positions]
+            )
             more_room = self._room.has_dropped
         with self._lock:
             for at, row in rows.items():
-                self._prepared[keys[at]] = _Prepared(row)
+                self._prepared[keys[positions[at]]] = _Prepared(row)
         for at, answer in zip(positions, found, strict=True):
             answers[at] = answer
         return more_room
 
     def _reserve_in(
-        self, index: sqlite3.Connection, names: list[bytes], sizes: list[int]
+        self, index: sqlite3.Connection, names: list[bytes], sizes: list[int], times: list[int]
     ) -> tuple[list[Answer], dict[int, Row]]:
         """What to answer, and the rows that were made, by position."""
         found = find_rows(index, names)
@@ -150,13 +166,14 @@ class DirectoryStore:
                 answers.append(MISS)
                 there[name] = self._owners.name
                 wanted[slot_size(size)].append(at)
-        self._uses.note(found[name].id for name, answer in zip(names, answers, strict=True) if answer is HIT)
+        there_already = [at for at, answer in enumerate(answers) if answer is HIT]
+        self._uses.note([found[names[at]].id for at in there_already], [times[at] for at in there_already])
         rows: dict[int, Row] = {}
         for slot_bytes, positions in wanted.items():
             places = self._take(index, slot_bytes, len(positions))
             made = [
-                Row(0, names[at], slab, slot, slot_bytes, sizes[at], used, self._owners.name)
-                for at, (slab, slot), used in zip(positions, places, self._uses.now(len(places)), strict=False)
+                Row(0, names[at], slab, slot, slot_bytes, sizes[at], times[at], self._owners.name)
+                for at, (slab, slot) in zip(positions, places, strict=False)
             ]
             rows.update(zip(positions, insert_rows(index, made), strict=False))
             refused = {names[at] for at in positions[len(places) :]}
@@ -236,8 +253,7 @@ class DirectoryStore:
                 self._files.sync({row.slab for row in good})
             with self._writing() as index:
                 done = index.executemany(
-                    "UPDATE records SET owner = NULL, used = ? WHERE id = ? AND owner = ?",
-                    [(at, row.id, row.owner) for at, row in zip(self._uses.now(len(good)), good, strict=True)],
+                    "UPDATE records SET owner = NULL WHERE id = ? AND owner = ?", [(row.id, row.owner) for row in good]
                 ).rowcount
                 if bad:
                     release(index, (row.id for row in bad))
@@ -327,7 +343,7 @@ class DirectoryStore:
                 lost.append(row)
         hits = [row for at, row in reading if answers[at] is HIT]
         if self._counts_use:
-            self._uses.note(row.id for row in hits)
+            self._uses.note([row.id for row in hits])
         self.statistics.add(read_bytes=sum(row.num_bytes for row in hits), overtaken=len(reading) - len(there))
         if lost:
             self._forget_lost(lost)
@@ -349,15 +365,18 @@ class DirectoryStore:
     # -- the rest
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records; returns how many were there."""
+        """Forget records, and give slabs with nothing left in them back to the disk; returns how many records there
+        were."""
         with self._gate.entered() as is_open:
             if not is_open or not keys:
                 return 0
             try:
-                with self._index.writing() as index:
+                with self._writing() as index:
                     rows = find_rows(index, [key.pack() for key in keys])
-                    visible = [row.id for row in rows.values() if row.owner is None]
-                    release(index, visible)
+                    visible = [row for row in rows.values() if row.owner is None]
+                    release(index, (row.id for row in visible))
+                    for slab in {row.slab for row in visible}:
+                        self._room.drop_if_empty(index, slab)
             except Busy:
                 return 0
             return len(visible)
@@ -405,6 +424,18 @@ class DirectoryStore:
         self.statistics.add(reclaimed=count)
         return count
 
+    def compact(self) -> None:
+        """Give the disk back what few records hold on to: they move together. Others may be at the store; what they
+        look for while it moves may be a MISS for them. Raises StoreError."""
+        with self._gate.entered() as is_open:
+            try:
+                if not is_open:
+                    raise Busy("it is closed")
+                self._flush_uses()
+                Compaction(self._index, self._room, self._files, self._transfer, self._owners.name).run()
+            except (Busy, OSError) as error:
+                raise StoreError(f"the store '{self.path}' cannot be changed: {error}.") from error
+
     def close(self) -> None:
         """Wait for what is under way, drop what was prepared and not completed, and let go. May be called twice."""
         if not self._gate.shut():
@@ -417,6 +448,7 @@ class DirectoryStore:
         self._index.close()
         self._files.close()
         self._owners.close()
+        keep_reserve(self.path / RESERVE)
 
     def _retries(self, count: int) -> list[Answer]:
         if count:

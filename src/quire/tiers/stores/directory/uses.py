@@ -1,10 +1,14 @@
-"""Uses: when records were last used, kept in memory until it is worth a transaction."""
+"""Uses: when records were last used, kept in memory until it is worth a transaction.
+
+Of what is used together, the first counts as used last: batches come in the order of prompts, and a page is of no use
+without those before it, so a chain has to be forgotten from its end.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from threading import Lock
 
 _EVERY_SECONDS = 5.0
@@ -20,19 +24,18 @@ class Uses:
         self._last = 0
         self._flushed_at = time.monotonic()
 
-    def now(self, count: int = 1) -> range:
-        """The next `count` times."""
+    def now(self, count: int) -> range:
+        """The next times, for the records of a batch: the first is the latest."""
         with self._lock:
             start = max(self._last + 1, time.time_ns() // 1000)
             self._last = start + count - 1
-            return range(start, start + count)
+            return range(start, start + count)[::-1]
 
-    def note(self, ids: Iterable[int]) -> None:
-        """These records were used just now, in this order."""
-        numbers = list(ids)
-        times = self.now(len(numbers))
+    def note(self, ids: Sequence[int], times: Sequence[int] | None = None) -> None:
+        """These records were used, at these times or just now. Of one that is there twice the first time counts."""
+        times = self.now(len(ids)) if times is None else times
         with self._lock:
-            self._used.update(zip(numbers, times, strict=True))
+            self._used.update(zip(reversed(ids), reversed(times), strict=True))
 
     def of(self, record: int, stored: int) -> int:
         """When a record was last used, as far as this process knows."""
