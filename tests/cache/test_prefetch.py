@@ -254,7 +254,7 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     even.computed(1000, 1e-6)
     even.moved(Link.FETCH, 1, 10.0)
     while not even.is_off(Link.FETCH):
-        even.worth(Link.FETCH, 1, 1)
+        even.decide(Link.FETCH, 1, 1)
     assert not world.cache.is_awaited(prefetch) and not prefetch.stopped, "another one waits"
     assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.move.stopping
     world.now += 0.4

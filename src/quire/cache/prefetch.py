@@ -295,7 +295,7 @@ class Prefetcher:
         if not num_bytes:
             return
         even, mover = tiering.break_even, tiering.mover
-        if not tiering.settings.always and not even.worth(Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)):
+        if not tiering.settings.always and not even.decide(Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)):
             tiering.counters.declined_tokens += tokens
             return
         prefetch.wanted = wanted
