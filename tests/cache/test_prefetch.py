@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from typing_extensions import Buffer
 
 from quire.cache import prefetch as reading_ahead
 from quire.cache.prefetch import Prefetch
+from quire.cache.tier_settings import PrefetchPolicy
 from quire.cache.tiering import Tiering
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.tiers.moves import Link
-from quire.tiers.store import StoreKey
+from quire.tiers.store import Answer, StoreKey
 from tests.cache.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.cache.tiered_cache import TieredCache
+from tests.tiers.dict_store import DictStore
 
 MODELS = [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (WINDOW,), (STATE,)]
 NEEDED = {"full": 0, "window": 2, "state": 1}
@@ -291,7 +296,7 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     even.computed(1000, 1e-6)
     even.moved(Link.FETCH, 1, 10.0)
     while not even.is_off(Link.FETCH):
-        even.worth(Link.FETCH, 1, 1)
+        even.decide(Link.FETCH, 1, 1)
     assert not world.cache.is_awaited(prefetch) and not prefetch.stopped, "another one waits"
     assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.move.stopping
     world.now += 0.4
@@ -311,4 +316,87 @@ def test_frames_of_one_store_serve_another_cache() -> None:
     drop_parts(world)
     assert world.fetch(TOKENS) == len(TOKENS)
     first.close()
+    world.close()
+
+
+class FailingStore(DictStore):
+    """It says what it has, and then gives nothing; or it does not say it either."""
+
+    failure = ""
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        return [Answer.RETRY] * len(keys) if self.failure == "exists" else super().exists(keys)
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        if self.failure in ("RETRY", "MISS"):
+            return [Answer[self.failure]] * len(keys)
+        if self.failure == "error":
+            raise OSError("no answer")
+        return super().get(keys, records)
+
+
+@pytest.mark.parametrize("failure", ["exists", "RETRY", "MISS", "error"])
+def test_a_store_that_brings_nothing_is_left_alone_and_found_again(failure: str) -> None:
+    """Each prompt takes a second; the store says that it has it, and is waited for."""
+    store = FailingStore()
+    world = TieredCache(always=False, prefetch=PrefetchPolicy.BREAK_EVEN, store=store, seconds=0.01)
+    even, counters = tiers_of(world).break_even, tiers_of(world).counters
+    even.computed(1000 * len(TOKENS), 1000.0)
+    world.compute(TOKENS)
+    forget(world)
+    assert world.fetch(TOKENS) == len(TOKENS), "while it works"
+    store.failure = failure
+    world.latency[Link.LOOK if failure == "exists" else Link.FETCH] = 2.0
+    waits = []
+    for _ in range(50):
+        forget(world)
+        began = world.now
+        assert world.fetch(TOKENS) == 0
+        waits.append(world.now - began)
+        world.drain()
+    assert len([wait for wait in waits if wait]) == 3 and max(waits) <= 4.0
+    assert even.is_off(Link.FETCH) and "less than half" in even.why_off(Link.FETCH)
+    assert counters.failed_moves == 3
+    store.failure = ""
+    world.latency[Link.FETCH] = world.latency[Link.LOOK] = 0.01
+    found = []
+    for _ in range(10):
+        forget(world)
+        world.now += 100.0
+        found.append(world.fetch(TOKENS))
+        world.drain()
+    assert found[2:] == [len(TOKENS)] * 8 and not even.is_off(Link.FETCH)
+    world.close()
+
+
+def test_a_look_that_takes_longer_than_computing_is_a_loss() -> None:
+    world = TieredCache(always=False, prefetch=PrefetchPolicy.BREAK_EVEN, seconds=0.01)
+    even = tiers_of(world).break_even
+    even.computed(1000 * len(TOKENS), 1000.0)
+    world.compute(TOKENS)
+    forget(world)
+    world.latency[Link.LOOK] = 5.0
+    for _ in range(20):
+        forget(world)
+        assert world.fetch(TOKENS) == 0
+        world.drain()
+    assert "at any bandwidth" in even.why_off(Link.FETCH)
+    assert world.cache.prefetch(asking(TOKENS), ALICE) is None and world.mover.idle
+    world.close()
+
+
+def test_a_trial_that_finds_nothing_stored_leaves_it_to_the_next() -> None:
+    world = TieredCache(always=False, prefetch=PrefetchPolicy.BREAK_EVEN, seconds=0.01)
+    even = tiers_of(world).break_even
+    even.computed(1000 * len(TOKENS), 1000.0)
+    world.compute(TOKENS)
+    forget(world)
+    for _ in range(3):
+        even.moved(Link.FETCH, 0, 0.1, asked=1)
+    world.now += 100.0
+    others = begun(world, tokens_of((7, 8, 9, 10, 11)))
+    assert world.cache.prefetch(asking(TOKENS), ALICE) is None, "one at a time"
+    while not others.done:
+        assert world.advance()
+    assert world.fetch(TOKENS) == len(TOKENS)
     world.close()

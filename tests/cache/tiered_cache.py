@@ -46,6 +46,7 @@ class TieredCache(CachedBytes):
         emit: bool = False,
         choose: object = None,
         always: bool = True,
+        prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
         most_bytes: Mapping[Link, int] = MOST_BYTES,
     ) -> None:
         super().__init__()
@@ -62,12 +63,13 @@ class TieredCache(CachedBytes):
         most = max(self.plan.frames_of(index) for index in range(len(reaches)))
         owned = [(0,)] * len(reaches)
         self.copies = ArrayCopies(owned, [WIDTH] * len(reaches), num_device=most, num_host=host)
+        self.latency = dict.fromkeys(Link, seconds)
         self.mover: VirtualMover = VirtualMover(
             self.copies,
             self.store if stores else None,
             seconds=lambda: self.now,
             bandwidths={},
-            latency=dict.fromkeys(Link, seconds),
+            latency=self.latency,
             choose=choose,  # type: ignore[arg-type]
             most_bytes=most_bytes,
         )
@@ -79,7 +81,7 @@ class TieredCache(CachedBytes):
             write=write,
             always=always,
             stores=stores,
-            prefetch=PrefetchPolicy.WAIT_COMPLETE,
+            prefetch=prefetch,
         )
         self.events: list[CacheEvent] = []
         self.cache = KVCache(

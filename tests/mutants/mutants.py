@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.cache import worth_loading
 from quire.kernels import stored
 from quire.kernels.stored import StoredRows
 from quire.memory import frames as frame_table
@@ -34,6 +36,8 @@ from quire.spec import layers
 from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
 from quire.spec.model import ModelSpec
+from quire.tiers.break_even import BreakEven, _Trial
+from quire.tiers.moves import Link
 
 Patch = pytest.MonkeyPatch
 
@@ -495,3 +499,32 @@ def shared_pages_count_once(patch: Patch) -> None:
         return PoolRule(group=group, per_token=configurator.Fraction(1, page_size), why=found.why)
 
     patch.setattr(MemoryPoolConfigurator, "_full_rule", rule)
+
+
+# -- what is worth moving
+
+
+@mutant("never slower", "a link that loses is on again because another one is fast, time after time")
+def a_trial_is_won_by_a_save(patch: Patch) -> None:
+    real = BreakEven._begin_trial
+
+    def begin_trial(even: Any, link: Link, state: Any, num_bytes: int) -> None:
+        real(even, link, state, num_bytes)
+        if link is Link.LOAD and even._links[Link.SAVE].rate.known:
+            state.rate, state.trial, state.rest = copy(even._links[Link.SAVE].rate), _Trial.MEASURED, 1.0
+
+    patch.setattr(BreakEven, "_begin_trial", begin_trial)
+
+
+@mutant("never slower", "a request that only waits uses up the trials of a link, which stays off for ever")
+def whoever_looks_decides(patch: Patch) -> None:
+    def pays(tiers: Any, tokens: int, num_bytes: int) -> bool:
+        found: bool = tiers.break_even.decide(Link.LOAD, tokens, num_bytes, tiers.mover.in_flight(Link.LOAD))
+        return found
+
+    patch.setattr(worth_loading, "_pays", pays)
+
+
+@mutant("never slower", "every request waits for a store that brings nothing")
+def what_brings_nothing_is_not_counted(patch: Patch) -> None:
+    patch.setattr(BreakEven, "_fail", lambda even, link, state, seconds: None)

@@ -11,6 +11,7 @@ from quire.errors import QuireError
 from quire.plan import planner
 from quire.testing import mutants as shipped
 from quire.testing.fuzz.run import run_lives
+from tests.cache.test_never_slower import Clients, check_link
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
@@ -46,6 +47,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "shelf": [check_shelf_order],
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
+    "never slower": [
+        *(lambda seed=seed: check_link(seed) for seed in range(12)),
+        *(Clients(seed).run for seed in range(12)),
+    ],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
 

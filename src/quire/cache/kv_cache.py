@@ -37,6 +37,7 @@ from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheStatistics, cache_statistics
 from quire.cache.tier_settings import TierSettings
 from quire.cache.tiering import Tiering
+from quire.cache.worth_loading import choose, stands
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import in_order, page_allocator
 from quire.memory.frames import FrameTable
@@ -144,7 +145,7 @@ class KVCache(RunningTables):
         found, size = self.tree.match(namespace, tokens), self.page_size
         limit = min(found.num_pages, max(0, len(tokens) - 1) // size)
         if self.tiers is not None and limit:
-            chosen = self.tiers.choose(found, limit)
+            chosen = choose(self.tiers, found, limit, size)
             held_back = (found.num_pages - chosen.num_pages) * size
             return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, chosen)
         num_pages, limited = resume_point(self._partial, found.pages[:limit])
@@ -152,8 +153,10 @@ class KVCache(RunningTables):
         return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, Choice(num_pages, limited))
 
     def is_current(self, hit: PrefixHit) -> bool:
-        """Whether a hit still holds: no edge was cut since, and no page lost a frame. It may have become longer."""
-        return hit.match.version == self.tree.version and hit.num_dropped == self._num_dropped
+        """Whether a hit still holds: no edge was cut since, no page lost a frame, and what it would load is worth it as
+        before. It may have become longer."""
+        is_same = hit.match.version == self.tree.version and hit.num_dropped == self._num_dropped
+        return is_same and (self.tiers is None or stands(self.tiers, hit.choice))
 
     def begin(
         self,

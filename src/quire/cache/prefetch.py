@@ -28,6 +28,7 @@ from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
+from quire.tiers.store import Answer
 
 _PIECE_BYTES = 8 << 20
 _LEAST_PATIENCE = 0.02
@@ -61,6 +62,7 @@ class Prefetch:
         "stop_at",
         "stopped",
         "tokens",
+        "tries",
         "wanted",
     )
 
@@ -77,6 +79,7 @@ class Prefetch:
         self.last = self.start  # the page behind that piece
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False
+        self.tries = False  # the link, which is off
         self.holds = True  # the path of its lease, and those frames
         self.num_waiting = 1  # requests, which begin with the same pages
 
@@ -157,14 +160,18 @@ class Prefetcher:
         if other is not None:
             other.num_waiting += 1
             return other
+        if self._is_off and not self._is_tried(start, limit):
+            return None
         lease = self._tree.pin_path(found, known)
         sought = Sought(tiering, self._groups, lease, start, keys)
         prefetch = Prefetch(namespace, tokens, name, sought, lease)
+        prefetch.tries = self._is_off
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         if not self._submit(prefetch, Move(Link.LOOK, sought.units(), tiering.scope(namespace))):
             self._let_go(prefetch)
+            tiering.break_even.untried(Link.FETCH)
             return None
         self._named[name] = prefetch
         return prefetch
@@ -175,7 +182,7 @@ class Prefetcher:
         settings = self._tiering.settings
         if prefetch.done or prefetch.abandoned:
             return False
-        if self._tiering.break_even.is_off(Link.FETCH) and not settings.always:
+        if self._is_off and not prefetch.tries:
             self.leave(prefetch)
             return False
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:
@@ -220,6 +227,16 @@ class Prefetcher:
         return bool(kept)
 
     # -- inside
+
+    @property
+    def _is_off(self) -> bool:
+        return self._tiering.break_even.is_off(Link.FETCH) and not self._tiering.settings.always
+
+    def _is_tried(self, start: int, limit: int) -> bool:
+        """Whether a link that is off is tried with a request that lacks these pages: as if all of them were stored."""
+        pages = [range(max(start, group.reach.needed(limit).start), limit) for group in self._groups]
+        num_bytes = sum(len(each) * size for each, size in zip(pages, self._record_bytes, strict=True))
+        return self._tiering.break_even.decide(Link.FETCH, (limit - start) * self._size, num_bytes)
 
     def _let_go(self, prefetch: Prefetch) -> None:
         if prefetch.holds:
@@ -269,13 +286,19 @@ class Prefetcher:
 
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
+        if prefetch.tries:
+            self._tiering.break_even.untried(Link.FETCH)
         del self._named[prefetch.name]
         self._let_go(prefetch)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """The store has answered."""
-        if not move.is_whole or not move.answers:
-            self._tiering.counters.failed_moves += bool(move.error)
+        answers = [answer for found in move.answers for answer in found]
+        if not move.is_whole or 2 * answers.count(Answer.RETRY) > len(answers):
+            self._report(prefetch, move, asked=1)
+            return
+        self._tiering.break_even.looked(move.seconds)
+        if not answers:
             return
         sought = prefetch.sought
         sought.answered(move.answers)
@@ -297,7 +320,8 @@ class Prefetcher:
         if not num_bytes:
             return
         even, mover = tiering.break_even, tiering.mover
-        if not tiering.settings.always and not even.worth(Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)):
+        is_asked = not (tiering.settings.always or prefetch.tries)
+        if is_asked and not even.decide(Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)):
             tiering.counters.declined_tokens += tokens
             return
         prefetch.wanted = wanted
@@ -355,8 +379,7 @@ class Prefetcher:
         """Keep the pages up to the first that has not come whole, in every group."""
         tiering, fetching = self._tiering, prefetch.fetching
         prefetch.fetching = []
-        tiering.break_even.moved(Link.FETCH, move.moved_bytes, move.seconds)
-        tiering.counters.failed_moves += bool(move.error)
+        self._report(prefetch, move, asked=move.num_bytes)
         end = prefetch.last
         for (_, at, _), defects in zip(fetching, move.defects, strict=True):
             wrong = [place for place, defect in zip(at.tolist(), defects, strict=True) if defect]
@@ -378,6 +401,14 @@ class Prefetcher:
             self._hold_frames(prefetch)
         else:
             tiering.owed_to_storage(prefetch.sought.path[prefetch.start : prefetch.limit])
+
+    def _report(self, prefetch: Prefetch, move: Move, asked: int) -> None:
+        """Say what a move brought of what it was for. What brought little is no trial any more."""
+        brought = self._tiering.break_even.moved(
+            Link.FETCH, move.moved_bytes, move.seconds, asked=asked, stopped=move.stopping
+        )
+        prefetch.tries &= brought
+        self._tiering.counters.failed_moves += bool(move.error) or not brought
 
     def _bind(self, prefetch: Prefetch, fetching: list[tuple[int, Places, Ids]], end: int) -> None:
         """What has come of pages before `end` counts, but for what the cache has got elsewhere meanwhile."""

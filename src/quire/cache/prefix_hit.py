@@ -15,7 +15,7 @@ class Choice:
 
     `loads` counts by group the frames that come from the host, and `host_pages` the pages that are reused thanks to
     them, of which `storage_pages` had been fetched from storage and not been used since; `declined_pages` could be had
-    from there, and are computed again because that is quicker.
+    from there, and are computed again because that is quicker. `weighed` has the tokens and bytes of that comparison.
     """
 
     num_pages: int
@@ -24,6 +24,7 @@ class Choice:
     host_pages: int = 0
     storage_pages: int = 0
     declined_pages: int = 0
+    weighed: tuple[int, int] | None = None
 
 
 class PrefixHit:

@@ -28,12 +28,12 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
 from quire.cache.tier_counters import TierCounters
 from quire.cache.tier_settings import TierSettings, WritePolicy
+from quire.cache.worth_loading import decide
 from quire.cache.worth_saving import worth_saving
 from quire.memory.allocator import PageFrames
 from quire.memory.frames import FrameTable
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.plan.budget import MemoryPlan
-from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
 from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
@@ -116,40 +116,21 @@ class Tiering(PageNames, DamagedPages):
 
     # -- what becomes of prefixes
 
-    def choose(self, found: Match, limit: int) -> Choice:
-        """How many of the first `limit` pages of a match to reuse: all that can be resumed behind, from the host too
-        where that is worth it, or else what the device has."""
-        pages = found.pages[:limit]
-        if self.num_bad:
-            limit = int(np.argmax(np.append(self.bad[pages], True)))
-            pages = pages[:limit]
-        here = min(found.num_here, limit)
-        near, limited = resume_point(self._partial, pages[:here])
-        if near == limit:
-            return Choice(near, limited)
-        far, limited_far = resume_point(self._partial, pages, self.hosts)
-        if far <= near:
-            return Choice(near, limited_far)
-        loads = list(map(len, self.missing(pages[:far])))
-        num_bytes = sum(count * size for count, size in zip(loads, self.settings.record_bytes, strict=True))
-        tokens = (far - near) * self._page_size
-        if self.is_too_much(loads):
-            return Choice(near, "", declined_pages=far - near)
-        if (
-            not num_bytes
-            or self.settings.always
-            or self.break_even.worth(Link.LOAD, tokens, num_bytes, self.mover.in_flight(Link.LOAD))
-        ):
-            fetched = int(np.count_nonzero(self._fetched[pages[near:far]]))
-            return Choice(far, limited_far, loads, far - near, fetched)
-        return Choice(near, "", declined_pages=far - near)
+    def num_fetched(self, pages: Ids) -> int:
+        """How many of these came from the store, and were not used since."""
+        return int(np.count_nonzero(self._fetched[pages]))
+
+    def resume_point(self, pages: Ids, *, below: bool) -> tuple[int, str]:
+        """As `quire.cache.resuming`, with what the device has or `below` with what the host has, too."""
+        return resume_point(self._partial, pages, self.hosts if below else ())
 
     def is_too_much(self, loads: Sequence[int]) -> bool:
         """Whether to load so many frames, by group, would leave a request no frame to go on in."""
         return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
 
     def begun(self, choice: Choice, namespace: Namespace, node: Node, pages: Ids, *, resumed: bool) -> None:
-        """A request has begun behind these pages."""
+        """A request has begun behind these pages. Only now what was chosen counts as a decision."""
+        decide(self, choice)
         if not resumed:
             self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
             self.counters.storage_hit_tokens += choice.storage_pages * self._page_size

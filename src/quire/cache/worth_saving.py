@@ -26,7 +26,7 @@ def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size
         return wanted
     even, most = settings.break_even, max(map(len, wanted))
     num_bytes = sum(len(at) * size for at, size in zip(wanted, settings.record_bytes, strict=True))
-    if not num_bytes or not even.worth(Link.SAVE, most * page_size, num_bytes):
+    if not num_bytes or not even.decide(Link.SAVE, most * page_size, num_bytes):
         most = 0
     elif not even.knows(Link.SAVE):
         most = 0 if settings.mover.in_flight(Link.SAVE) else max(1, most * TRIAL_BYTES // num_bytes)

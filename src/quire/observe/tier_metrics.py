@@ -13,7 +13,7 @@ DEFECTS = ("magic", "group", "length", "layout", "key", "digest")
 
 COUNTERS = {
     "declined_tokens": ("tier_declined_tokens", "Prompt tokens that were cached below the device and sooner computed."),
-    "failed_moves": ("tier_failed_moves", "Moves between tiers that failed; who needed one began again without it."),
+    "failed_moves": ("tier_failed_moves", "Moves between tiers that failed, or brought less than half."),
     "refused_moves": ("tier_refused_moves", "Moves that were not begun, because too much was on its way on that link."),
     "turned_off": ("tier_turned_off", "Times that a link turned itself off, trials that failed counted in."),
     "demoted_pages": ("tier_demoted_pages", "Pages that left the device and stayed on the host."),
