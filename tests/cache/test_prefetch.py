@@ -146,6 +146,8 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     while world.cache.is_awaited(prefetch):
         assert world.advance()
     assert world.cached(TOKENS) == len(TOKENS)
+    world.cache.audit()
+    world.cache.stop_prefetch(prefetch)
     assert tiers.hosts[1].shelf is not None and tiers.hosts[1].shelf.num_pinned == 0
     world.close()
 
@@ -255,11 +257,114 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     even.moved(Link.FETCH, 1, 10.0)
     while not even.is_off(Link.FETCH):
         even.worth(Link.FETCH, 1, 1)
-    assert not world.cache.is_awaited(prefetch) and not prefetch.stopped, "another one waits"
     assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.move.stopping
     world.now += 0.4
     world.drain()
     assert prefetch.done and world.cached(TOKENS) < len(TOKENS)
+    for _ in range(2):
+        world.cache.stop_prefetch(prefetch)
+    world.close()
+
+
+def stored_only(reaches: tuple[ReachSpec, ...] = (FULL,), host: int = 24) -> TieredCache:
+    """A cache that was restarted: `TOKENS` are in the store."""
+    before = TieredCache(reaches=reaches)
+    before.compute(TOKENS)
+    before.drain()
+    return TieredCache(reaches=reaches, store=before.store, host=host)
+
+
+def fetched(world: TieredCache, tokens: Ids = TOKENS) -> Prefetch:
+    prefetch = begun(world, tokens)
+    while world.cache.is_awaited(prefetch):
+        assert world.advance()
+    return prefetch
+
+
+def press(world: TieredCache) -> None:
+    """Others come and go, more than device and host hold."""
+    for first in range(100, 200, 10):
+        world.compute(tokens_of(range(first, first + 6)))
+        world.drain()
+
+
+@pytest.mark.parametrize("reaches", MODELS)
+def test_what_was_fetched_is_held_until_its_request_begins(reaches: tuple[ReachSpec, ...]) -> None:
+    world = stored_only(reaches)
+    prefetch = fetched(world)
+    press(world)
+    world.cache.audit()
+    assert world.cached(TOKENS) == len(TOKENS), "others make room elsewhere"
+    assert world.compute(asking(TOKENS)) == len(TOKENS)
+    world.cache.stop_prefetch(prefetch)
+    assert world.cache.prefetcher is not None and not world.cache.prefetcher.leases()
+    press(world)
+    assert world.cached(TOKENS) == 0, "nobody holds it any more"
+    world.close()
+
+
+def test_it_is_held_until_the_last_of_several_has_begun() -> None:
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert begun(world, TOKENS) is prefetch
+    world.drain()
+    world.cache.stop_prefetch(prefetch)
+    press(world)
+    assert world.cached(TOKENS) == len(TOKENS)
+    world.cache.stop_prefetch(prefetch)
+    assert world.cache.tree.num_protected == 0
+    world.close()
+
+
+@pytest.mark.parametrize("kind", ["flush", "epoch", "clear", "bad"])
+def test_what_is_to_be_forgotten_is_not_held(kind: str) -> None:
+    world = stored_only((FULL, WINDOW))
+    prefetch = fetched(world)
+    pages = world.cache.tree.match(ALICE, TOKENS).pages
+    if kind == "flush":
+        world.flush(ALICE)
+    elif kind == "epoch":
+        world.set_epoch(1)
+    elif kind == "clear":
+        world.cache.clear()
+    else:
+        tiers_of(world)._mark_bad(pages[:1])
+        assert world.cache.prefetcher is not None
+        world.cache.prefetcher.lose(tiers_of(world).bad)
+        tiers_of(world)._mend(pages)
+    assert not prefetch.holds and world.cache.prefetcher is not None and not world.cache.prefetcher.leases()
+    world.cache.audit()
+    world.cache.stop_prefetch(prefetch)
+    world.close()
+
+
+def test_who_runs_takes_what_is_held_from_the_last_one_first() -> None:
+    before = TieredCache()
+    prompts = [tokens_of((first, first + 1, first + 2)) for first in (1, 11, 21)]
+    for tokens in prompts:
+        before.compute(tokens)
+    before.drain()
+    world = TieredCache(store=before.store)
+    for tokens in prompts:
+        world.compute(tokens[: 2 * PAGE])
+    world.drain()
+    held = [fetched(world, tokens) for tokens in prompts]
+    kv = world.cache.begin(tokens_of(range(40, 49)), ALICE)
+    world.cache.extend([kv], 9 * PAGE)  # of twelve, and six are held
+    assert [prefetch.holds for prefetch in held] == [True, False, False]
+    world.cache.audit()
+    world.cache.finish(kv)
+    for prefetch in held:
+        world.cache.stop_prefetch(prefetch)
+    world.close()
+
+
+def test_nobody_begins_to_read_where_others_hold_most_of_the_host() -> None:
+    world = stored_only(host=8)
+    prefetch = fetched(world)
+    assert prefetch.limit == 5 and not world.cache.can_prefetch
+    world.cache.stop_prefetch(prefetch)
+    assert world.cache.can_prefetch
     world.close()
 
 

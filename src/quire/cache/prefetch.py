@@ -3,6 +3,7 @@
     look      what of the prompt is stored and nowhere else, and how far a request could begin with it (`Sought`)
     fetch     that, in pieces in the order of the prompt; each piece counts as soon as it is whole and checked
     stop      when computing would have been quicker, or the policy has enough; what has come is kept
+    hold      what has come, until all who waited for it have begun or gone away (`leave`), or memory is short
 
 A piece that is damaged, or gone meanwhile, ends it there, or where a request can begin without it.
 """
@@ -25,7 +26,7 @@ from quire.prefix.node import Lease
 from quire.prefix.shelf import Rank
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 _PIECE_BYTES = 8 << 20
@@ -34,7 +35,9 @@ _LEAST_PATIENCE = 0.02
 that was often the case: waiting must not cost what it seldom brings."""
 _LEARNS = 0.2
 _MOST_AT_ONCE = 16
-"""Requests that read ahead: each keeps the prefix that it has already, which others could not use then."""
+"""Requests that read ahead or hold what they have read: each keeps its whole prefix from others."""
+_MOST_OF_HOST = 0.5
+"""Beyond that share of the host's bytes nobody else begins to read: the rest is for what running requests leave."""
 
 
 class Prefetch:
@@ -53,7 +56,9 @@ class Prefetch:
         "move",
         "name",
         "namespace",
+        "num_bytes",
         "num_waiting",
+        "shared",
         "since",
         "sought",
         "start",
@@ -78,11 +83,13 @@ class Prefetch:
         self.done = self.stopped = self.abandoned = False
         self.holds = True  # the path of its lease, and those frames
         self.num_waiting = 1  # requests, which begin with the same pages
+        self.shared = False  # whether there ever were several
+        self.num_bytes = 0  # of the host, for what is fetched
 
     def leads_on(self, tokens: Ids) -> bool:
         """Whether a request that waited for it may find more, now that it has ended: where it brought something, or its
         own prompt ends elsewhere than that request's."""
-        if self.num_waiting < 2 or not self.done:
+        if not self.shared or not self.done:
             return False
         return self.limit > self.start or (self.sought.branches() and not np.array_equal(tokens, self.tokens))
 
@@ -106,14 +113,20 @@ class Prefetcher:
         self._size = pages.page_size
         self._record_bytes = tiering.settings.record_bytes
         self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
+        self._host_bytes = sum(
+            host.num_frames * size for host, size in zip(tiering.hosts, self._record_bytes, strict=True)
+        )
         self._running: dict[Move, Prefetch] = {}
+        self._holding: dict[Prefetch, None] = {}  # those that hold something, oldest first
         self._named: dict[bytes, Prefetch] = {}
         tiering.fetched = self._ended
 
     @property
     def has_room(self) -> bool:
         """Whether another request may read ahead now."""
-        return len(self._running) < _MOST_AT_ONCE
+        taken = [each for each in {*self._running.values(), *self._holding} if each.num_waiting]
+        most = self._host_bytes * _MOST_OF_HOST
+        return len(taken) < _MOST_AT_ONCE and sum(prefetch.num_bytes for prefetch in taken) <= most
 
     @property
     def in_flight(self) -> tuple[Prefetch, ...]:
@@ -122,7 +135,7 @@ class Prefetcher:
 
     def leases(self) -> list[Lease]:
         """What it holds of the tree."""
-        return [prefetch.lease for prefetch in self._running.values() if prefetch.holds]
+        return [prefetch.lease for prefetch in self._holding]
 
     def host_frames(self, group: int) -> Ids:
         """Host frames that pieces on their way have taken."""
@@ -132,12 +145,13 @@ class Prefetcher:
     def readers(self, group: int) -> Ids:
         """Pages of a group that is read in part, once for each that keeps their host frames."""
         host = self._tiering.hosts[group]
-        runs = [pages for each in self._running.values() for holder, pages in each.held if holder is host]
+        runs = [pages for each in self._holding for holder, pages in each.held if holder is host]
         return np.concatenate(runs) if runs else NO_PAGES
 
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Look for what a request lacks to begin at the end of its prompt; None where that is nothing, or none can be
-        stored. Where another request's prompt goes on with the same page, it is waited for that one's."""
+        stored. Where another request's prompt goes on with the same page, it is waited for that one's. Whoever gets one
+        has to `leave` it, when its request has begun or goes away."""
         tiering = self._tiering
         if not self.has_room or tiering.forgetting.covers(tiering.scope(namespace)):
             return None
@@ -154,10 +168,12 @@ class Prefetcher:
         other = self._named.get(name)
         if other is not None:
             other.num_waiting += 1
+            other.shared = True
             return other
         lease = self._tree.pin_path(found, known)
         sought = Sought(tiering, self._groups, lease, start, keys)
         prefetch = Prefetch(namespace, tokens, name, sought, lease)
+        self._holding[prefetch] = None
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
@@ -174,7 +190,7 @@ class Prefetcher:
         if prefetch.done or prefetch.abandoned:
             return False
         if self._tiering.break_even.is_off(Link.FETCH) and not settings.always:
-            self.leave(prefetch)
+            self.stop(prefetch)
             return False
         if settings.prefetch is PrefetchPolicy.WAIT_COMPLETE:
             return True
@@ -190,10 +206,13 @@ class Prefetcher:
         return False
 
     def leave(self, prefetch: Prefetch) -> None:
-        """A request waits no more. Where no other one does, no more is fetched."""
+        """A request has begun, or waits no more. Where no other one does, no more is fetched and nothing held."""
         prefetch.num_waiting -= 1
+        assert prefetch.num_waiting >= 0, "a request has left twice"
         if not prefetch.num_waiting:
             self.stop(prefetch)
+            if prefetch.done:
+                self._let_go(prefetch)
 
     def stop(self, prefetch: Prefetch) -> None:
         """No more pieces; the one on its way is kept if it comes."""
@@ -202,26 +221,38 @@ class Prefetcher:
             prefetch.move.stop()
 
     def abandon(self, namespace: Namespace | None) -> None:
-        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives, and what has come is not
+        held."""
+        for prefetch in list(self._holding):
+            if prefetch.done and namespace in (None, prefetch.namespace):
+                self._let_go(prefetch)
         for prefetch in self._running.values():
             if namespace in (None, prefetch.namespace):
                 prefetch.abandoned = True
                 self.stop(prefetch)
 
     def give_way(self) -> bool:
-        """Nobody who reads ahead keeps anything any more, since memory is short; whether anybody did."""
-        kept = [prefetch for prefetch in self._running.values() if prefetch.holds]
-        for prefetch in kept:
-            prefetch.abandoned = True
-            self._let_go(prefetch)
-            self.stop(prefetch)
-        return bool(kept)
+        """Whoever was the last to read ahead holds nothing any more, since memory is short; whether anybody did."""
+        if not self._holding:
+            return False
+        prefetch = next(reversed(self._holding))
+        prefetch.abandoned = not prefetch.done
+        self._let_go(prefetch)
+        self.stop(prefetch)
+        return True
+
+    def lose(self, bad: Bools) -> None:
+        """Nobody holds what begins with pages that are `bad`, so that they can be forgotten."""
+        for prefetch in list(self._holding):
+            if prefetch.done and bad[prefetch.sought.path].any():
+                self._let_go(prefetch)
 
     # -- inside
 
     def _let_go(self, prefetch: Prefetch) -> None:
         if prefetch.holds:
             prefetch.holds = False
+            self._holding.pop(prefetch)
             self._let_go_frames(prefetch)
             self._tree.unpin(prefetch.lease)
 
@@ -230,12 +261,13 @@ class Prefetcher:
             host.unpin(pages)
         prefetch.held = []
 
-    def _hold_frames(self, prefetch: Prefetch) -> None:
-        """Keep what the host has of single frames that it counts on: making room for the others must not take them."""
+    def _hold_frames(self, prefetch: Prefetch, end: int) -> None:
+        """Keep what the host has of single frames that are needed behind `end` pages: making room must not take
+        them."""
         held, path = [], prefetch.sought.path
         for group, host in zip(self._groups, self._tiering.hosts, strict=True):
             if host.shelf is not None:
-                needed = group.reach.needed(prefetch.wanted)
+                needed = group.reach.needed(end)
                 part = path[needed.start : needed.stop]
                 held.append((host, part[host.resident(part)]))
                 host.pin(held[-1][1])
@@ -268,7 +300,10 @@ class Prefetcher:
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
         del self._named[prefetch.name]
-        self._let_go(prefetch)
+        if prefetch.holds and prefetch.num_waiting and not prefetch.abandoned and prefetch.limit > prefetch.start:
+            self._hold_frames(prefetch, prefetch.sought.near())
+        else:
+            self._let_go(prefetch)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """The store has answered."""
@@ -300,7 +335,8 @@ class Prefetcher:
             return
         prefetch.wanted = wanted
         prefetch.stop_at = prefetch.since + even.deadline(tokens, num_bytes)
-        self._hold_frames(prefetch)
+        prefetch.num_bytes = max(prefetch.num_bytes, num_bytes)
+        self._hold_frames(prefetch, wanted)
 
     def _fetch(self, prefetch: Prefetch) -> bool:
         """Fetch the next piece; False where there is no room for any of it."""
@@ -371,7 +407,7 @@ class Prefetcher:
                 prefetch.sought.lost(end)
                 self._decide(prefetch)
         elif prefetch.limit < prefetch.wanted:
-            self._hold_frames(prefetch)
+            self._hold_frames(prefetch, prefetch.wanted)
         else:
             tiering.owed_to_storage(prefetch.sought.path[prefetch.start : prefetch.limit])
 
