@@ -49,6 +49,11 @@ def begun(world: TieredCache, tokens: Ids) -> Prefetch:
     return found
 
 
+def links_of(prefetch: Prefetch) -> list[Link]:
+    """Of what is under way for it."""
+    return [move.link for move in prefetch.moves]
+
+
 def key_of(world: TieredCache, place: int, group: int, tokens: Ids = TOKENS) -> StoreKey:
     """Of the record of a cached page."""
     page = world.cache.tree.match(ALICE, tokens).pages[place : place + 1]
@@ -140,7 +145,7 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     assert tiers.hosts[1].num_free <= 1, "others have the rest"
     world.cache.groups[1].evict(12)
     prefetch = begun(world, TOKENS)
-    assert world.advance() and prefetch.move is not None and prefetch.move.link is Link.FETCH
+    assert world.advance() and links_of(prefetch) == [Link.FETCH]
     world.cache.audit()
     assert tiers.host_room(tiers.hosts[1], 4) < 4 and tiers.hosts[1].resident(pages[3:4]).all()
     while world.cache.is_awaited(prefetch):
@@ -189,7 +194,7 @@ def test_what_was_flushed_meanwhile_counts_for_nothing(reaches: tuple[ReachSpec,
             group.forget(last)
             host.drop(last)  # of a window, the host has the other page
     prefetch = begun(world, TOKENS)
-    while prefetch.move is None or prefetch.move.link is not link:
+    while link not in links_of(prefetch):
         assert world.advance()
     if kind == "flush":
         world.flush(ALICE)
@@ -250,14 +255,14 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     forget(world)
     prefetch = begun(world, TOKENS)
     assert begun(world, TOKENS) is prefetch
-    while prefetch.move is None or prefetch.move.link is not Link.FETCH:
+    while Link.FETCH not in links_of(prefetch):
         assert world.advance()
     even = tiers_of(world).break_even
     even.computed(1000, 1e-6)
     even.moved(Link.FETCH, 1, 10.0)
     while not even.is_off(Link.FETCH):
         even.worth(Link.FETCH, 1, 1)
-    assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.move.stopping
+    assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.moves[0].stopping
     world.now += 0.4
     world.drain()
     assert prefetch.done and world.cached(TOKENS) < len(TOKENS)
@@ -379,4 +384,83 @@ def test_frames_of_one_store_serve_another_cache() -> None:
     drop_parts(world)
     assert world.fetch(TOKENS) == len(TOKENS)
     first.close()
+    world.close()
+
+
+@pytest.fixture
+def single(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Each page is a piece."""
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
+    return monkeypatch
+
+
+def test_several_pieces_are_on_their_way_at_once(single: pytest.MonkeyPatch) -> None:
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and links_of(prefetch) == [Link.FETCH] * 5
+    world.cache.audit()
+    assert world.advance() and prefetch.limit == 1, "each counts when it has come"
+    world.now += 10  # a long step
+    world.cache.settle_moves()
+    assert prefetch.done and world.cached(TOKENS) == len(TOKENS)
+    world.close()
+
+
+def test_more_is_on_its_way_where_all_has_come_by_the_time_that_somebody_looks(single: pytest.MonkeyPatch) -> None:
+    single.setattr(reading_ahead, "_FIRST_WINDOW", 1)
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and len(prefetch.pieces) == 1
+    window, steps = 1, 0
+    while world.cache.is_awaited(prefetch):
+        assert prefetch.window == window
+        world.now += 10
+        world.cache.settle_moves()
+        window, steps = 2 * window, steps + 1
+    assert prefetch.limit == 5 and steps <= 5
+    world.close()
+
+
+@pytest.mark.parametrize(("window", "seconds"), [(24, 30.0), (1 << 20, 5.0)])
+def test_a_fetch_is_as_fast_as_it_is_for_those_who_wait(
+    window: int, seconds: float, single: pytest.MonkeyPatch
+) -> None:
+    """A piece takes a second, and a step ten: after one, two and two more pieces, or all at once."""
+    single.setattr(reading_ahead, "_FIRST_WINDOW", window)
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert world.advance()
+    while not prefetch.done:
+        world.now += 10
+        world.cache.settle_moves()
+    rate = tiers_of(world).break_even._links[Link.FETCH].rate
+    assert rate.mean == 5 * world.copies.sizes[0] / seconds
+    world.close()
+
+
+def test_who_finds_the_link_full_goes_on_when_there_is_room(single: pytest.MonkeyPatch) -> None:
+    others = tokens_of((11, 12, 13))
+    before = TieredCache()
+    for tokens in (TOKENS, others):
+        before.compute(tokens)
+    before.drain()
+    world = TieredCache(store=before.store, most_bytes={Link.FETCH: 1})
+    prefetches = [begun(world, tokens) for tokens in (TOKENS, others)]
+    assert world.advance() and world.advance()
+    assert world.cache.prefetcher is not None and world.cache.prefetcher.in_flight == tuple(prefetches)
+    world.drain()
+    assert [world.cached(tokens) for tokens in (TOKENS, others)] == [len(TOKENS), len(others)]
+    world.close()
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_behind_a_piece_that_does_not_come_nothing_is_kept(place: int, single: pytest.MonkeyPatch) -> None:
+    world = stored_only((FULL, WINDOW))
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and len(prefetch.pieces) == 5
+    page = prefetch.sought.keys(np.array([place]))[0]
+    del world.store.visible[StoreKey(tiers_of(world).scope(ALICE), page, 0)]
+    world.drain()
+    world.cache.audit()
+    assert prefetch.limit <= place and world.cached(TOKENS) <= place * PAGE
     world.close()

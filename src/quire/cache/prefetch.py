@@ -1,7 +1,8 @@
 """Prefetcher: pages of waiting requests come from storage to the host, so that they are there when their turn comes.
 
     look      what of the prompt is stored and nowhere else, and how far a request could begin with it (`Sought`)
-    fetch     that, in pieces in the order of the prompt; each piece counts as soon as it is whole and checked
+    fetch     that, in pieces in the order of the prompt; each piece counts as soon as it and those before it are whole
+              and checked. So many are on their way at once that the link is not idle until somebody looks again
     stop      when computing would have been quicker, or the policy has enough; what has come is kept
     hold      what has come, until all who waited for it have begun or gone away (`leave`), or memory is short
 
@@ -10,7 +11,9 @@ A piece that is damaged, or gone meanwhile, ends it there, or where a request ca
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,6 +33,10 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 
 _PIECE_BYTES = 8 << 20
+_FIRST_WINDOW = 4 * _PIECE_BYTES
+_MOST_WINDOW = 512 << 20
+"""Bytes that one request has on their way: at first, and at most. It is twice as many whenever all had arrived by the
+time that somebody looked."""
 _LEAST_PATIENCE = 0.02
 """Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
 that was often the case: waiting must not cost what it seldom brings."""
@@ -40,6 +47,16 @@ _MOST_OF_HOST = 0.5
 """Beyond that share of the host's bytes nobody else begins to read: the rest is for what running requests leave."""
 
 
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Pages of a prompt up to `last` on their way, or waiting for those before them: by group, their places on the path
+    and the host frames they come to. Nothing moves where none of them is read."""
+
+    last: int
+    fetching: list[tuple[int, Places, Ids]] = field(default_factory=list)
+    move: Move | None = None
+
+
 class Prefetch:
     """What one request waits for. Behind `start` pages of its prompt it could begin when it asked, behind `wanted` it
     is to, and all that it needs up to `limit` has come; `stop_at` is when waiting stops being worth it."""
@@ -47,17 +64,22 @@ class Prefetch:
     __slots__ = (
         "abandoned",
         "done",
-        "fetching",
+        "fetched_before",
+        "fetching_since",
         "held",
         "holds",
+        "in_rounds",
         "last",
         "lease",
         "limit",
-        "move",
+        "look",
+        "lost",
         "name",
         "namespace",
         "num_bytes",
         "num_waiting",
+        "pieces",
+        "seconds",
         "shared",
         "since",
         "sought",
@@ -66,6 +88,7 @@ class Prefetch:
         "stopped",
         "tokens",
         "wanted",
+        "window",
     )
 
     def __init__(self, namespace: Namespace, tokens: Ids, name: bytes, sought: Sought, lease: Lease) -> None:
@@ -76,15 +99,27 @@ class Prefetch:
         self.start = self.limit = self.wanted = sought.start
         self.lease = lease
         self.held: list[tuple[HostGroup, Ids]] = []  # pages whose host frames it counts on, in groups read in part
-        self.move: Move | None = None
-        self.fetching: list[tuple[int, Places, Ids]] = []  # (group, places on the path, host frames) of the piece
-        self.last = self.start  # the page behind that piece
+        self.look: Move | None = None
+        self.pieces: deque[Piece] = deque()  # that do not count yet, in the order of the prompt
+        self.last = self.start  # the page behind the last of them
+        self.lost = -1  # the page that has not come: those behind it are no use
+        self.window = _FIRST_WINDOW
+        self.fetching_since: float | None = None
+        self.fetched_before = 0  # bytes, for anybody
+        self.seconds = 0.0  # of work on its pieces
+        self.in_rounds = False  # whether some were begun only when others had come
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False
         self.holds = True  # the path of its lease, and those frames
         self.num_waiting = 1  # requests, which begin with the same pages
         self.shared = False  # whether there ever were several
         self.num_bytes = 0  # of the host, for what is fetched
+
+    @property
+    def moves(self) -> list[Move]:
+        """What is under way for it, or has arrived and does not count yet."""
+        looking = [self.look] if self.look is not None else []
+        return looking + [piece.move for piece in self.pieces if piece.move is not None]
 
     def leads_on(self, tokens: Ids) -> bool:
         """Whether a request that waited for it may find more, now that it has ended: where it brought something, or its
@@ -118,20 +153,22 @@ class Prefetcher:
         )
         self._running: dict[Move, Prefetch] = {}
         self._holding: dict[Prefetch, None] = {}  # those that hold something, oldest first
+        self._refused: dict[Prefetch, None] = {}  # those that wait until there is room on the link
         self._named: dict[bytes, Prefetch] = {}
+        self._fetched_bytes = 0
         tiering.fetched = self._ended
 
     @property
     def has_room(self) -> bool:
         """Whether another request may read ahead now."""
-        taken = [each for each in {*self._running.values(), *self._holding} if each.num_waiting]
+        taken = [each for each in {*self.in_flight, *self._holding} if each.num_waiting]
         most = self._host_bytes * _MOST_OF_HOST
         return len(taken) < _MOST_AT_ONCE and sum(prefetch.num_bytes for prefetch in taken) <= most
 
     @property
     def in_flight(self) -> tuple[Prefetch, ...]:
         """Those that have not ended."""
-        return tuple(self._running.values())
+        return tuple(dict.fromkeys((*self._running.values(), *self._refused)))
 
     def leases(self) -> list[Lease]:
         """What it holds of the tree."""
@@ -139,7 +176,13 @@ class Prefetcher:
 
     def host_frames(self, group: int) -> Ids:
         """Host frames that pieces on their way have taken."""
-        runs = [frames for each in self._running.values() for at, _, frames in each.fetching if at == group]
+        runs = [
+            frames
+            for each in self.in_flight
+            for piece in each.pieces
+            for at, _, frames in piece.fetching
+            if at == group
+        ]
         return np.concatenate(runs) if runs else NO_PAGES
 
     def readers(self, group: int) -> Ids:
@@ -177,9 +220,11 @@ class Prefetcher:
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
-        if not self._submit(prefetch, Move(Link.LOOK, sought.units(), tiering.scope(namespace))):
+        look = Move(Link.LOOK, sought.units(), tiering.scope(namespace))
+        if not self._submit(prefetch, look):
             self._let_go(prefetch)
             return None
+        prefetch.look = look
         self._named[name] = prefetch
         return prefetch
 
@@ -215,10 +260,10 @@ class Prefetcher:
                 self._let_go(prefetch)
 
     def stop(self, prefetch: Prefetch) -> None:
-        """No more pieces; the one on its way is kept if it comes."""
+        """No more pieces; those on their way are kept if they come."""
         prefetch.stopped = True
-        if prefetch.move is not None:
-            prefetch.move.stop()
+        for move in prefetch.moves:
+            move.stop()
 
     def abandon(self, namespace: Namespace | None) -> None:
         """What is on its way of a namespace, or at all, counts for nothing when it arrives, and what has come is not
@@ -226,7 +271,7 @@ class Prefetcher:
         for prefetch in list(self._holding):
             if prefetch.done and namespace in (None, prefetch.namespace):
                 self._let_go(prefetch)
-        for prefetch in self._running.values():
+        for prefetch in self.in_flight:
             if namespace in (None, prefetch.namespace):
                 prefetch.abandoned = True
                 self.stop(prefetch)
@@ -277,33 +322,66 @@ class Prefetcher:
     def _submit(self, prefetch: Prefetch, move: Move) -> bool:
         if not self._tiering.mover.submit(move):
             return False
-        prefetch.move = move
         self._running[move] = prefetch
         return True
 
     def _ended(self, move: Move) -> None:
         prefetch = self._running.pop(move)
-        prefetch.move = None
         for defects in move.defects:
             found = [defect for defect in defects if defect not in (GOOD, MISSING, REFUSED, FAILED)]
             self._tiering.counters.corrupt(Tier.STORAGE, found)
-        if prefetch.abandoned:
-            self._give_up(prefetch.fetching)
-            prefetch.fetching = []
-        elif move.link is Link.LOOK:
-            self._looked(prefetch, move)
+        if move is prefetch.look:
+            prefetch.look = None
+            if not prefetch.abandoned:
+                self._looked(prefetch, move)
         else:
-            self._fetched(prefetch, move)
-        if prefetch.stopped or prefetch.limit >= prefetch.wanted or not self._fetch(prefetch):
+            self._tiering.counters.failed_moves += bool(move.error)
+            self._fetched_bytes += move.moved_bytes
+            prefetch.seconds += move.seconds
+            if all(other.done for other in prefetch.moves):
+                prefetch.window = min(2 * prefetch.window, _MOST_WINDOW)
+        waiting, self._refused = self._refused, {}
+        for each in (prefetch, *waiting):
+            self._go_on(each)
+
+    def _go_on(self, prefetch: Prefetch) -> None:
+        """Keep what has come, and have more brought; or that was all."""
+        self._take(prefetch)
+        while self._fetch(prefetch):
+            self._take(prefetch)
+        if prefetch.look is None and not prefetch.pieces and prefetch not in self._refused:
             self._finish(prefetch)
+
+    def _take(self, prefetch: Prefetch) -> None:
+        """Keep the pieces that have come behind all those before them."""
+        while prefetch.pieces and prefetch.pieces[0].move not in self._running:
+            piece = prefetch.pieces.popleft()
+            if prefetch.abandoned or prefetch.lost >= 0:
+                self._give_up(piece.fetching)
+            else:
+                self._fetched(prefetch, piece)
+        if prefetch.lost >= 0 and not prefetch.pieces and not prefetch.stopped:
+            prefetch.sought.lost(prefetch.lost)
+            prefetch.lost, prefetch.last = -1, prefetch.limit
+            self._decide(prefetch)
 
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
         del self._named[prefetch.name]
+        self._measure(prefetch)
         if prefetch.holds and prefetch.num_waiting and not prefetch.abandoned and prefetch.limit > prefetch.start:
             self._hold_frames(prefetch, prefetch.sought.near())
         else:
             self._let_go(prefetch)
+
+    def _measure(self, prefetch: Prefetch) -> None:
+        """How fast the link is for those who wait: what it has brought meanwhile, for anybody, in the time that passed.
+        Where that was one step of others, nobody could have begun before its end; then only the work counts."""
+        if prefetch.fetching_since is not None:
+            seconds = self._seconds() - prefetch.fetching_since
+            if not prefetch.in_rounds:
+                seconds = min(seconds, prefetch.seconds)
+            self._tiering.break_even.moved(Link.FETCH, self._fetched_bytes - prefetch.fetched_before, seconds)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """The store has answered."""
@@ -320,7 +398,7 @@ class Prefetcher:
         """How far to fetch: behind the last page where every group could resume, if that is worth it."""
         tiering, sought = self._tiering, prefetch.sought
         near, wanted = sought.near(), sought.far()
-        prefetch.limit = prefetch.wanted = min(prefetch.limit, near)
+        prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
         if wanted <= near or tiering.bad[sought.path].any() or tiering.is_too_much(sought.loads(wanted)):
             return
         tokens = (wanted - near) * self._size
@@ -339,23 +417,27 @@ class Prefetcher:
         self._hold_frames(prefetch, wanted)
 
     def _fetch(self, prefetch: Prefetch) -> bool:
-        """Fetch the next piece; False where there is no room for any of it."""
-        while prefetch.limit < prefetch.wanted and not prefetch.stopped:
-            last, places = self._piece(prefetch)
-            if last <= prefetch.limit or self._pages.num_free_pages < last - prefetch.lease.num_pages:
-                return False
-            if any(map(len, places)):
-                return self._bring(prefetch, last, places)
-            self._keep(prefetch, last)  # whoever begins behind these pages reads nothing of them
-        return False
+        """Fetch the next piece; False where there is none, or no room for any of it, or enough is on its way."""
+        if prefetch.last >= prefetch.wanted or prefetch.stopped or prefetch.lost >= 0:
+            return False
+        if sum(piece.move.num_bytes for piece in prefetch.pieces if piece.move is not None) >= prefetch.window:
+            return False
+        last, places = self._piece(prefetch)
+        if last <= prefetch.last or self._pages.num_free_pages < last - prefetch.lease.num_pages:
+            return False
+        if any(map(len, places)):
+            return self._bring(prefetch, last, places)
+        prefetch.pieces.append(Piece(last))  # whoever begins behind these pages reads nothing of them
+        prefetch.last = last
+        return True
 
     def _piece(self, prefetch: Prefetch) -> tuple[int, list[Places]]:
         """The page behind the next piece, and by group the places of what has to come, for which there is room."""
-        places = prefetch.sought.lacking(prefetch.wanted)
+        places = [at[at >= prefetch.last] for at in prefetch.sought.lacking(prefetch.wanted)]
         num_bytes = np.zeros(prefetch.wanted, dtype=np.int64)
         for at, size in zip(places, self._record_bytes, strict=True):
             num_bytes[at] += size
-        least = max(prefetch.limit + 1, int(np.argmax(np.append(num_bytes, 1) > 0)) + 1)
+        least = max(prefetch.last + 1, int(np.argmax(np.append(num_bytes, 1) > 0)) + 1)
         last = min(prefetch.wanted, max(least, int(np.searchsorted(np.cumsum(num_bytes), _PIECE_BYTES, side="right"))))
         places = [at[at < last] for at in places]
         for host, at in zip(self._tiering.hosts, places, strict=True):
@@ -375,24 +457,29 @@ class Prefetcher:
                 fetching.append((group.index, at, frames))
                 units.append(Units(group.index, NO_PAGES, frames, prefetch.sought.keys(at)))
         num_bytes = sum(len(at) * self._record_bytes[group] for group, at, _ in fetching)
-        prefetch.fetching, prefetch.last = fetching, last
-        if not self._submit(prefetch, Move(Link.FETCH, units, tiering.scope(prefetch.namespace), num_bytes)):
+        move = Move(Link.FETCH, units, tiering.scope(prefetch.namespace), num_bytes)
+        if not self._submit(prefetch, move):
             self._give_up(fetching)
+            if not prefetch.pieces and tiering.mover.in_flight(Link.FETCH):
+                self._refused[prefetch] = None  # until one of those has ended
             return False
+        prefetch.pieces.append(Piece(last, fetching, move))
+        prefetch.last = last
+        if prefetch.fetching_since is None:
+            prefetch.fetching_since, prefetch.fetched_before = self._seconds(), self._fetched_bytes
+        prefetch.in_rounds |= prefetch.seconds > 0
         return True
 
     def _give_up(self, fetching: list[tuple[int, Places, Ids]]) -> None:
         for group, _, frames in fetching:
             self._tiering.hosts[group].untake(frames)
 
-    def _fetched(self, prefetch: Prefetch, move: Move) -> None:
+    def _fetched(self, prefetch: Prefetch, piece: Piece) -> None:
         """Keep the pages up to the first that has not come whole, in every group."""
-        tiering, fetching = self._tiering, prefetch.fetching
-        prefetch.fetching = []
-        tiering.break_even.moved(Link.FETCH, move.moved_bytes, move.seconds)
-        tiering.counters.failed_moves += bool(move.error)
-        end = prefetch.last
-        for (_, at, _), defects in zip(fetching, move.defects, strict=True):
+        tiering, fetching = self._tiering, piece.fetching
+        all_defects = piece.move.defects if piece.move is not None else ()
+        end = piece.last
+        for (_, at, _), defects in zip(fetching, all_defects, strict=True):
             wrong = [place for place, defect in zip(at.tolist(), defects, strict=True) if defect]
             end = min([end, *wrong])
         first = prefetch.lease.num_pages
@@ -401,11 +488,13 @@ class Prefetcher:
         if end > first:
             self._tree.keep(prefetch.lease, first, end)  # what another request has cached meanwhile, too
         self._bind(prefetch, fetching, end)
-        if end < prefetch.last:
-            prefetch.wanted = prefetch.limit  # nothing behind it is of use
-            if not prefetch.stopped and not any(REFUSED in defects or FAILED in defects for defects in move.defects):
-                prefetch.sought.lost(end)
-                self._decide(prefetch)
+        if end < piece.last:
+            prefetch.wanted = prefetch.limit
+            prefetch.lost = end
+            if any(REFUSED in defects or FAILED in defects for defects in all_defects):
+                prefetch.stopped = True
+            for move in prefetch.moves:
+                move.stop()
         elif prefetch.limit < prefetch.wanted:
             self._hold_frames(prefetch, prefetch.wanted)
         else:
