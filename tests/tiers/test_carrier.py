@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.carrier import Carrier
+from quire.tiers.forgotten import mark_of
 from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, StoreKey
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
@@ -192,6 +193,56 @@ def test_looking_and_forgetting() -> None:
     assert carry(copies, store, Link.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
     carry(copies, store, Link.FORGET, *looked)
     assert set(store.visible) == {key(1, 1)}
+
+
+class Asked(DictStore):
+    """Notes the pages that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        self.asked.append(sum(key.part < 2 for key in keys))
+        return super().exists(keys)
+
+
+@pytest.mark.parametrize(("stored", "whole", "asked"), [(0, [0], 1), (200, [0], 2), (0, [], 8), (600, [0, 1], 5)])
+def test_the_store_is_asked_for_no_more_than_could_be_used(stored: int, whole: list[int], asked: int) -> None:
+    store, numbers = Asked(), list(range(1, 1001))
+    for number in numbers[:stored]:
+        for part in (0, 1):
+            store.visible[key(number, part)] = b""
+    move = Move(Link.LOOK, (units(0, [], [], numbers), units(1, [], [], numbers)), SCOPE, whole=whole)
+    for _ in Carrier(saved([1]), store).carry(move):
+        pass
+    assert len(store.asked) == asked and max(store.asked) <= 256
+    assert [answers.count(Answer.HIT) for answers in move.answers] == [stored] * 2
+    assert [len(answers) for answers in move.answers] == [1000] * 2
+
+
+def test_looking_can_be_stopped() -> None:
+    store, numbers = Asked(), list(range(1, 1001))
+    for number in numbers:
+        store.visible[key(number, 0)] = b""
+    move = Move(Link.LOOK, (units(0, [], [], numbers),), SCOPE, whole=[0])
+    pieces = Carrier(saved([1]), store).carry(move)
+    next(pieces)
+    move.stop()
+    assert list(pieces) == [] and store.asked == [128]
+    assert move.answers[0].count(Answer.HIT) == 128
+
+
+def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
+    store, numbers = Asked(), list(range(1, 1001))
+    for number in numbers:
+        store.visible[key(number, 0)] = b""
+    move = Move(Link.LOOK, (units(0, [], [], numbers),), SCOPE, whole=[0])
+    pieces = Carrier(saved([1]), store).carry(move)
+    next(pieces)
+    store.visible[mark_of(SCOPE)] = b""
+    assert list(pieces) == []
+    assert move.marked == (SCOPE,) and set(move.answers[0]) == {Answer.MISS}
 
 
 @pytest.mark.parametrize("link", [Link.ARCHIVE, Link.FETCH, Link.LOOK, Link.FORGET])

@@ -220,7 +220,8 @@ class Prefetcher:
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
-        look = Move(Link.LOOK, sought.units(), tiering.scope(namespace))
+        whole = [group.index for group in self._groups if group.reach.whole]
+        look = Move(Link.LOOK, sought.units(), tiering.scope(namespace), whole=whole)
         if not self._submit(prefetch, look):
             self._let_go(prefetch)
             return None
@@ -390,8 +391,9 @@ class Prefetcher:
             return
         sought = prefetch.sought
         sought.answered(move.answers)
-        share = max(0, sought.far() - prefetch.start) / (sought.limit - prefetch.start)
-        self._found += _LEARNS * (share - self._found)
+        if not move.stopping:
+            share = max(0, sought.far() - prefetch.start) / (sought.limit - prefetch.start)
+            self._found += _LEARNS * (share - self._found)
         self._decide(prefetch)
 
     def _decide(self, prefetch: Prefetch) -> None:

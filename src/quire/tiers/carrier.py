@@ -27,6 +27,10 @@ _T = TypeVar("_T")
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
 
+_LOOKED_FOR = 128
+"""Pages that a store is asked for at a time. Most prompts end sooner in what is stored, and a store may need a request
+for each key."""
+
 
 class Carrier:
     """Does moves with these copies, and with this store where there is one."""
@@ -84,16 +88,29 @@ class Carrier:
         yield from self._by_pages(move, self._fetch_pages, MISSING)
 
     def _look(self, move: Move) -> Iterator[None]:
-        over = marks_over(move.scope)
-        keys = [mark for _, mark in over]
-        for units in move.units:
-            keys += units.keys(move.scope)
-        answers = iter(self._need_store().exists(keys))
-        marks = list(islice(answers, len(over)))
-        move.marked = tuple(scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT)
-        found = [answers_under(marks, islice(answers, len(units))) for units in move.units]
+        """Ask for some pages at a time, in the order of the prefix, until one is missing that all behind it need. What
+        was not asked for is a MISS. The marks are asked for each time: the scope may be forgotten meanwhile."""
+        store, over, pages = self._need_store(), marks_over(move.scope), _pages_of(move.units)
+        found = [[Answer.MISS] * len(units) for units in move.units]
+        for start in range(0, max(1, len(pages)), _LOOKED_FOR):
+            if move.stopping:
+                break
+            places = [place for page in pages[start : start + _LOOKED_FOR] for place in page]
+            keys = [StoreKey(move.scope, move.units[at].pages[place], move.units[at].group) for at, place in places]
+            answers = iter(store.exists([*(mark for _, mark in over), *keys]))
+            marks = list(islice(answers, len(over)))
+            move.marked = tuple(scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT)
+            if move.marked:
+                found = [[Answer.MISS] * len(units) for units in move.units]
+                break
+            ends = False
+            for (at, place), answer in zip(places, answers_under(marks, answers), strict=True):
+                found[at][place] = answer
+                ends |= answer is not Answer.HIT and move.units[at].group in move.whole
+            if ends:
+                break
+            yield
         move.answers = tuple(map(tuple, found))
-        yield
 
     def _forget(self, move: Move) -> Iterator[None]:
         store = self._need_store()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -95,16 +95,25 @@ class Move:
         "scope",
         "seconds",
         "units",
+        "whole",
     )
 
     def __init__(
-        self, link: Link, units: Sequence[Units], scope: bytes = b"", num_bytes: int = 0, owner: object = None
+        self,
+        link: Link,
+        units: Sequence[Units],
+        scope: bytes = b"",
+        num_bytes: int = 0,
+        owner: object = None,
+        *,
+        whole: Collection[int] = (),
     ) -> None:
         self.link = link
         self.units = tuple(units)
         self.scope = scope
         self.num_bytes = num_bytes  # of records; 0 where none move
         self.owner = owner
+        self.whole = whole  # of LOOK: groups of which every page is needed, so that behind a missing one none is
         self.defects: Defects = ()  # parallel to units and their pages
         self.answers: Answers = ()  # of LOOK, parallel to units and their pages
         self.marked: tuple[bytes, ...] = ()  # of LOOK: what the store was told to forget and has not all forgotten
@@ -148,8 +157,8 @@ class Move:
         return layer in self._arrived
 
     def stop(self) -> None:
-        """Ask a FETCH, an ARCHIVE or a FORGET to end early: what has not begun is not done, and says so. It ends as any
-        other."""
+        """Ask a FETCH, a LOOK, an ARCHIVE or a FORGET to end early: what has not begun is not done, and says so. It
+        ends as any other."""
         self._stopping = True
 
     def wait_layer(self, layer: int) -> None:
