@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from typing_extensions import Buffer
 
 from quire.cache import prefetch as reading_ahead
 from quire.cache.prefetch import Prefetch
@@ -11,9 +14,10 @@ from quire.cache.tiering import Tiering
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.tiers.moves import Link
-from quire.tiers.store import StoreKey
+from quire.tiers.store import Answer, StoreKey
 from tests.cache.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.cache.tiered_cache import TieredCache
+from tests.tiers.dict_store import DictStore
 
 MODELS = [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (WINDOW,), (STATE,)]
 NEEDED = {"full": 0, "window": 2, "state": 1}
@@ -463,4 +467,43 @@ def test_behind_a_piece_that_does_not_come_nothing_is_kept(place: int, single: p
     world.drain()
     world.cache.audit()
     assert prefetch.limit <= place and world.cached(TOKENS) <= place * PAGE
+    world.close()
+
+
+class Stuck(DictStore):
+    """Reads well, into rows of which some have a byte that is always the same."""
+
+    def __init__(self, store: DictStore) -> None:
+        super().__init__()
+        self.visible = store.visible
+        self.rows: list[np.ndarray] = []
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        answers = super().get(keys, records)
+        for row in self.rows:
+            row[-8] = 77
+        return answers
+
+
+@pytest.mark.parametrize("piece", [1, 8 << 20])
+@pytest.mark.parametrize("num_bad", [1, 9])
+def test_memory_that_is_at_fault_is_set_aside_and_the_store_keeps_its_records(
+    num_bad: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", piece)
+    before = TieredCache()
+    before.compute(TOKENS)
+    before.drain()
+    store = Stuck(before.store)
+    world = TieredCache(store=store, host=256)
+    store.rows = [world.copies.host[0][row] for row in range(3, 3 + num_bad)]
+    found = world.fetch(TOKENS)
+    assert found == len(TOKENS) if num_bad == 1 else found < len(TOKENS), "it is not tried for ever"
+    assert len(store.visible) == 5
+    tiers = tiers_of(world)
+    assert tiers.hosts[0].num_quarantined >= 1
+    assert {tier for tier, _ in tiers.counters.defects} == {"host"}
+    store.rows = []
+    world.cache.audit()
+    assert world.fetch(TOKENS) == len(TOKENS)
     world.close()

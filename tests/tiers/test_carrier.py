@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.carrier import Carrier
@@ -193,6 +194,33 @@ def test_looking_and_forgetting() -> None:
     assert carry(copies, store, Link.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
     carry(copies, store, Link.FORGET, *looked)
     assert set(store.visible) == {key(1, 1)}
+
+
+class Stuck(DictStore):
+    """Reads well, into memory of which a byte is always the same."""
+
+    def __init__(self, row: np.ndarray, at: int) -> None:
+        super().__init__()
+        self.row, self.at = row, at
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        answers = super().get(keys, records)
+        self.row[self.at] = 77
+        return answers
+
+
+def test_a_good_record_that_was_read_into_bad_memory_stays_in_the_store() -> None:
+    copies = saved([1, 2, 3])
+    store = Stuck(copies.host[1][9], HEADER + 1)
+    carry(copies, store, Link.ARCHIVE, *both([1, 2, 3]))
+    fetch = [units(group, [], [8, 9, 10], [1, 2, 3]) for group in (0, 1)]
+    move = carry(copies, store, Link.FETCH, *fetch, piece_bytes=1 << 20)
+    assert move.defects == (("", "missing", "missing"), ("", "digest", "missing"))
+    assert move.doubtful == {(1, 1)} and len(store.visible) == 6
+    store.spoil(key(2, 1))
+    fetch = [units(group, [], [11, 12, 13], [1, 2, 3]) for group in (0, 1)]
+    move = carry(copies, store, Link.FETCH, *fetch, piece_bytes=1 << 20)
+    assert not move.doubtful and len(store.visible) == 5, "this time it is the record"
 
 
 class Asked(DictStore):

@@ -6,7 +6,8 @@
     stop      when computing would have been quicker, or the policy has enough; what has come is kept
     hold      what has come, until all who waited for it have begun or gone away (`leave`), or memory is short
 
-A piece that is damaged, or gone meanwhile, ends it there, or where a request can begin without it.
+A piece that is damaged, or gone meanwhile, ends it there, or where a request can begin without it. Where the host's
+memory is at fault and not the store's record, that is set aside and the piece comes again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _LEAST_PATIENCE = 0.02
 """Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
 that was often the case: waiting must not cost what it seldom brings."""
 _LEARNS = 0.2
+_MOST_AGAIN = 4
+"""Times that one request fetches again what came to memory that is at fault."""
 _MOST_AT_ONCE = 16
 """Requests that read ahead or hold what they have read: each keeps its whole prefix from others."""
 _MOST_OF_HOST = 0.5
@@ -56,6 +59,14 @@ class Piece:
     fetching: list[tuple[int, Places, Ids]] = field(default_factory=list)
     move: Move | None = None
 
+    def doubtful(self) -> list[Bools]:
+        """By group, which of those frames are at fault for what is wrong in them."""
+        places = self.move.doubtful if self.move is not None else ()
+        return [
+            np.array([(at, place) in places for place in range(len(frames))], dtype=np.bool_)
+            for at, (_, _, frames) in enumerate(self.fetching)
+        ]
+
 
 class Prefetch:
     """What one request waits for. Behind `start` pages of its prompt it could begin when it asked, behind `wanted` it
@@ -63,6 +74,7 @@ class Prefetch:
 
     __slots__ = (
         "abandoned",
+        "again",
         "done",
         "fetched_before",
         "fetching_since",
@@ -79,6 +91,7 @@ class Prefetch:
         "num_bytes",
         "num_waiting",
         "pieces",
+        "repeats",
         "seconds",
         "shared",
         "since",
@@ -106,6 +119,8 @@ class Prefetch:
         self.window = _FIRST_WINDOW
         self.fetching_since: float | None = None
         self.fetched_before = 0  # bytes, for anybody
+        self.repeats = False  # whether the page that is lost is to be fetched again
+        self.again = 0  # times that rows of the host were at fault
         self.seconds = 0.0  # of work on its pieces
         self.in_rounds = False  # whether some were begun only when others had come
         self.since = self.stop_at = 0.0
@@ -328,9 +343,11 @@ class Prefetcher:
 
     def _ended(self, move: Move) -> None:
         prefetch = self._running.pop(move)
-        for defects in move.defects:
-            found = [defect for defect in defects if defect not in (GOOD, MISSING, REFUSED, FAILED)]
-            self._tiering.counters.corrupt(Tier.STORAGE, found)
+        for at, defects in enumerate(move.defects):
+            for place, defect in enumerate(defects):
+                if defect not in (GOOD, MISSING, REFUSED, FAILED):
+                    tier = Tier.HOST if (at, place) in move.doubtful else Tier.STORAGE
+                    self._tiering.counters.corrupt(tier, [defect])
         if move is prefetch.look:
             prefetch.look = None
             if not prefetch.abandoned:
@@ -358,11 +375,12 @@ class Prefetcher:
         while prefetch.pieces and prefetch.pieces[0].move not in self._running:
             piece = prefetch.pieces.popleft()
             if prefetch.abandoned or prefetch.lost >= 0:
-                self._give_up(piece.fetching)
+                self._give_up(piece)
             else:
                 self._fetched(prefetch, piece)
         if prefetch.lost >= 0 and not prefetch.pieces and not prefetch.stopped:
-            prefetch.sought.lost(prefetch.lost)
+            if not prefetch.repeats:
+                prefetch.sought.lost(prefetch.lost)
             prefetch.lost, prefetch.last = -1, prefetch.limit
             self._decide(prefetch)
 
@@ -460,21 +478,22 @@ class Prefetcher:
                 units.append(Units(group.index, NO_PAGES, frames, prefetch.sought.keys(at)))
         num_bytes = sum(len(at) * self._record_bytes[group] for group, at, _ in fetching)
         move = Move(Link.FETCH, units, tiering.scope(prefetch.namespace), num_bytes)
+        piece = Piece(last, fetching, move)
         if not self._submit(prefetch, move):
-            self._give_up(fetching)
+            self._give_up(piece)
             if not prefetch.pieces and tiering.mover.in_flight(Link.FETCH):
                 self._refused[prefetch] = None  # until one of those has ended
             return False
-        prefetch.pieces.append(Piece(last, fetching, move))
+        prefetch.pieces.append(piece)
         prefetch.last = last
         if prefetch.fetching_since is None:
             prefetch.fetching_since, prefetch.fetched_before = self._seconds(), self._fetched_bytes
         prefetch.in_rounds |= prefetch.seconds > 0
         return True
 
-    def _give_up(self, fetching: list[tuple[int, Places, Ids]]) -> None:
-        for group, _, frames in fetching:
-            self._tiering.hosts[group].untake(frames)
+    def _give_up(self, piece: Piece) -> None:
+        for (group, _, frames), doubtful in zip(piece.fetching, piece.doubtful(), strict=True):
+            _give_back(self._tiering.hosts[group], frames, doubtful)
 
     def _fetched(self, prefetch: Prefetch, piece: Piece) -> None:
         """Keep the pages up to the first that has not come whole, in every group."""
@@ -489,10 +508,13 @@ class Prefetcher:
             self._keep(prefetch, end)
         if end > first:
             self._tree.keep(prefetch.lease, first, end)  # what another request has cached meanwhile, too
-        self._bind(prefetch, fetching, end)
+        self._bind(prefetch, piece, end)
         if end < piece.last:
             prefetch.wanted = prefetch.limit
             prefetch.lost = end
+            doubtful = zip(fetching, piece.doubtful(), strict=True)
+            prefetch.repeats = prefetch.again < _MOST_AGAIN and any(end in at[rows] for (_, at, _), rows in doubtful)
+            prefetch.again += prefetch.repeats
             if any(REFUSED in defects or FAILED in defects for defects in all_defects):
                 prefetch.stopped = True
             for move in prefetch.moves:
@@ -502,11 +524,11 @@ class Prefetcher:
         else:
             tiering.owed_to_storage(prefetch.sought.path[prefetch.start : prefetch.limit])
 
-    def _bind(self, prefetch: Prefetch, fetching: list[tuple[int, Places, Ids]], end: int) -> None:
+    def _bind(self, prefetch: Prefetch, piece: Piece, end: int) -> None:
         """What has come of pages before `end` counts, but for what the cache has got elsewhere meanwhile."""
         tiering, cached = self._tiering, prefetch.sought.path
         counted = self._tree.kept_on(prefetch.lease)
-        for group, at, frames in fetching:
+        for (group, at, frames), doubtful in zip(piece.fetching, piece.doubtful(), strict=True):
             host = tiering.hosts[group]
             good = at < min(end, len(cached))
             if host.shelf is None:
@@ -515,7 +537,8 @@ class Prefetcher:
             fresh = ~host.resident(pages)
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if host.shelf is not None else None
             host.bind(pages[fresh], frames[good][fresh], ranks)
-            host.untake(np.concatenate((frames[~good], frames[good][~fresh])))
+            _give_back(host, frames[~good], doubtful[~good])
+            host.untake(frames[good][~fresh])
             tiering.counters.fetched_frames += int(np.count_nonzero(fresh))
             tiering.counters.fetched_bytes += int(np.count_nonzero(fresh)) * self._record_bytes[group]
             tiering.stored(group, pages[fresh])
@@ -535,3 +558,9 @@ class Prefetcher:
                 self._pages.free_pages(np.sort(inserted.duplicates))
             self._tiering.set_keys(inserted.pages[mine:], prefetch.sought.keys_between(first + mine, end))
         prefetch.limit = end
+
+
+def _give_back(host: HostGroup, frames: Ids, doubtful: Bools) -> None:
+    """These frames are nobody's; those that are doubtful are set aside."""
+    host.untake(frames[~doubtful])
+    host.quarantine(frames[doubtful])

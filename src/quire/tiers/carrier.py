@@ -2,7 +2,8 @@
 
 The laws of moving are here:
 
-    records are checked before they leave the host, and when they have come to it
+    records are checked before they leave the host, and when they have come to it; one that is damaged is read again
+    before the store has to forget it
     a LOAD copies nothing to the device unless all of its records are good
     a page is in the store in all of its groups or not at all, and after the pages before it
     nothing is found that the store was told to forget (`quire.tiers.forgotten`)
@@ -184,9 +185,24 @@ class Carrier:
                 batch.fail(at, REFUSED)
         damaged = batch.check(self._copies, move)
         if damaged:
-            # A damaged record would be found again and again, and keep a good one from taking its place.
-            store.remove(_at(batch.keys, damaged))
+            self._blame(move, store, batch, damaged)
         move.moved_bytes += sum(batch.sizes[: batch.end])
+
+    @staticmethod
+    def _blame(move: Move, store: Store, batch: _Batch, damaged: Sequence[int]) -> None:
+        """Read what is damaged again, into other memory. Where that is the same, the store's record is: it is removed,
+        or it would be found again and again, and keep a good one from taking its place. Where it is not, the row is
+        doubtful, and the store's record stays."""
+        again = [bytearray(batch.sizes[at]) for at in damaged]
+        answers = store.get(_at(batch.keys, damaged), again)
+        read = [
+            (at, record) for at, record, answer in zip(damaged, again, answers, strict=True) if answer is Answer.HIT
+        ]
+        same = [at for at, record in read if batch.records[at] == record]
+        if same:
+            store.remove(_at(batch.keys, same))
+        places = [place for page in batch.pages for place in page]
+        move.doubtful |= {places[at] for at, record in read if batch.records[at] != record}
 
     def _need_store(self) -> Store:
         if self._store is None:

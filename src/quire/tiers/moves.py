@@ -83,6 +83,7 @@ class Move:
         "_stopping",
         "answers",
         "defects",
+        "doubtful",
         "drive",
         "error",
         "kept_pages",
@@ -115,6 +116,7 @@ class Move:
         self.owner = owner
         self.whole = whole  # of LOOK: groups of which every page is needed, so that behind a missing one none is
         self.defects: Defects = ()  # parallel to units and their pages
+        self.doubtful: frozenset[tuple[int, int]] = frozenset()  # of FETCH: (units, place) whose host row is at fault
         self.answers: Answers = ()  # of LOOK, parallel to units and their pages
         self.marked: tuple[bytes, ...] = ()  # of LOOK: what the store was told to forget and has not all forgotten
         self.noted = False  # of FORGET: nobody finds it in the store any more; read at any time
