@@ -184,7 +184,10 @@ class CachedBytes(ABC):
         prefetch = self.cache.prefetch(asking(tokens), namespace)
         while prefetch is not None and self.cache.is_awaited(prefetch):
             assert self.advance()
-        return self.cached(tokens, namespace)
+        found = self.cached(tokens, namespace)
+        if prefetch is not None:
+            self.cache.stop_prefetch(prefetch)
+        return found
 
     # -- forgetting
 

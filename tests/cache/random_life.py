@@ -163,6 +163,7 @@ class RandomLife:
             assert self.cache.advance()
         if len(self._open) < _OPEN:
             self._begin(tokens, namespace)
+        self.cache.cache.stop_prefetch(prefetch)
 
     def make_room(self) -> None:
         self._free_up(self._rng.choice((1, 4, 20)))

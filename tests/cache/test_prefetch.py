@@ -54,6 +54,11 @@ def begun(world: TieredCache, tokens: Ids) -> Prefetch:
     return found
 
 
+def links_of(prefetch: Prefetch) -> list[Link]:
+    """Of what is under way for it."""
+    return [move.link for move in prefetch.moves]
+
+
 def key_of(world: TieredCache, place: int, group: int, tokens: Ids = TOKENS) -> StoreKey:
     """Of the record of a cached page."""
     page = world.cache.tree.match(ALICE, tokens).pages[place : place + 1]
@@ -145,12 +150,14 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     assert tiers.hosts[1].num_free <= 1, "others have the rest"
     world.cache.groups[1].evict(12)
     prefetch = begun(world, TOKENS)
-    assert world.advance() and prefetch.move is not None and prefetch.move.link is Link.FETCH
+    assert world.advance() and links_of(prefetch) == [Link.FETCH]
     world.cache.audit()
     assert tiers.host_room(tiers.hosts[1], 4) < 4 and tiers.hosts[1].resident(pages[3:4]).all()
     while world.cache.is_awaited(prefetch):
         assert world.advance()
     assert world.cached(TOKENS) == len(TOKENS)
+    world.cache.audit()
+    world.cache.stop_prefetch(prefetch)
     assert tiers.hosts[1].shelf is not None and tiers.hosts[1].shelf.num_pinned == 0
     world.close()
 
@@ -229,7 +236,7 @@ def test_what_was_flushed_meanwhile_counts_for_nothing(reaches: tuple[ReachSpec,
             group.forget(last)
             host.drop(last)  # of a window, the host has the other page
     prefetch = begun(world, TOKENS)
-    while prefetch.move is None or prefetch.move.link is not link:
+    while link not in links_of(prefetch):
         assert world.advance()
     if kind == "flush":
         world.flush(ALICE)
@@ -290,18 +297,121 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     forget(world)
     prefetch = begun(world, TOKENS)
     assert begun(world, TOKENS) is prefetch
-    while prefetch.move is None or prefetch.move.link is not Link.FETCH:
+    while Link.FETCH not in links_of(prefetch):
         assert world.advance()
     even = tiers_of(world).break_even
     even.computed(1000, 1e-6)
     even.moved(Link.FETCH, 1, 10.0)
     while not even.is_off(Link.FETCH):
         even.decide(Link.FETCH, 1, 1)
-    assert not world.cache.is_awaited(prefetch) and not prefetch.stopped, "another one waits"
-    assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.move.stopping
+    assert not world.cache.is_awaited(prefetch) and prefetch.stopped and prefetch.moves[0].stopping
     world.now += 0.4
     world.drain()
     assert prefetch.done and world.cached(TOKENS) < len(TOKENS)
+    for _ in range(2):
+        world.cache.stop_prefetch(prefetch)
+    world.close()
+
+
+def stored_only(reaches: tuple[ReachSpec, ...] = (FULL,), host: int = 24) -> TieredCache:
+    """A cache that was restarted: `TOKENS` are in the store."""
+    before = TieredCache(reaches=reaches)
+    before.compute(TOKENS)
+    before.drain()
+    return TieredCache(reaches=reaches, store=before.store, host=host)
+
+
+def fetched(world: TieredCache, tokens: Ids = TOKENS) -> Prefetch:
+    prefetch = begun(world, tokens)
+    while world.cache.is_awaited(prefetch):
+        assert world.advance()
+    return prefetch
+
+
+def press(world: TieredCache) -> None:
+    """Others come and go, more than device and host hold."""
+    for first in range(100, 200, 10):
+        world.compute(tokens_of(range(first, first + 6)))
+        world.drain()
+
+
+@pytest.mark.parametrize("reaches", MODELS)
+def test_what_was_fetched_is_held_until_its_request_begins(reaches: tuple[ReachSpec, ...]) -> None:
+    world = stored_only(reaches)
+    prefetch = fetched(world)
+    press(world)
+    world.cache.audit()
+    assert world.cached(TOKENS) == len(TOKENS), "others make room elsewhere"
+    assert world.compute(asking(TOKENS)) == len(TOKENS)
+    world.cache.stop_prefetch(prefetch)
+    assert world.cache.prefetcher is not None and not world.cache.prefetcher.leases()
+    press(world)
+    assert world.cached(TOKENS) == 0, "nobody holds it any more"
+    world.close()
+
+
+def test_it_is_held_until_the_last_of_several_has_begun() -> None:
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert begun(world, TOKENS) is prefetch
+    world.drain()
+    world.cache.stop_prefetch(prefetch)
+    press(world)
+    assert world.cached(TOKENS) == len(TOKENS)
+    world.cache.stop_prefetch(prefetch)
+    assert world.cache.tree.num_protected == 0
+    world.close()
+
+
+@pytest.mark.parametrize("kind", ["flush", "epoch", "clear", "bad"])
+def test_what_is_to_be_forgotten_is_not_held(kind: str) -> None:
+    world = stored_only((FULL, WINDOW))
+    prefetch = fetched(world)
+    pages = world.cache.tree.match(ALICE, TOKENS).pages
+    if kind == "flush":
+        world.flush(ALICE)
+    elif kind == "epoch":
+        world.set_epoch(1)
+    elif kind == "clear":
+        world.cache.clear()
+    else:
+        tiers_of(world)._mark_bad(pages[:1])
+        assert world.cache.prefetcher is not None
+        world.cache.prefetcher.lose(tiers_of(world).bad)
+        tiers_of(world)._mend(pages)
+    assert not prefetch.holds and world.cache.prefetcher is not None and not world.cache.prefetcher.leases()
+    world.cache.audit()
+    world.cache.stop_prefetch(prefetch)
+    world.close()
+
+
+def test_who_runs_takes_what_is_held_from_the_last_one_first() -> None:
+    before = TieredCache()
+    prompts = [tokens_of((first, first + 1, first + 2)) for first in (1, 11, 21)]
+    for tokens in prompts:
+        before.compute(tokens)
+    before.drain()
+    world = TieredCache(store=before.store)
+    for tokens in prompts:
+        world.compute(tokens[: 2 * PAGE])
+    world.drain()
+    held = [fetched(world, tokens) for tokens in prompts]
+    kv = world.cache.begin(tokens_of(range(40, 49)), ALICE)
+    world.cache.extend([kv], 9 * PAGE)  # of twelve, and six are held
+    assert [prefetch.holds for prefetch in held] == [True, False, False]
+    world.cache.audit()
+    world.cache.finish(kv)
+    for prefetch in held:
+        world.cache.stop_prefetch(prefetch)
+    world.close()
+
+
+def test_nobody_begins_to_read_where_others_hold_most_of_the_host() -> None:
+    world = stored_only(host=8)
+    prefetch = fetched(world)
+    assert prefetch.limit == 5 and not world.cache.can_prefetch
+    world.cache.stop_prefetch(prefetch)
+    assert world.cache.can_prefetch
     world.close()
 
 
@@ -392,11 +502,129 @@ def test_a_trial_that_finds_nothing_stored_leaves_it_to_the_next() -> None:
     world.compute(TOKENS)
     forget(world)
     for _ in range(3):
-        even.moved(Link.FETCH, 0, 0.1, asked=1)
+        even.failed(Link.FETCH, 0.1)
     world.now += 100.0
     others = begun(world, tokens_of((7, 8, 9, 10, 11)))
     assert world.cache.prefetch(asking(TOKENS), ALICE) is None, "one at a time"
     while not others.done:
         assert world.advance()
+    assert world.fetch(TOKENS) == len(TOKENS)
+    world.close()
+
+
+@pytest.fixture
+def single(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Each page is a piece."""
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
+    return monkeypatch
+
+
+def test_several_pieces_are_on_their_way_at_once(single: pytest.MonkeyPatch) -> None:
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and links_of(prefetch) == [Link.FETCH] * 5
+    world.cache.audit()
+    assert world.advance() and prefetch.limit == 1, "each counts when it has come"
+    world.now += 10  # a long step
+    world.cache.settle_moves()
+    assert prefetch.done and world.cached(TOKENS) == len(TOKENS)
+    world.close()
+
+
+def test_more_is_on_its_way_where_all_has_come_by_the_time_that_somebody_looks(single: pytest.MonkeyPatch) -> None:
+    single.setattr(reading_ahead, "_FIRST_WINDOW", 1)
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and len(prefetch.pieces) == 1
+    window, steps = 1, 0
+    while world.cache.is_awaited(prefetch):
+        assert prefetch.window == window
+        world.now += 10
+        world.cache.settle_moves()
+        window, steps = 2 * window, steps + 1
+    assert prefetch.limit == 5 and steps <= 5
+    world.close()
+
+
+@pytest.mark.parametrize(("window", "seconds"), [(24, 30.0), (1 << 20, 5.0)])
+def test_a_fetch_is_as_fast_as_it_is_for_those_who_wait(
+    window: int, seconds: float, single: pytest.MonkeyPatch
+) -> None:
+    """A piece takes a second, and a step ten: after one, two and two more pieces, or all at once."""
+    single.setattr(reading_ahead, "_FIRST_WINDOW", window)
+    world = stored_only()
+    prefetch = begun(world, TOKENS)
+    assert world.advance()
+    while not prefetch.done:
+        world.now += 10
+        world.cache.settle_moves()
+    rate = tiers_of(world).break_even._links[Link.FETCH].rate
+    assert rate.mean == 5 * world.copies.sizes[0] / seconds
+    world.close()
+
+
+def test_who_finds_the_link_full_goes_on_when_there_is_room(single: pytest.MonkeyPatch) -> None:
+    others = tokens_of((11, 12, 13))
+    before = TieredCache()
+    for tokens in (TOKENS, others):
+        before.compute(tokens)
+    before.drain()
+    world = TieredCache(store=before.store, most_bytes={Link.FETCH: 1})
+    prefetches = [begun(world, tokens) for tokens in (TOKENS, others)]
+    assert world.advance() and world.advance()
+    assert world.cache.prefetcher is not None and world.cache.prefetcher.in_flight == tuple(prefetches)
+    world.drain()
+    assert [world.cached(tokens) for tokens in (TOKENS, others)] == [len(TOKENS), len(others)]
+    world.close()
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_behind_a_piece_that_does_not_come_nothing_is_kept(place: int, single: pytest.MonkeyPatch) -> None:
+    world = stored_only((FULL, WINDOW))
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and len(prefetch.pieces) == 5
+    page = prefetch.sought.keys(np.array([place]))[0]
+    del world.store.visible[StoreKey(tiers_of(world).scope(ALICE), page, 0)]
+    world.drain()
+    world.cache.audit()
+    assert prefetch.limit <= place and world.cached(TOKENS) <= place * PAGE
+    world.close()
+
+
+class Stuck(DictStore):
+    """Reads well, into rows of which some have a byte that is always the same."""
+
+    def __init__(self, store: DictStore) -> None:
+        super().__init__()
+        self.visible = store.visible
+        self.rows: list[np.ndarray] = []
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        answers = super().get(keys, records)
+        for row in self.rows:
+            row[-8] = 77
+        return answers
+
+
+@pytest.mark.parametrize("piece", [1, 8 << 20])
+@pytest.mark.parametrize("num_bad", [1, 9])
+def test_memory_that_is_at_fault_is_set_aside_and_the_store_keeps_its_records(
+    num_bad: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", piece)
+    before = TieredCache()
+    before.compute(TOKENS)
+    before.drain()
+    store = Stuck(before.store)
+    world = TieredCache(store=store, host=256)
+    store.rows = [world.copies.host[0][row] for row in range(3, 3 + num_bad)]
+    found = world.fetch(TOKENS)
+    assert found == len(TOKENS) if num_bad == 1 else found < len(TOKENS), "it is not tried for ever"
+    assert len(store.visible) == 5
+    tiers = tiers_of(world)
+    assert tiers.hosts[0].num_quarantined >= 1
+    assert {tier for tier, _ in tiers.counters.defects} == {"host"}
+    store.rows = []
+    world.cache.audit()
     assert world.fetch(TOKENS) == len(TOKENS)
     world.close()

@@ -192,7 +192,7 @@ def test_what_another_request_computes_while_it_is_fetched_is_cached_once() -> N
     world.compute(asking(tokens))  # the second use, which saves it
     forget(world)
     prefetch = world.cache.prefetch(asking(tokens), ALICE)
-    assert prefetch is not None and world.advance() and prefetch.move is not None
+    assert prefetch is not None and world.advance() and prefetch.moves
     world.compute(tokens[: 2 * PAGE])
     world.cache.audit()
     world.drain()

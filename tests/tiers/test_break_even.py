@@ -222,7 +222,7 @@ def test_moves_that_bring_nothing_turn_their_link_off() -> None:
     for count in range(3):
         assert bench.worth(Link.FETCH)
         assert not even.is_off(Link.FETCH), count
-        assert not even.moved(Link.FETCH, 49, 0.2, asked=100)
+        even.failed(Link.FETCH, 0.2)
     why = "3 in a row brought less than half of what they were for, the last after 200.00 ms"
     assert (even.why_off(Link.FETCH), bench.said) == (why, [(Link.FETCH, why)])
     assert not bench.worth(Link.FETCH), "how fast it was when it worked says nothing"
@@ -232,7 +232,7 @@ def test_moves_that_bring_nothing_turn_their_link_off() -> None:
         if bench.worth(Link.FETCH):
             trials.append(bench.now)
             assert not bench.worth(Link.FETCH)
-            assert not even.moved(Link.FETCH, 0, 0.2, asked=100)
+            even.failed(Link.FETCH, 0.2)
     assert 4 <= len(trials) <= 7 and even.turned_off_count == len(trials) + 1
     while not bench.worth(Link.FETCH):
         bench.now += 0.1
@@ -244,17 +244,10 @@ def test_moves_that_bring_nothing_turn_their_link_off() -> None:
 def test_a_failure_between_others_is_none() -> None:
     bench = Bench()
     for _ in range(10):
-        assert [bench.even.moved(Link.FETCH, brought, 0.2, asked=100) for brought in (0, 0, 50)] == [False, False, True]
+        bench.even.failed(Link.FETCH, 0.2)
+        bench.even.failed(Link.FETCH, 0.2)
+        bench.even.moved(Link.FETCH, 50, 0.2)
     assert not bench.even.is_off(Link.FETCH)
-
-
-def test_a_move_that_was_stopped_has_failed_where_all_should_have_come() -> None:
-    bench = Bench()
-    even = bench.even
-    even.moved(Link.FETCH, 100, 1.0)
-    assert even.moved(Link.FETCH, 0, 0.9, asked=100, stopped=True)
-    assert even.moved(Link.FETCH, 10, 0.9, asked=100, stopped=True)
-    assert not even.moved(Link.FETCH, 0, 100.0, asked=100, stopped=True)
 
 
 def test_the_look_before_a_fetch_is_counted_in() -> None:

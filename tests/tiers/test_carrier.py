@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.carrier import Carrier
+from quire.tiers.forgotten import mark_of
 from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, StoreKey
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
@@ -192,6 +194,83 @@ def test_looking_and_forgetting() -> None:
     assert carry(copies, store, Link.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
     carry(copies, store, Link.FORGET, *looked)
     assert set(store.visible) == {key(1, 1)}
+
+
+class Stuck(DictStore):
+    """Reads well, into memory of which a byte is always the same."""
+
+    def __init__(self, row: np.ndarray, at: int) -> None:
+        super().__init__()
+        self.row, self.at = row, at
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        answers = super().get(keys, records)
+        self.row[self.at] = 77
+        return answers
+
+
+def test_a_good_record_that_was_read_into_bad_memory_stays_in_the_store() -> None:
+    copies = saved([1, 2, 3])
+    store = Stuck(copies.host[1][9], HEADER + 1)
+    carry(copies, store, Link.ARCHIVE, *both([1, 2, 3]))
+    fetch = [units(group, [], [8, 9, 10], [1, 2, 3]) for group in (0, 1)]
+    move = carry(copies, store, Link.FETCH, *fetch, piece_bytes=1 << 20)
+    assert move.defects == (("", "missing", "missing"), ("", "digest", "missing"))
+    assert move.doubtful == {(1, 1)} and len(store.visible) == 6
+    store.spoil(key(2, 1))
+    fetch = [units(group, [], [11, 12, 13], [1, 2, 3]) for group in (0, 1)]
+    move = carry(copies, store, Link.FETCH, *fetch, piece_bytes=1 << 20)
+    assert not move.doubtful and len(store.visible) == 5, "this time it is the record"
+
+
+class Asked(DictStore):
+    """Notes the pages that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        self.asked.append(sum(key.part < 2 for key in keys))
+        return super().exists(keys)
+
+
+@pytest.mark.parametrize(("stored", "whole", "asked"), [(0, [0], 1), (200, [0], 2), (0, [], 8), (600, [0, 1], 5)])
+def test_the_store_is_asked_for_no_more_than_could_be_used(stored: int, whole: list[int], asked: int) -> None:
+    store, numbers = Asked(), list(range(1, 1001))
+    for number in numbers[:stored]:
+        for part in (0, 1):
+            store.visible[key(number, part)] = b""
+    move = Move(Link.LOOK, (units(0, [], [], numbers), units(1, [], [], numbers)), SCOPE, whole=whole)
+    for _ in Carrier(saved([1]), store).carry(move):
+        pass
+    assert len(store.asked) == asked and max(store.asked) <= 256
+    assert [answers.count(Answer.HIT) for answers in move.answers] == [stored] * 2
+    assert [len(answers) for answers in move.answers] == [1000] * 2
+
+
+def test_looking_can_be_stopped() -> None:
+    store, numbers = Asked(), list(range(1, 1001))
+    for number in numbers:
+        store.visible[key(number, 0)] = b""
+    move = Move(Link.LOOK, (units(0, [], [], numbers),), SCOPE, whole=[0])
+    pieces = Carrier(saved([1]), store).carry(move)
+    next(pieces)
+    move.stop()
+    assert list(pieces) == [] and store.asked == [128]
+    assert move.answers[0].count(Answer.HIT) == 128
+
+
+def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
+    store, numbers = Asked(), list(range(1, 1001))
+    for number in numbers:
+        store.visible[key(number, 0)] = b""
+    move = Move(Link.LOOK, (units(0, [], [], numbers),), SCOPE, whole=[0])
+    pieces = Carrier(saved([1]), store).carry(move)
+    next(pieces)
+    store.visible[mark_of(SCOPE)] = b""
+    assert list(pieces) == []
+    assert move.marked == (SCOPE,) and set(move.answers[0]) == {Answer.MISS}
 
 
 @pytest.mark.parametrize("link", [Link.ARCHIVE, Link.FETCH, Link.LOOK, Link.FORGET])

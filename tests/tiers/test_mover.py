@@ -350,6 +350,27 @@ def test_events_come_in_the_order_in_which_things_ended() -> None:
         assert fetch.defects == (("missing",), ("missing",))
 
 
+def test_looking_for_many_pages_takes_turns() -> None:
+    """Two looks of many pages, and what is to be fetched and stored does not wait until they have ended."""
+    copies, store = saved(1, 2), DictStore()
+    gate = store.hold("exists")
+    many = units(0, [], [], range(1000, 2000))
+    with mover_of(copies, store, threads=2) as mover:
+        looks = [move_of(copies, Link.LOOK, [many]) for _ in range(2)]
+        for look in looks:
+            assert mover.submit(look)
+            entered(store)
+        others = [move_of(copies, Link.ARCHIVE, pages(1)), move_of(copies, Link.FETCH, pages(2))]
+        for move in others:
+            assert mover.submit(move)
+        gate.release(2)  # of sixteen times that the store is asked
+        collected = collect(mover, 2)
+        assert set(map(id, collected)) == set(map(id, others))
+        assert not any(look.done for look in looks)
+        gate.release(100)
+        collect(mover, 2)
+
+
 def test_closing_ends_what_runs_and_fails_what_waits() -> None:
     copies, store = saved(1, 2, 3), DictStore()
     gate, load_gate = store.hold("put"), copies.hold("to_device")

@@ -409,14 +409,18 @@ class KVCache(RunningTables):
         return self.prefetcher is not None and self.prefetcher.has_room
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
-        """Whether its request should go on waiting for it."""
+        """Whether its request should go on waiting for it. What has come is held until `stop_prefetch`."""
         step = self._fences.step_seconds if self._live else 0.0  # nobody begins while one is computed
         return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch, step)
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
-        """Its request waits for it no more."""
+        """Its request has begun, or waits for it no more."""
         if self.prefetcher is not None:
             self.prefetcher.leave(prefetch)
+
+    def take_back_prefetched(self) -> bool:
+        """Take from a request that waits what is held for it; whether there was anything."""
+        return self._room.take_back()
 
     def settle_moves(self) -> bool:
         """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
@@ -424,6 +428,8 @@ class KVCache(RunningTables):
             return False
         if self.tiers.num_bad:
             self.retention.lose(self.tiers.bad)
+            if self.prefetcher is not None:
+                self.prefetcher.lose(self.tiers.bad)
         self.sweep()
         self.num_changes += 1
         return True

@@ -3,7 +3,7 @@
     what is free                              first
     what callers asked to keep, softly        until enough could be evicted; the lowest priority first
     what is on its way between tiers          is waited for: it can be evicted when it has arrived
-    what requests that read ahead keep        is taken from them, and they read no further
+    what requests that read ahead keep        is taken, from who began last first, and they read no further
     what is cached                            whole pages where pages are short, or frames of a group that has all of
                                               them; where another group is short, its frames go, and the pages stay
 
@@ -37,7 +37,7 @@ class Room:
         cache = self._cache
         cache.retention.expire()
         wanted = [group.wanted(rows, num_new) for group in cache.groups]
-        while self._short(wanted, num_new) and (self._give_up(wanted, num_new) or self._wait() or self._take_back()):
+        while self._short(wanted, num_new) and (self._give_up(wanted, num_new) or self._wait() or self.take_back()):
             wanted = [group.wanted(rows, num_new) for group in cache.groups]
         self._free_up(wanted, num_new, cause)
 
@@ -51,7 +51,7 @@ class Room:
             held = tiers.hold(pages)
             try:
                 wanted = list(map(len, missing))
-                while self._short(wanted, 0) and self._give_up(wanted, 0):
+                while self._short(wanted, 0) and (self._give_up(wanted, 0) or self.take_back()):
                     pass
                 self._free_up(wanted, 0, cause)
                 if tiers.load(namespace, lease.node, pages, missing) is None:
@@ -63,6 +63,14 @@ class Room:
             finally:
                 tiers.let_go(held)
         return tiers.loads_of(pages)
+
+    def take_back(self) -> bool:
+        """Take from one who reads ahead what it keeps; whether there was anything."""
+        cache = self._cache
+        if cache.prefetcher is None or not cache.prefetcher.give_way():
+            return False
+        cache.sweep()  # before it could be evicted to the host, and from there stored: it may have been flushed
+        return True
 
     # -- inside
 
@@ -101,14 +109,6 @@ class Room:
         if tiers is None or not tiers.wait():
             return False
         self._cache.settle_moves()
-        return True
-
-    def _take_back(self) -> bool:
-        """Take from those who read ahead what they keep; whether there was anything."""
-        cache = self._cache
-        if cache.prefetcher is None or not cache.prefetcher.give_way():
-            return False
-        cache.sweep()  # before it could be evicted to the host, and from there stored: it may have been flushed
         return True
 
     def _free_up(self, wanted: Sequence[int], num_new: int, cause: str) -> None:

@@ -59,6 +59,7 @@ class Request:
         self.kv: RequestKV | None = None
         self.read_ahead = False  # whether storage was asked for its prompt
         self.prefetch: Prefetch | None = None  # what of its prompt comes from storage while it waits
+        self.prefetched: list[Prefetch] = []  # what has come of it, which is held until it begins
         self.num_launched = 0
         self.num_settled = 0
         self.pending = 0

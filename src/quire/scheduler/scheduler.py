@@ -6,8 +6,8 @@ waits again; what it had committed stays cached. The first in that order is neve
 finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
 
 Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why. What of
-its prompt is in storage is fetched while it waits; what is on the host is loaded once it is admitted, and it computes
-as soon as that is on its way.
+its prompt is in storage is fetched while it waits, and held until it begins: for those that are next, and others once
+they come near. What is on the host is loaded once it is admitted, and it computes as soon as that is on its way.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.request import Request, RequestState
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
+
+_NEXT = 32
+"""Waiting requests, from the first, that begin to read ahead as soon as there is room for that."""
 
 
 class Scheduler:
@@ -72,15 +75,41 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         self._read_ahead(request)
 
-    def _read_ahead(self, request: Request) -> None:
-        """Have what is stored of its prompt fetched, once; where too many do, later."""
-        if not request.read_ahead and self._cache.can_prefetch:
+    def _read_ahead(self, request: Request, behind: Sequence[Request] = ()) -> None:
+        """Have what is stored of its prompt fetched, once. Where too many do, the last of those `behind` it that holds
+        something does so later."""
+        if request.read_ahead or self._cache.prefetcher is None:
+            return
+        if behind and not self._cache.can_prefetch:
+            last = next((other for other in reversed(behind) if other.prefetch or other.prefetched), None)
+            if last is not None:
+                self._let_go(last)
+                last.read_ahead = False
+        if self._cache.can_prefetch:
             request.read_ahead = True
             request.prefetch = self._cache.prefetch(request.tokens, request.namespace)
+
+    def _read_ahead_next(self) -> None:
+        """Those that are next read ahead, as far as there is room for that."""
+        for request in self._waiting[:_NEXT]:
+            if not request.read_ahead:
+                if not self._cache.can_prefetch:
+                    return
+                self._read_ahead(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Nothing is fetched for it, or held, any more."""
+        for prefetch in request.prefetched:
+            self._cache.stop_prefetch(prefetch)
+        request.prefetched.clear()
+        if request.prefetch is not None:
+            self._cache.stop_prefetch(request.prefetch)
+            request.prefetch = None
 
     def _has_read_ahead(self, request: Request, prefetch: Prefetch) -> None:
         """It waits no more. Where what has come is the beginning of several prompts, each asks for the rest of its."""
         request.prefetch = None
+        request.prefetched.append(prefetch)
         if prefetch.leads_on(request.tokens):
             request.read_ahead = False
             self._read_ahead(request)
@@ -102,6 +131,7 @@ class Scheduler:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
         batch = Batch()
         self._cache.settle_moves()
+        self._read_ahead_next()
         preempted = self.num_preemptions
         decodes: list[Work] = []
         prefills: list[Request] = []
@@ -231,13 +261,15 @@ class Scheduler:
             return hit
 
         deferred = 0
-        for request in list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens)):
+        order = list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens))
+        for place, request in enumerate(order):
             if deferred >= self._max_running:
                 return False
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return not deferred
-            self._read_ahead(request)
+            if not request.read_ahead:
+                self._read_ahead(request, order[place + 1 :])
             if request.prefetch is not None:
                 if self._cache.is_awaited(request.prefetch):
                     request.wait_reason = "waits for a part of its prompt that is in storage"
@@ -283,6 +315,7 @@ class Scheduler:
             request.num_host, request.num_storage = request.kv.num_host, request.kv.num_storage
             request.explanation = request.kv.explanation
             batch.admitted.append(request)
+        self._let_go(request)
         request.state = RequestState.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
@@ -325,7 +358,11 @@ class Scheduler:
         plan, size = self._cache.plan, self._cache.page_size
         running = [(other.kv, pages_for(other.num_known, size)) for other in self._running if other.kv is not None]
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
-        request.wait_reason = self._cache.why_not(hit, needed, running, pages_for(plan.tokens_per_step, size))
+        spare = pages_for(plan.tokens_per_step, size)
+        request.wait_reason = self._cache.why_not(hit, needed, running, spare)
+        # Who runs will end; what waiting requests hold for themselves could keep the first of them out for ever.
+        while request.wait_reason and not running and self._cache.take_back_prefetched():
+            request.wait_reason = self._cache.why_not(hit, needed, running, spare)
         return not request.wait_reason
 
     def _finish(self, request: Request) -> None:
@@ -335,9 +372,7 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
-        if request.prefetch is not None:
-            self._cache.stop_prefetch(request.prefetch)
-            request.prefetch = None
+        self._let_go(request)
         request.kv = None
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]

@@ -80,22 +80,31 @@ class BreakEven:
         if tokens >= self._tiny_step:
             self._computed.add(tokens, seconds)
 
-    def moved(self, link: Link, num_bytes: int, seconds: float, *, asked: int = 0, stopped: bool = False) -> bool:
-        """A move brought so many bytes of those it was `asked` for, and took so long, without its wait in a queue.
-        False where that was less than half of them, which counts as a failure: but not where it was `stopped`, unless
-        by then all should have come and nothing had."""
-        state = self._links[link]
-        if 2 * num_bytes < asked and not (stopped and (num_bytes or seconds < (state.rate.seconds(asked) or 0.0))):
-            self._fail(link, state, seconds)
-            return False
+    def moved(self, link: Link, num_bytes: int, seconds: float) -> None:
+        """A move brought so many bytes, and took so long, without its wait in a queue."""
         if num_bytes > 0:
+            state = self._links[link]
             if state.trial is _Trial.UNDER_WAY:
                 state.rate.forget()
                 state.trial = _Trial.MEASURED
             state.rate.add(num_bytes, max(seconds, 1e-9))
             state.failures, state.wasted = 0, 0.0
             state.is_fresh = True
-        return True
+
+    def failed(self, link: Link, seconds: float) -> None:
+        """A move brought less than half of what was asked for, in so long."""
+        state = self._links[link]
+        state.failures += 1
+        state.wasted = seconds
+        now = self._seconds()
+        is_trial = bool(state.why_off) and (state.trial is _Trial.UNDER_WAY or now >= state.next_trial)
+        if is_trial or (not state.why_off and state.has_failed):
+            self._turn_off(
+                state,
+                f"{state.failures} in a row brought less than half of what they were for, the last after "
+                f"{_in_time(seconds)}",
+            )
+        self._tell(link, state)
 
     def looked(self, seconds: float) -> None:
         """A store has said what it has, after so long."""
@@ -221,19 +230,6 @@ class BreakEven:
         compute = self.compute_seconds(tokens)
         if has_to and compute is not None:
             self._turn_off(state, self._why(link, compute, num_bytes))
-
-    def _fail(self, link: Link, state: _LinkState, seconds: float) -> None:
-        state.failures += 1
-        state.wasted = seconds
-        now = self._seconds()
-        is_trial = bool(state.why_off) and (state.trial is _Trial.UNDER_WAY or now >= state.next_trial)
-        if is_trial or (not state.why_off and state.has_failed):
-            self._turn_off(
-                state,
-                f"{state.failures} in a row brought less than half of what they were for, the last after "
-                f"{_in_time(seconds)}",
-            )
-        self._tell(link, state)
 
     def _turn_off(self, state: _LinkState, why: str) -> None:
         """Or a trial was lost."""

@@ -2,7 +2,8 @@
 
 The laws of moving are here:
 
-    records are checked before they leave the host, and when they have come to it
+    records are checked before they leave the host, and when they have come to it; one that is damaged is read again
+    before the store has to forget it
     a LOAD copies nothing to the device unless all of its records are good
     a page is in the store in all of its groups or not at all, and after the pages before it
     nothing is found that the store was told to forget (`quire.tiers.forgotten`)
@@ -26,6 +27,10 @@ _T = TypeVar("_T")
 
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
+
+_LOOKED_FOR = 128
+"""Pages that a store is asked for at a time. Most prompts end sooner in what is stored, and a store may need a request
+for each key."""
 
 
 class Carrier:
@@ -84,16 +89,29 @@ class Carrier:
         yield from self._by_pages(move, self._fetch_pages, MISSING)
 
     def _look(self, move: Move) -> Iterator[None]:
-        over = marks_over(move.scope)
-        keys = [mark for _, mark in over]
-        for units in move.units:
-            keys += units.keys(move.scope)
-        answers = iter(self._need_store().exists(keys))
-        marks = list(islice(answers, len(over)))
-        move.marked = tuple(scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT)
-        found = [answers_under(marks, islice(answers, len(units))) for units in move.units]
+        """Ask for some pages at a time, in the order of the prefix, until one is missing that all behind it need. What
+        was not asked for is a MISS. The marks are asked for each time: the scope may be forgotten meanwhile."""
+        store, over, pages = self._need_store(), marks_over(move.scope), _pages_of(move.units)
+        found = [[Answer.MISS] * len(units) for units in move.units]
+        for start in range(0, max(1, len(pages)), _LOOKED_FOR):
+            if move.stopping:
+                break
+            places = [place for page in pages[start : start + _LOOKED_FOR] for place in page]
+            keys = [StoreKey(move.scope, move.units[at].pages[place], move.units[at].group) for at, place in places]
+            answers = iter(store.exists([*(mark for _, mark in over), *keys]))
+            marks = list(islice(answers, len(over)))
+            move.marked = tuple(scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT)
+            if move.marked:
+                found = [[Answer.MISS] * len(units) for units in move.units]
+                break
+            ends = False
+            for (at, place), answer in zip(places, answers_under(marks, answers), strict=True):
+                found[at][place] = answer
+                ends |= answer is not Answer.HIT and move.units[at].group in move.whole
+            if ends:
+                break
+            yield
         move.answers = tuple(map(tuple, found))
-        yield
 
     def _forget(self, move: Move) -> Iterator[None]:
         store = self._need_store()
@@ -160,6 +178,7 @@ class Carrier:
             store.remove(_at(batch.keys, orphans))
 
     def _fetch_pages(self, move: Move, store: Store, batch: _Batch) -> None:
+        move.asked_bytes += sum(batch.sizes)
         for at, answer in enumerate(store.get(batch.keys, batch.records)):
             if answer is Answer.MISS:
                 batch.fail(at, MISSING)
@@ -167,9 +186,24 @@ class Carrier:
                 batch.fail(at, REFUSED)
         damaged = batch.check(self._copies, move)
         if damaged:
-            # A damaged record would be found again and again, and keep a good one from taking its place.
-            store.remove(_at(batch.keys, damaged))
+            self._blame(move, store, batch, damaged)
         move.moved_bytes += sum(batch.sizes[: batch.end])
+
+    @staticmethod
+    def _blame(move: Move, store: Store, batch: _Batch, damaged: Sequence[int]) -> None:
+        """Read what is damaged again, into other memory. Where that is the same, the store's record is: it is removed,
+        or it would be found again and again, and keep a good one from taking its place. Where it is not, the row is
+        doubtful, and the store's record stays."""
+        again = [bytearray(batch.sizes[at]) for at in damaged]
+        answers = store.get(_at(batch.keys, damaged), again)
+        read = [
+            (at, record) for at, record, answer in zip(damaged, again, answers, strict=True) if answer is Answer.HIT
+        ]
+        same = [at for at, record in read if batch.records[at] == record]
+        if same:
+            store.remove(_at(batch.keys, same))
+        places = [place for page in batch.pages for place in page]
+        move.doubtful |= {places[at] for at, record in read if batch.records[at] != record}
 
     def _need_store(self) -> Store:
         if self._store is None:

@@ -65,7 +65,8 @@ class ThreadMover(Mover):
     """Moves on threads of its own: one that copies between device and host, and some that wait for the store.
 
     Loads go before saves, of which one piece at most is in their way. Of the store's threads one is kept for reading
-    where there are two; writes begin in the order in which they came, and to forget waits for the writes before it.
+    where there are two, and one for writing: reads take turns, piece by piece, and the last thread that does not read
+    is for writes that wait. Writes begin in the order in which they came, and to forget waits for those before it.
     The store stays the caller's, who closes it after the mover.
     """
 
@@ -90,7 +91,7 @@ class ThreadMover(Mover):
         self._reads: deque[_Task] = deque()
         self._writes: deque[_Task] = deque()
         self._running: list[_Task] = []  # on the store's threads
-        self._most_writes = max(1, storage_threads - 1)
+        self._most_writes = self._most_reads = max(1, storage_threads - 1)
         self._ended: list[Move] = []
         self._has_checked = False
         self._closing = False
@@ -179,18 +180,28 @@ class ThreadMover(Mover):
 
     def _store_moves(self) -> None:
         while (task := self._next_stored()) is not None:
-            while not self._advance(task):
-                pass
+            ended = self._advance(task)
+            while not ended and not self._gives_turn(task):
+                ended = self._advance(task)
             with self._lock:
                 self._running.remove(task)
+                if not ended:
+                    self._reads.append(task)
                 self._work.notify_all()
+
+    def _gives_turn(self, task: _Task) -> bool:
+        """Whether a read goes on later, since others wait."""
+        with self._lock:
+            return not self._closing and task.move.link in _READS and bool(self._reads or self._may_write())
 
     def _next_stored(self) -> _Task | None:
         with self._lock:
             self._work.wait_for(lambda: self._closing or self._reads or self._may_write())
             if self._closing:
                 return None
-            task = self._reads.popleft() if self._reads else self._writes.popleft()
+            num_reading = sum(task.move.link in _READS for task in self._running)
+            writes = not self._reads or (num_reading >= self._most_reads and self._may_write())
+            task = self._writes.popleft() if writes else self._reads.popleft()
             self._running.append(task)
             return task
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -82,7 +82,9 @@ class Move:
         "_done",
         "_stopping",
         "answers",
+        "asked_bytes",
         "defects",
+        "doubtful",
         "drive",
         "error",
         "kept_pages",
@@ -95,17 +97,28 @@ class Move:
         "scope",
         "seconds",
         "units",
+        "whole",
     )
 
     def __init__(
-        self, link: Link, units: Sequence[Units], scope: bytes = b"", num_bytes: int = 0, owner: object = None
+        self,
+        link: Link,
+        units: Sequence[Units],
+        scope: bytes = b"",
+        num_bytes: int = 0,
+        owner: object = None,
+        *,
+        whole: Collection[int] = (),
     ) -> None:
         self.link = link
         self.units = tuple(units)
         self.scope = scope
         self.num_bytes = num_bytes  # of records; 0 where none move
         self.owner = owner
+        self.whole = whole  # of LOOK: groups of which every page is needed, so that behind a missing one none is
         self.defects: Defects = ()  # parallel to units and their pages
+        self.doubtful: frozenset[tuple[int, int]] = frozenset()  # of FETCH: (units, place) whose host row is at fault
+        self.asked_bytes = 0  # of FETCH: what the store was asked for by the time it ended
         self.answers: Answers = ()  # of LOOK, parallel to units and their pages
         self.marked: tuple[bytes, ...] = ()  # of LOOK: what the store was told to forget and has not all forgotten
         self.noted = False  # of FORGET: nobody finds it in the store any more; read at any time
@@ -148,8 +161,8 @@ class Move:
         return layer in self._arrived
 
     def stop(self) -> None:
-        """Ask a FETCH, an ARCHIVE or a FORGET to end early: what has not begun is not done, and says so. It ends as any
-        other."""
+        """Ask a FETCH, a LOOK, an ARCHIVE or a FORGET to end early: what has not begun is not done, and says so. It
+        ends as any other."""
         self._stopping = True
 
     def wait_layer(self, layer: int) -> None:

@@ -283,10 +283,17 @@ class TieredCache(FollowedCache):
         self._check("")
         return found
 
+    def stop_prefetch(self, prefetch: Prefetch) -> None:
+        """As the cache's."""
+        self.cache.stop_prefetch(prefetch)
+        self._check("")
+
     def obtainable(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> int | None:
         """Behind how many pages a request can begin once all that is stored has come, with nothing else on its way.
         None where that depends: on what is quicker, on what a store forgets, on who makes room."""
         if not (self.world.is_faultless and self.world.settings.always) or self.tiers.forgetting.scopes:
+            return None
+        if not self.cache.can_prefetch:
             return None
         name = self._name(tokens, namespace)
         ends = self.names.ends[name][: (len(tokens) - 1) // self.page_size]

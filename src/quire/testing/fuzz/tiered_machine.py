@@ -93,6 +93,8 @@ class TieredMachine(CacheMachine):
             self._finish_step()
         for s in list(self.model.live):
             self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
+        for _, prefetch in self._prefetches:
+            self.cache.stop_prefetch(prefetch)
         come_to_rest(self.cache)
         self.cache.clear()
         come_to_rest(self.cache)
@@ -174,11 +176,13 @@ class TieredMachine(CacheMachine):
         if choices.chance(60):
             self.cache.drop(choices.one_of((1, self.cache.cache.plan.num_pages)))
         obtainable = self.cache.obtainable(tokens, namespace)
-        self.cache.prefetch(tokens, namespace)
+        found = self.cache.prefetch(tokens, namespace)
         let_all_arrive(self.cache)
         if obtainable is not None:
             self.cache.check_obtained(tokens, namespace, obtainable)
             self.did += (": finds", obtainable, "pages")
+        if found is not None:
+            self.cache.stop_prefetch(found)
         return self.did
 
     def give_up(self, choices: Choices) -> Did:
@@ -186,7 +190,7 @@ class TieredMachine(CacheMachine):
         name, prefetch = self._prefetches.pop(choices.below(len(self._prefetches)))
         self.did = "wait no longer for", self.names.tokens(name).tolist()
         if choices.chance(20):
-            self.cache.cache.stop_prefetch(prefetch)
+            self.cache.stop_prefetch(prefetch)
             return self.did
         for _ in range(_MOST_TURNS):
             if not self.cache.cache.is_awaited(prefetch):
@@ -200,6 +204,7 @@ class TieredMachine(CacheMachine):
                 self.cache.begin(self.names.tokens(name), self.names.namespaces[name])
             except OutOfPages:
                 self.did += (": refused",)
+        self.cache.stop_prefetch(prefetch)
         return self.did
 
     def spoil(self, choices: Choices) -> Did:

@@ -11,7 +11,7 @@ from quire.cache import page_names, prefetch, tiering
 from quire.cache.damaged import DamagedPages
 from quire.cache.host_groups import HostGroup
 from quire.cache.page_names import PageNames
-from quire.cache.prefetch import Prefetcher
+from quire.cache.prefetch import Prefetch, Prefetcher
 from quire.cache.sought import Sought
 from quire.cache.tier_counters import LinkCounters, TierCounters
 from quire.cache.tier_settings import WritePolicy
@@ -291,7 +291,12 @@ def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
 @mutant("tiers", field.PINS)
 def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
     """What a request has read ahead on is never given back."""
-    patch.setattr(Prefetcher, "_let_go", lambda prefetcher, found: setattr(found, "holds", False))
+
+    def let_go(prefetcher: Prefetcher, found: Prefetch) -> None:
+        prefetcher._holding.pop(found, None)
+        found.holds = False
+
+    patch.setattr(Prefetcher, "_let_go", let_go)
 
 
 @mutant("tiers", field.PINS)
