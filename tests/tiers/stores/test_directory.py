@@ -246,6 +246,30 @@ def test_an_index_that_is_busy(tmp_path: Path) -> None:
     DirectoryMedium(tmp_path).check()
 
 
+def test_the_log_of_the_index_stays_small(tmp_path: Path) -> None:
+    """While somebody reads an old state of the index its log grows; afterwards it shrinks by itself."""
+    log = tmp_path / "index.sqlite-wal"
+    with closing(open_in(tmp_path)) as store, closing(open_in(tmp_path, None)) as reader:
+        keys = make_keys(256)
+
+        def turn(number: int) -> None:
+            assert write(store, keys, [make_record(number, 64)] * 256) == [Answer.HIT] * 256
+            assert reader.exists(keys) == [Answer.HIT] * 256
+            assert reader.get(keys[:1], [bytearray(64)]) == [Answer.HIT]
+            assert store.remove(keys) == 256
+
+        with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT COUNT(*) FROM records").fetchone()
+            while log.stat().st_size <= 9 << 20:
+                turn(0)
+        for number in range(60):
+            turn(number)
+        assert log.stat().st_size <= 8 << 20
+        assert (tmp_path / "index.sqlite").stat().st_size < 1 << 20
+    assert not log.exists()
+
+
 def test_a_transaction_that_is_undone(tmp_path: Path) -> None:
     """The files of slabs that were dropped in it are there, and those that were made are not."""
     with closing(open_in(tmp_path, 256 << 10, slab_bytes=128 << 10)) as store:

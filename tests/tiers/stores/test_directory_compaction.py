@@ -109,6 +109,40 @@ def test_a_record_that_changes_while_it_moves(tmp_path: Path, monkeypatch: pytes
     DirectoryMedium(tmp_path).check()
 
 
+@pytest.mark.parametrize("how", ["removed", "moved"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_slab_that_goes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, when: str
+) -> None:
+    """Another process gives it to the disk, and other records come to lie elsewhere: a MISS, or the right bytes."""
+    store, keys = scattered(tmp_path)
+    with closing(store), closing(DirectoryStore(tmp_path, None)) as reader:
+        really = reader._transfer.read
+
+        def change() -> None:
+            if how == "removed":
+                assert store.remove(keys) == 6
+            else:
+                store.compact()
+            others = [make_key(200 + number) for number in range(24)]
+            assert write(store, others, [make_record(number, SIZE) for number in range(24)]) == [Answer.HIT] * 24
+
+        def late(places: Any) -> list[bool]:
+            if when == "before":
+                change()
+                return really(places)
+            done = really(places)
+            change()
+            return done
+
+        monkeypatch.setattr(reader._transfer, "read", late)
+        buffers = [bytearray(SIZE) for _ in keys]
+        answers = reader.get(keys, buffers)
+        assert Answer.MISS in answers and reader.statistics["overtaken"] == answers.count(Answer.MISS)
+        for number, (answer, buffer) in enumerate(zip(answers, buffers, strict=True)):
+            assert answer is Answer.MISS or bytes(buffer) == make_record(4 * number, SIZE)
+
+
 @pytest.mark.parametrize("how", ["unreadable", "unwritable", "interrupted"])
 def test_what_cannot_move_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     store, keys = scattered(tmp_path)

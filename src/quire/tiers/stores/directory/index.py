@@ -23,6 +23,9 @@ from quire.errors import StoreError
 Value = TypeVar("Value", int, bytes)
 
 VERSION = 1
+LOG_BYTES = 8 << 20
+"""What the index's log shrinks to once nobody reads what is older. While somebody does it grows; our own reads end at
+once, and it is written back at every 4 MiB."""
 NOBODY = ""
 """The owner of a record that is not there."""
 
@@ -246,6 +249,7 @@ def _connect(path: Path, busy_seconds: float, *, durable: bool) -> sqlite3.Conne
         connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA cache_size = -16384")
+        connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
         try:
             _make_or_check(connection, path)
