@@ -33,7 +33,9 @@ from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import format_bytes, parse_bytes
 from quire.spec.group import GroupSpec
+from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
+from quire.tiers.carrier import PIECE_BYTES
 
 SEED = 20
 PAGES = "16KiB,64KiB,256KiB,1MiB,4MiB"
@@ -92,12 +94,12 @@ def measure_copies(page_bytes: int, *, layers: int, total: int, repeats: int) ->
         scattered = rng.permutation(frames)
         keys = [bytes([index % 256]) * 32 for index in range(count)]
         source, target = np.ones(count * page_bytes, dtype=np.uint8), np.ones(count * page_bytes, dtype=np.uint8)
-        size = max(1, CHUNK // page_bytes)
+        warm, piece = (max(1, num_bytes // page_bytes) for num_bytes in (CHUNK, PIECE_BYTES))
 
-        def sealed_while_warm() -> None:
+        def sealed(source: Ids, size: int) -> None:
             for start in range(0, count, size):
                 chosen = frames[start : start + size]
-                copies.to_host(0, chosen, chosen)
+                copies.to_host(0, source[start : start + size], chosen)
                 copies.seal(0, chosen, keys[start : start + size])
 
         samples = shuffled(
@@ -108,7 +110,9 @@ def measure_copies(page_bytes: int, *, layers: int, total: int, repeats: int) ->
                 "to_host_scattered": lambda: copies.to_host(0, scattered, frames),
                 "to_device_scattered": lambda: copies.to_device(0, scattered, frames),
                 "to_device_by_layer": lambda: [copies.to_device(0, frames, frames, n) for n in copies.layers()],
-                "to_host_sealed": sealed_while_warm,
+                "to_host_sealed": lambda: sealed(frames, warm),
+                "to_host_saved": lambda: sealed(frames, piece),
+                "to_host_saved_scattered": lambda: sealed(scattered, piece),
                 "seal": lambda: copies.seal(0, frames, keys),
                 "defects": lambda: copies.defects(0, frames, keys),
             },
@@ -128,11 +132,13 @@ def measure_copies(page_bytes: int, *, layers: int, total: int, repeats: int) ->
         "digest_of_copy": {
             "seal": ratio(samples, "seal", "to_host"),
             "seal_while_warm": ratio(samples, "to_host_sealed", "to_host") - 1,
+            "save": ratio(samples, "to_host_saved", "to_host") - 1,
             "defects": ratio(samples, "defects", "to_device"),
         },
         "best_digest_of_copy": {
             "seal": best(samples, "seal", "to_host"),
             "seal_while_warm": best(samples, "to_host_sealed", "to_host") - 1,
+            "save": best(samples, "to_host_saved", "to_host") - 1,
             "defects": best(samples, "defects", "to_device"),
         },
         "samples": {name: [round(value, 6) for value in taken] for name, taken in samples.items()},

@@ -7,8 +7,9 @@
 
 Parts: `copies` (frames against a plain copy of memory, digests against copies), `directory` (the directory store
 against plain reads and writes of one file, with O_DIRECT and without), `network` (Valkey and Mooncake against their own
-clients, where their servers are), `engine` (time to the first token of sessions that come back, in the real engine),
-`simulator` (the same on published traces, with the costs of an H100). See bench/README.md.
+clients, where their servers are), `engine` (time to the first token in the real engine, of sessions that come back and
+where all fits on the device), `simulator` (the same on published traces, with the costs of an H100). See
+bench/README.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy as np  # noqa: E402
 from copies import layout_of, measure_copies  # noqa: E402
 from rich.console import Console  # noqa: E402
 from stores_network import measure_mooncake, measure_valkey  # noqa: E402
-from tiers_report import print_report, verdicts  # noqa: E402
+from tiers_report import FITS, RETURNING, print_report, verdicts  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.cli.replay_inputs import ReplayWords, TierWords, grid_of  # noqa: E402
@@ -56,7 +57,7 @@ TRACES = {
     "mooncake synthetic": ("mooncake/synthetic_trace.jsonl", 600),
 }
 """File and number of requests. Tokens of texts are their bytes, as `quire replay` counts them."""
-RETURNING = "alternating:sessions=16,tokens=40000,turns=5,think=300"
+RETURNING_TRACE = "alternating:sessions=16,tokens=40000,turns=5,think=300"
 
 
 class Skipped(Exception):
@@ -123,31 +124,47 @@ def measure_servers(options: argparse.Namespace) -> list[Row]:
 
 
 def measure_engine(options: argparse.Namespace) -> list[Row]:
-    """Sessions take turns in a device pool that holds two of them; a turn is the history and some more.
+    """Sessions take turns; a turn is the history and some more.
 
-    Only turns after a session's first count: with `restart` they come to another engine, which finds what the first one
-    has stored.
+    They come back to a device pool that holds two of them, and only turns after a session's first count: with `restart`
+    they come to another engine, which finds what the first one has stored. Where all of them fit on the device, tiers
+    bring nothing, and all turns count: the first ones are computed while others are saved.
     """
+    small, large = ("2MiB", "8MiB") if options.toy else ("8MiB", "64MiB")  # 8 MiB are 4,096 tokens
+    back = _sessions(options, RETURNING, small, ("none", "host", "restart"))
+    return back + _sessions(options, FITS, large, ("none", "host", "storage"))
+
+
+def _sessions(options: argparse.Namespace, case: str, pool: str, modes: Sequence[str]) -> list[Row]:
     sessions, turns, history, repeats = (3, 2, 400, 1) if options.toy else (6, 3, 1500, 3)
-    pool = "2MiB" if options.toy else "8MiB"  # of 1,024 or 4,096 tokens
-    waits: dict[str, list[float]] = {"none": [], "host": [], "restart": []}
+    if case == FITS and not options.toy:
+        repeats = 9  # what is looked for is small
+    waits: dict[str, list[float]] = {mode: [] for mode in modes}
     uses: dict[str, Row] = {}
     for repeat in range(repeats):
         order = list(waits)
         random.Random(f"{SEED} {repeat}").shuffle(order)
         for mode in order:
             with tempfile.TemporaryDirectory(dir=options.folder, prefix="quire-bench-") as folder:
-                taken, uses[mode] = _returning(mode, folder, pool, sessions, turns, history, repeat)
-            waits[mode] += taken
-            options.say(f"repeat {repeat + 1} of {repeats}, {mode}: median {statistics.median(taken):.3f} s")
+                taken, uses[mode] = _taken(mode, folder, pool, sessions, turns, history, repeat)
+            waits[mode] += taken if case == FITS else taken[sessions:]
+            options.say(f"{case}, repeat {repeat + 1} of {repeats}, {mode}: median {statistics.median(taken):.3f} s")
+    times = {
+        mode: {
+            "p50": float(np.percentile(taken, 50)),
+            "p95": float(np.percentile(taken, 95)),
+            "mean": statistics.mean(taken),
+        }
+        for mode, taken in waits.items()
+    }
     return [
         {
+            "case": case,
             "tiers": mode,
-            "ttft_p50_s": float(np.percentile(taken, 50)),
-            "ttft_p95_s": float(np.percentile(taken, 95)),
-            "ttft_mean_s": statistics.mean(taken),
-            "times_faster_p50": float(np.percentile(waits["none"], 50) / np.percentile(taken, 50)),
-            "times_faster_p95": float(np.percentile(waits["none"], 95) / np.percentile(taken, 95)),
+            **{f"ttft_{key}_s": value for key, value in times[mode].items()},
+            "of_without": {key: value / times["none"][key] for key, value in times[mode].items()},
+            "times_faster_p50": times["none"]["p50"] / times[mode]["p50"],
+            "times_faster_p95": times["none"]["p95"] / times[mode]["p95"],
             "use": uses[mode],
             "samples": [round(value, 4) for value in taken],
         }
@@ -155,7 +172,7 @@ def measure_engine(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def _returning(
+def _taken(
     mode: str, folder: str, pool: str, sessions: int, turns: int, history: int, repeat: int
 ) -> tuple[list[float], Row]:
     draw = np.random.default_rng([SEED, repeat])
@@ -163,7 +180,7 @@ def _returning(
     settings: dict[str, Any] = {"kv_memory": pool, "page_size": PAGE, "show_plan": False}
     if mode != "none":
         settings["host_memory"] = "64MiB"
-    if mode == "restart":
+    if mode in ("restart", "storage"):
         settings |= {"storage": folder, "storage_size": "256MiB"}
     engine = LLM(None, **settings)
     waits = []
@@ -176,8 +193,7 @@ def _returning(
             for session in range(sessions):
                 began = time.perf_counter()
                 engine.generate([said[session]], SamplingParams(max_tokens=1, temperature=0.0))
-                if turn:
-                    waits.append(time.perf_counter() - began)
+                waits.append(time.perf_counter() - began)
                 said[session] = said[session] + draw.integers(10, 250, size=60).tolist()
         found = engine.statistics()
     finally:
@@ -193,7 +209,7 @@ def _returning(
 def measure_traces(options: argparse.Namespace) -> list[Row]:
     """Each trace without tiers, with a host, and with storage behind a host as small as the device; H100-like costs."""
     rows: list[Row] = []
-    sources: dict[str, Trace | str] = {"returning sessions": open_trace(RETURNING)}
+    sources: dict[str, Trace | str] = {"returning sessions": open_trace(RETURNING_TRACE)}
     if options.toy:
         sources = {"returning sessions": open_trace("alternating:sessions=4,tokens=6000,turns=3,think=60")}
     for name, (path, limit) in TRACES.items():

@@ -17,7 +17,10 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(written.read_text())
     assert set(result["parts"]) == {"copies", "directory", "network", "engine", "simulator"}
-    engine = {row["tiers"]: row["use"] for row in result["parts"]["engine"]}
+    engine = {row["tiers"]: row["use"] for row in result["parts"]["engine"] if row["case"] == "sessions come back"}
+    fits = {row["tiers"]: row["use"] for row in result["parts"]["engine"] if row["case"] != "sessions come back"}
+    assert fits.keys() == {"none", "host", "storage"}
+    assert all(not use.get("host_hit_tokens") and use["hit_tokens"] > 0 for use in fits.values())
     assert engine["host"]["host_hit_tokens"] > 0
     assert engine["restart"]["storage_hit_tokens"] > 0
     simulated = {row["tiers"]: row for row in result["parts"]["simulator"]}
