@@ -8,6 +8,7 @@ from quire.cache import prefetch as reading_ahead
 from quire.cache.tier_settings import WritePolicy
 from quire.cache.tiering import Tiering
 from quire.errors import OutOfPages
+from quire.spec.group import ReachSpec
 from quire.tiers.moves import Link
 from tests.cache.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.cache.tiered_cache import TieredCache
@@ -267,4 +268,32 @@ def test_what_ended_while_eviction_waited_for_something_else_is_noticed() -> Non
     assert not world.cache.tree.num_evictable and tiers.wait(), "it holds what could be evicted"
     world.cache.settle_moves()
     assert world.cache.tree.num_evictable == 2
+    world.close()
+
+
+@pytest.mark.parametrize(("reaches", "group"), [((FULL,), 0), ((FULL, WINDOW), 0), ((FULL, WINDOW), 1), ((WINDOW,), 0)])
+@pytest.mark.parametrize("place", [3, 4])
+def test_pages_before_a_damaged_one_stay(reaches: tuple[ReachSpec, ...], group: int, place: int) -> None:
+    world = TieredCache(reaches=reaches, num_pages=24, host=60)
+    tokens = tokens_of((1, 2, 3, 4, 5))
+    world.compute(tokens)
+    world.demote()
+    pages = world.cache.tree.match(ALICE, tokens).pages
+    tiers = tiers_of(world)
+    frame = tiers.hosts[group].column[pages[place]]
+    world.copies.host[group][frame, world.copies.sizes[group] - 1] ^= 1
+    kv = world.cache.begin(asking(tokens), ALICE)
+    assert kv.num_cached == len(tokens) and not world.cache.is_ready(kv)
+    while not world.cache.has_failed(kv):
+        assert world.advance()
+    world.cache.finish(kv)
+    world.drain()
+    world.cache.audit()
+    assert len(world.cache.tree.match(ALICE, tokens).pages) == place
+    assert tiers.hosts[group].num_quarantined == 1
+    if reaches == (FULL,):
+        assert world.cached(tokens) == place * PAGE and tiers.counters.loaded_frames == place
+        assert world.compute(asking(tokens)) == place * PAGE, "and they are what they should be"
+    else:
+        world.compute(asking(tokens))
     world.close()

@@ -147,3 +147,18 @@ def test_requests_that_begin_alike_hold_until_each_has_begun() -> None:
     queue.run()
     assert sum(request.num_storage for request in requests) >= 3 * PAGE
     assert [request.num_cached for request in requests] == [3 * PAGE] * 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_damaged_on_the_host_is_had_from_storage(place: int) -> None:
+    queue = Queue([prompt(1)])
+    world = queue.world
+    assert world.fetch(prompt(1)[:-1]) == 3 * PAGE
+    world.damage(prompt(1), place)
+    request = queue.add("a", prompt(1))
+    queue.run()
+    assert world.cache.tiers is not None and request.kv is None
+    counters = world.cache.tiers.counters
+    assert dict(counters.defects) == {("host", "digest"): 1}
+    assert counters.fetched_frames == 3 + 3 - place, "what is behind the good pages comes again"
+    world.close()

@@ -44,7 +44,7 @@ def test_nothing_is_found_without_faults() -> None:
 
 
 def test_whatever_is_damaged_is_named_and_never_read() -> None:
-    found = lives(30_000, 25, TierAsk(None, FAULTS))
+    found = lives(30_000, 40, TierAsk(None, FAULTS))
     names = {fault: {name for other, name in found.met if other == fault} for fault in DAMAGING}
     assert sum(found.met.values()) > 10
     assert names["bit-flip"] and names["drop-field"] and names["stale-slot"] and names["truncate-record"]

@@ -158,16 +158,15 @@ def test_a_load_that_fails_while_somebody_waits() -> None:
     assert load.defects == (("failed",), ("failed",))
 
 
-def test_a_damaged_load_ends_without_a_copy() -> None:
+def test_of_a_damaged_load_what_is_before_it_is_copied_when_it_ends() -> None:
     world = World()
     world.move(Link.SAVE, 1, 2)
     world.run()
     world.copies.host[1][2, HEADER] ^= 1
     load = world.move(Link.LOAD, 1, 2)
-    assert not load.checked
+    assert not load.checked and world.copies.calls("to_device") == 0
     assert world.run() == [load]
-    assert load.defects == (("", ""), ("", "digest"))
-    assert world.copies.calls("to_device") == 0
+    assert load.defects == (("", "missing"), ("", "digest")) and not load.checked
 
 
 def test_a_failure_is_that_moves_alone() -> None:

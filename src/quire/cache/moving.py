@@ -41,11 +41,6 @@ class Moving:
     abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
     pinned: bool = field(default=False)
 
-    @property
-    def first(self) -> int:
-        """The first place on the path that it moves something of."""
-        return min(int(part.at[0]) for part in self.parts if len(part.at))
-
     def pin(self, groups: Sequence[GroupCache], hosts: Sequence[HostGroup]) -> None:
         """Keep the frames of single pages in place; the path is kept by the lease."""
         self.pinned = True

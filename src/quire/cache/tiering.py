@@ -516,13 +516,17 @@ class Tiering(PageNames, DamagedPages):
             self._tree.unpin(moving.lease)
             return
         self.counters.failed_moves += 1
-        for part, defects in zip(moving.parts, move.defects, strict=False):
+        bad, places = [], []
+        for part, defects in zip(moving.parts, move.defects, strict=True):
             wrong = np.array([defect not in _NOT_DAMAGED for defect in defects], dtype=np.bool_)
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
                 self.hosts[part.group].distrust(part.pages[wrong])
-        every = np.unique(np.concatenate([part.pages for part in moving.parts]))
-        self._condemn(every, moving.lease.node, moving.first)
+            here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
+            self.counters.loaded_frames += here
+            bad.append(part.pages[here:])
+            places += part.at[here:].tolist()
+        self._condemn(np.unique(np.concatenate(bad)), moving.lease.node, min(places))
         self._tree.unpin(moving.lease)
 
     # -- inside

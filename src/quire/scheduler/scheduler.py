@@ -237,6 +237,9 @@ class Scheduler:
         self._cache.finish(request.kv, None if failed else request.tokens[: request.num_settled], returns=True)
         self._running.remove(request)
         request.kv = None
+        request.read_ahead = False  # storage may have what was damaged, and what it leaves may go before its turn comes
+        if failed:
+            self._cache.settle_moves()  # what was damaged is forgotten now, and can be fetched
         request.state = RequestState.WAITING
         request.num_launched = request.num_settled = 0
         request.wait_reason = reason

@@ -4,7 +4,8 @@ The laws of moving are here:
 
     records are checked before they leave the host, and when they have come to it; one that is damaged is read again
     before the store has to forget it
-    a LOAD copies nothing to the device unless all of its records are good
+    a LOAD copies nothing to the device from the first page on that has a damaged record; nobody is told to use what is
+    before it until the move has ended
     a page is in the store in all of its groups or not at all, and after the pages before it
     nothing is found that the store was told to forget (`quire.tiers.forgotten`)
 """
@@ -70,6 +71,8 @@ class Carrier:
         defects = [copies.defects(units.group, units.host, units.pages) for units in move.units]
         move.defects = tuple(map(tuple, defects))
         if any(any(found) for found in defects):
+            yield
+            yield from self._load_good(move, defects)
             return
         move.announce_checked()
         yield
@@ -79,6 +82,24 @@ class Carrier:
             move.announce_layer(layer)
             yield
         move.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in move.units)
+
+    def _load_good(self, move: Move, defects: Sequence[Sequence[str]]) -> Iterator[None]:
+        """Copy the pages before the first that is damaged in any group; those behind it are damaged or missing."""
+        ends = [0] * len(move.units)
+        for page in _pages_of(move.units):
+            if any(defects[at][place] for at, place in page):
+                break
+            for at, place in page:
+                ends[at] = place + 1
+        for layer in self._copies.layers():
+            for units, end in zip(move.units, ends, strict=True):
+                if end:
+                    self._copies.to_device(units.group, units.device[:end], units.host[:end], layer)
+            yield
+        move.defects = tuple(
+            (*found[:end], *(defect or MISSING for defect in found[end:]))
+            for found, end in zip(defects, ends, strict=True)
+        )
 
     # -- between host and storage
 
