@@ -309,6 +309,29 @@ def test_what_reads_goes_before_what_waits_to_write() -> None:
         assert collect(mover, 3) == [moves[0], fetch, moves[1]]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("link", [Link.ARCHIVE, Link.FORGET])
+def test_writing_goes_on_however_much_is_read(threads: int, link: Link) -> None:
+    """Whoever reads ahead asks again as soon as it has an answer."""
+    copies, store = saved(1), DictStore()
+    gate = store.hold("exists")
+    with mover_of(copies, store, threads=threads) as mover:
+        looks = [move_of(copies, Link.LOOK, [units(0, [], [], [1])]) for _ in range(6)]
+        assert all(mover.submit(look) for look in looks)
+        write = move_of(copies, link, pages(1))
+        assert mover.submit(write)
+        for _ in range(30):
+            gate.release()
+            ended = collect(mover)
+            if write in ended:
+                break
+            for _ in ended:
+                assert mover.submit(move_of(copies, Link.LOOK, [units(0, [], [], [1])]))
+        else:
+            raise AssertionError("thirty looks went before a write")
+        assert not write.error
+
+
 def test_forgetting_keeps_its_place_among_writes() -> None:
     copies, store = saved(1, 2), DictStore()
     gate = store.hold("complete")

@@ -65,8 +65,9 @@ class ThreadMover(Mover):
     """Moves on threads of its own: one that copies between device and host, and some that wait for the store.
 
     Loads go before saves, of which one piece at most is in their way. Of the store's threads one is kept for reading
-    where there are two; writes begin in the order in which they came, and to forget waits for the writes before it.
-    The store stays the caller's, who closes it after the mover.
+    where there are two; while none writes, reads and writes take turns, so that neither keeps the other from the store.
+    Writes begin in the order in which they came, and to forget waits for the writes before it. The store stays the
+    caller's, who closes it after the mover.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ThreadMover(Mover):
 
     # -- the submitter's side
 
+        self._wrote = False  # what the store's threads began last
     def submit(self, move: Move) -> bool:
         queues = {Link.LOAD: self._loads, Link.SAVE: self._saves} | dict.fromkeys(_READS, self._reads)
         with self._lock:
@@ -190,7 +192,8 @@ class ThreadMover(Mover):
             self._work.wait_for(lambda: self._closing or self._reads or self._may_write())
             if self._closing:
                 return None
-            task = self._reads.popleft() if self._reads else self._writes.popleft()
+            self._wrote = self._may_write() and (not self._reads or self._is_turn_to_write())
+            task = self._writes.popleft() if self._wrote else self._reads.popleft()
             self._running.append(task)
             return task
 
@@ -215,6 +218,9 @@ class ThreadMover(Mover):
         if ended:
             self._end(task, error)
         elif task.move.checked and not task.told:
+    def _is_turn_to_write(self) -> bool:
+        return not self._wrote and all(task.move.link not in _WRITES for task in self._running)
+
             task.told = True
             with self._lock:
                 self._has_checked = True
