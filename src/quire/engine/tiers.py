@@ -93,14 +93,23 @@ class EngineTiers:
 
     def close(self, settle: Callable[[], object], end_forgetting: Callable[[], None]) -> None:
         """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has, and
-        `end_forgetting` stops what is being forgotten, which may be much."""
+        `end_forgetting` stops what is being forgotten, which may be much. Where the store hangs in a call, it and the
+        host memory that the call may write to are left to the process's end."""
         began = time.monotonic()
         while (settle() or not self.mover.idle) and time.monotonic() < began + STORE_DRAIN_S:
             if time.monotonic() > began + _FORGET_S:
                 end_forgetting()
             self.mover.wait(0.1)
-        self.mover.close()
+        left = self.mover.close()
         settle()
+        if left:
+            logger.warning(
+                "storage did not come back from %d calls (%s) while the engine closed, which waits no longer: what "
+                "they would have stored is not. Look at the disk, the mount or the server",
+                len(left),
+                ", ".join(sorted({move.link.value for move in left})),
+            )
+            return
         if self.store is not None:
             self.store.close()
         self._host.close()
