@@ -14,6 +14,7 @@ from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.host_records import HostRecords
 from quire.testing.fuzz.tier_keys import PageKeys
 from quire.testing.stores import Fault, FaultyStore, WrappedStore
+from quire.tiers.forgotten import marked_by
 from quire.tiers.store import Answer, Store, StoreKey
 
 IN_STORE: Final[dict[str, tuple[Fault, ...]]] = {
@@ -107,8 +108,10 @@ class WatchedStore(WrappedStore):
         return "torn-write" if (group, page) in self._torn else self._lies.get((group, page), "")
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Nothing is stored in a scope that is not its own, or under a key that is nobody's."""
+        """Nothing is stored in a scope that is not its own, or under a key that is nobody's, but for marks."""
         for key in keys:
+            if marked_by(key) is not None:
+                continue
             end = self._keys.end_of.get(key.page)
             if end is None or self._keys.scope(self._keys.names.namespaces[end]) != key.scope:
                 self.wrong.append("a record was stored under a key or in a scope that is not its page's")
