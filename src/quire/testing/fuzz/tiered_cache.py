@@ -337,7 +337,7 @@ class TieredCache(FollowedCache):
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
         assert not self.model.live and not cache.retired, "memory is held for nobody"
-        assert not (tiers.moving or tiers.archiving or tiers.condemned or tiers._loads), "something moves for ever"
+        assert not (tiers.moving or tiers.archiver.moves or tiers.condemned or tiers._loads), "something moves for ever"
         assert cache.prefetcher is None or not cache.prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
         assert not held, "a prefix is held for nobody"

@@ -197,7 +197,7 @@ def a_failed_store_is_visible(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
     """Pages are stored that nobody can find, since those before them are not."""
-    real = Tiering._move
+    real = Tiering.move_of
 
     def make(tiers: Tiering, link: Link, parts: Any, *args: Any) -> Move:
         if link is Link.ARCHIVE:
@@ -206,7 +206,7 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
                     part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]
         return real(tiers, link, parts, *args)
 
-    patch.setattr(Tiering, "_move", make)
+    patch.setattr(Tiering, "move_of", make)
 
 
 @mutant("tiers", field.PARTIAL)

@@ -1,0 +1,207 @@
+"""Archiver: what is on the host and not in storage goes there by itself, ancestors first.
+
+    owe       a path may have something that is not stored
+    go_on     what is owed goes, several paths together, as soon as the link has room for it
+    ended     what was refused is owed again, after a pause
+
+What is owed, or on its way, keeps nothing from being evicted: frames that are read meanwhile come back when that is
+over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.cache.groups import NO_PAGES
+from quire.cache.host_groups import HostGroup
+from quire.cache.moving import Part
+from quire.cache.owed_paths import OwedPaths
+from quire.prefix.node import Node
+from quire.prefix.tiered import TieredRadixCache
+from quire.spec.ids import Bools, Ids, Tier
+from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move
+
+if TYPE_CHECKING:
+    from quire.cache.tiering import Tiering
+
+NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
+_BATCH_BYTES = 64 << 20
+_MOST_AT_ONCE = 2
+"""Moves on their way. What is owed meanwhile gathers, so that a page each of many requests are one move."""
+_MOST_LOOKED_AT = 256
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 64.0
+
+
+class Archiver:
+    """Of one cache. `moves` are on their way, with what they archive and the paths that it is of."""
+
+    def __init__(self, tiering: Tiering, tree: TieredRadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
+        self.moves: dict[Move, tuple[list[Part], list[Node]]] = {}
+        self.owed = OwedPaths(tree)
+        self._tiering = tiering
+        self._seconds = seconds
+        self._stored = np.zeros((len(tiering.hosts), num_pages + 1), dtype=np.bool_)
+        self._is_full = False  # the link; until a move has ended
+        self._due_at = -math.inf
+        self._pause = _FIRST_PAUSE_S
+
+    # -- what is stored
+
+    def stored(self, group: int, pages: Ids) -> None:
+        """The frames of these pages in that group are in the store."""
+        self._stored[group, pages] = True
+
+    def forgotten(self, pages: Ids) -> None:
+        """These pages have left the cache."""
+        self._stored[:, pages] = False
+        self.owed.forgotten(len(pages))
+
+    def forget_all(self) -> None:
+        """Nothing is stored any more."""
+        self._stored[:] = False
+
+    def storable(self, pages: Ids) -> int:
+        """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
+        nobody would find it."""
+        hosts = [host for host in self._tiering.hosts if host.shelf is None]
+        there = [self._stored[host.index, pages] | self._good(host, pages) for host in hosts]
+        return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
+
+    # -- what is owed
+
+    def owe(self, node: Node) -> None:
+        """Store what is on the host of the path to a node and not stored yet."""
+        if self._tiering.settings.stores:
+            self.owed.add(node)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something could go now."""
+        waits = self._is_full or len(self.moves) >= _MOST_AT_ONCE or self._seconds() < self._due_at
+        return bool(len(self.owed)) and not waits
+
+    def hasten(self) -> None:
+        """What is owed is tried once more now, whatever was refused."""
+        self._due_at = -math.inf
+
+    def go_on(self, *, hurries: bool = False) -> None:
+        """Start to archive what is owed. Who `hurries` is about to give up copies: then it waits for no company."""
+        while self.is_due or (hurries and len(self.owed) and not self._is_full and self._seconds() >= self._due_at):
+            scope, parts, nodes = self._gather()
+            if not parts:
+                # Either nothing is owed any more, or what is to be forgotten in its scope has to be first.
+                self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.owed) else self._due_at
+                return
+            move = self._tiering.move_of(Link.ARCHIVE, parts, scope)
+            if not self._tiering.mover.submit(move):
+                self._is_full = bool(self.moves)
+                self._due_at = self._due_at if self.moves else self._seconds() + _FIRST_PAUSE_S
+                for part in parts:
+                    self._stored[part.group, part.pages] = False
+                for node in nodes:
+                    self.owed.add(node)
+                return
+            self.moves[move] = (parts, nodes)
+            for part in parts:
+                self._tiering.hosts[part.group].begin_reading(part.host)
+
+    def ended(self, move: Move) -> None:
+        """A move has ended. Where the store refused, or failed, the rest is tried again."""
+        tiering = self._tiering
+        parts, nodes = self.moves.pop(move)
+        self._is_full = False
+        tiering.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
+        counters = tiering.counters
+        counters.failed_moves += bool(move.error)
+        num_good = num_refused = 0
+        for part, defects in zip(parts, move.defects, strict=True):
+            host = tiering.hosts[part.group]
+            good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
+            same = host.column[part.pages] == part.host  # of pages that still are what they were
+            self._stored[part.group, part.pages[same & ~good]] = False
+            archived = int(np.count_nonzero(good))
+            num_good += archived
+            num_refused += int(np.count_nonzero(~good & ~wrong))
+            counters.archived_frames += archived
+            counters.archived_bytes += archived * tiering.settings.record_bytes[part.group]
+            if wrong.any():
+                counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
+                host.distrust(part.pages[wrong & same])  # whoever loads it finds out
+            host.end_reading(part.host)
+        counters.unstored_frames += num_refused
+        if num_good:
+            self._pause = _FIRST_PAUSE_S
+        if num_refused:
+            self._again(nodes)
+
+    def _again(self, nodes: Sequence[Node]) -> None:
+        """These paths are owed again. The first goes last: if it was the one refused, it keeps no other waiting."""
+        for node in (*nodes[1:], *nodes[:1]):
+            self.owe(node)
+        self._due_at = self._seconds() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+
+    def _gather(self) -> tuple[bytes, list[Part], list[Node]]:
+        """As many paths of one scope as make a batch, and what of them is to be archived, which counts as stored."""
+        tiering = self._tiering
+        scope, num_bytes = b"", 0
+        gathered: list[Node] = []
+        parts: dict[int, list[Part]] = {}
+        for key, node, _ in self.owed.first(_MOST_LOOKED_AT):
+            its = tiering.scope(node.namespace)
+            if tiering.forgetting.is_to_come(its) or (gathered and its != scope):
+                continue
+            lacking, is_rest = self._lacking(node, _BATCH_BYTES - num_bytes)
+            if not is_rest:
+                self.owed.remove(key)
+            if not lacking:
+                continue
+            scope = its
+            gathered.append(node)
+            for part in lacking:
+                self._stored[part.group, part.pages] = True
+                parts.setdefault(part.group, []).append(part)
+                num_bytes += len(part.pages) * tiering.settings.record_bytes[part.group]
+            if is_rest or num_bytes >= _BATCH_BYTES:
+                break
+        return scope, [_joined(parts[group]) for group in sorted(parts)], gathered
+
+    def _lacking(self, node: Node, most_bytes: int) -> tuple[list[Part], bool]:
+        """What of a path could be stored and is not, up to a page behind which so many bytes have come; and whether
+        that leaves any."""
+        tiering = self._tiering
+        pages = tiering.path(node)
+        pages = pages[: self.storable(pages)]
+        found: list[tuple[HostGroup, np.ndarray]] = []
+        num_bytes = np.zeros(len(pages), dtype=np.int64)
+        for host in tiering.hosts:
+            at = (self._good(host, pages) & ~self._stored[host.index, pages] & ~tiering.bad[pages]).nonzero()[0]
+            if len(at):
+                found.append((host, at))
+                num_bytes[at] += tiering.settings.record_bytes[host.index]
+        last = int(np.searchsorted(np.cumsum(num_bytes), most_bytes)) + 1
+        is_rest = bool(num_bytes[last:].any())
+        parts = []
+        for host, places in found:
+            at = places[places < last]
+            if len(at):
+                parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
+        return parts, is_rest
+
+    def _good(self, host: HostGroup, pages: Ids) -> Bools:
+        good: Bools = host.resident(pages) & ~host.is_distrusted(pages)
+        return good
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    """Pages of several paths in one group."""
+    if len(parts) == 1:
+        return parts[0]
+    pages, at, host = (np.concatenate([getattr(part, name) for part in parts]) for name in ("pages", "at", "host"))
+    return Part(parts[0].group, pages, at, NO_PAGES, host)
