@@ -186,3 +186,91 @@ def test_what_is_owed_is_bounded() -> None:
     owed.forgotten(5_000)
     assert len(owed) <= 24
     world.close()
+
+
+def restarted(world: TieredCache) -> TieredCache:
+    return TieredCache(40, 80, store=world.store, seconds=0.1)
+
+
+@pytest.mark.parametrize("pause", [0.0, 150.0])
+def test_what_is_always_asked_for_stays_stored(pause: float) -> None:
+    """A session with a turn every round never leaves the device; beside it come prompts that nobody asks for again."""
+    size = TieredCache().copies.sizes[0]
+    world = TieredCache(40, 80, store=DictStore(60 * size), seconds=0.1)
+    for turn in range(1, 31):
+        world.compute(tokens_of(range(1, turn + 1)))
+        world.drain()
+        world.compute(tokens_of(range(1_000 + 4 * turn, 1_004 + 4 * turn)))
+        world.drain()
+        world.now += pause
+    again = restarted(world)
+    assert again.fetch(tokens_of(range(1, 31))) == 30 * PAGE
+    assert again.cached(tokens_of(range(1_004, 1_008))) == 0 == again.fetch(tokens_of(range(1_004, 1_008)))
+    again.close()
+
+
+def test_what_the_store_has_lost_is_stored_again() -> None:
+    world = TieredCache(40, 80, seconds=0.1)
+    tokens = tokens_of(range(1, 6))
+    world.compute(tokens)
+    world.drain()
+    keys = keys_of(world, 5)
+    world.store.remove(keys[1:3])
+    assert world.compute(tokens) > 0
+    world.drain()
+    assert set(world.store.visible) == {keys[0], *keys[3:]}, "it was told of all of them a moment ago"
+    world.now += 1_000
+    world.compute(tokens)
+    world.drain()
+    assert set(world.store.visible) == set(keys)
+    assert tiers_of(world).counters.lost_frames == 2
+    assert restarted(world).fetch(tokens) == len(tokens)
+    world.close()
+
+
+def test_who_was_fetched_behind_something_tells_of_that_too() -> None:
+    """The head of a path is in the cache for good, and what hangs behind it comes from the store."""
+    store = DictStore()
+    first = TieredCache(40, 80, store=store, seconds=0.1)
+    first.compute(tokens_of(range(1, 7)))
+    first.drain()
+    keys = keys_of(first, 6)
+    world = TieredCache(40, 80, store=store, seconds=0.1)
+    world.compute(tokens_of(range(1, 4)))
+    world.drain()
+    world.now += 1_000
+    assert world.fetch(tokens_of(range(1, 7))) == 6 * PAGE
+    world.drain()
+    assert list(store.visible) == keys[::-1], "the head of a prefix was used last"
+    world.close()
+
+
+def test_what_is_of_use_is_told_once_in_a_while() -> None:
+    world = TieredCache(40, 80, seconds=0.0)
+    for _ in range(50):
+        world.compute(tokens_of(range(1, 6)))
+        world.drain()
+        world.now += 1
+    asked = sum(count for name, count in world.store.log if name == "prepare")
+    assert asked == 5
+    world.now += 1_000
+    for _ in range(5):
+        world.compute(tokens_of(range(1, 6)))
+        world.drain()
+    asked = sum(count for name, count in world.store.log if name == "prepare")
+    assert asked == 5 + 5
+    world.close()
+
+
+def test_a_store_that_is_too_small_for_a_path_comes_to_rest() -> None:
+    size = TieredCache().copies.sizes[0]
+    world = TieredCache(40, 4, store=DictStore(2 * size), seconds=0.1)
+    for _ in range(10):
+        world.compute(tokens_of(range(1, 5)))
+        for _ in range(100):
+            if not world.advance():
+                break
+        else:
+            raise AssertionError("it writes for ever")
+        world.now += 1_000
+    world.close()

@@ -35,7 +35,11 @@ class DictStore:
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         self._note("prepare", len(keys))
         with self._lock:
-            return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+            answers = [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+            for key in reversed(keys):  # a use, of the first one last
+                if key in self.visible:
+                    self.visible[key] = self.visible.pop(key)
+            return answers
 
     def _prepare(self, key: StoreKey, size: int) -> Answer:
         if key in self.visible:

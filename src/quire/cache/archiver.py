@@ -4,6 +4,10 @@
     go_on     what is owed goes, several paths together, as soon as the link has room for it
     ended     what was refused is owed again, after a pause
 
+With what is stored of a path, the store hears now and then that the rest of it is of use. The device and the host keep
+a prefix that is always asked for, so that nobody ever reads it from the store, which would forget it first; behind it
+nothing would be found. What the store has lost all the same is stored again.
+
 What is owed, or on its way, keeps nothing from being evicted: frames that are read meanwhile come back when that is
 over.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +28,8 @@ from quire.cache.owed_paths import OwedPaths
 from quire.prefix.node import Node
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move
+from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
+from quire.tiers.store import Answer
 
 if TYPE_CHECKING:
     from quire.cache.tiering import Tiering
@@ -33,19 +39,38 @@ _BATCH_BYTES = 64 << 20
 _MOST_AT_ONCE = 2
 """Moves on their way. What is owed meanwhile gathers, so that a page each of many requests are one move."""
 _MOST_LOOKED_AT = 256
+_TOUCHED_AGAIN_S = 120.0
+"""A page is told to be of use once in that time, or sooner: once while a quarter of what the host holds is stored."""
+_MENDED = (0,)
+"""Of a path that is owed because the store had lost some of it. In a store that is too small for the path more of it is
+lost by then; nobody asks, until it is used again."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 64.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is archived of some paths of one scope, and which of their pages, by group, are told to be of use."""
+
+    scope: bytes
+    nodes: list[Node]
+    parts: list[Part]
+    touched: list[tuple[int, Ids]]
+
+
 class Archiver:
-    """Of one cache. `moves` are on their way, with what they archive and the paths that it is of."""
+    """Of one cache. `moves` are those on their way."""
 
     def __init__(self, tiering: Tiering, tree: TieredRadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
-        self.moves: dict[Move, tuple[list[Part], list[Node]]] = {}
+        self.moves: dict[Move, _Batch] = {}
         self.owed = OwedPaths(tree)
         self._tiering = tiering
         self._seconds = seconds
         self._stored = np.zeros((len(tiering.hosts), num_pages + 1), dtype=np.bool_)
+        self._touched = np.zeros(num_pages + 1, dtype=np.int32)  # in which period; 0: never
+        self._period = 0
+        self._period_ends = -math.inf
+        self._num_since = 0  # frames that were archived in this period
         self._is_full = False  # the link; until a move has ended
         self._due_at = -math.inf
         self._pause = _FIRST_PAUSE_S
@@ -59,6 +84,7 @@ class Archiver:
     def forgotten(self, pages: Ids) -> None:
         """These pages have left the cache."""
         self._stored[:, pages] = False
+        self._touched[pages] = 0
         self.owed.forgotten(len(pages))
 
     def forget_all(self) -> None:
@@ -91,35 +117,44 @@ class Archiver:
 
     def go_on(self, *, hurries: bool = False) -> None:
         """Start to archive what is owed. Who `hurries` is about to give up copies: then it waits for no company."""
+        tiering = self._tiering
         while self.is_due or (hurries and len(self.owed) and not self._is_full and self._seconds() >= self._due_at):
-            scope, parts, nodes = self._gather()
-            if not parts:
+            batch = self._gather()
+            if not batch.nodes:
                 # Either nothing is owed any more, or what is to be forgotten in its scope has to be first.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.owed) else self._due_at
                 return
-            move = self._tiering.move_of(Link.ARCHIVE, parts, scope)
-            if not self._tiering.mover.submit(move):
+            move = tiering.move_of(Link.ARCHIVE, batch.parts, batch.scope)
+            move.touches = tuple(
+                Units(group, NO_PAGES, NO_PAGES, tiering.keys_of(pages)) for group, pages in batch.touched
+            )
+            if not tiering.mover.submit(move):
                 self._is_full = bool(self.moves)
                 self._due_at = self._due_at if self.moves else self._seconds() + _FIRST_PAUSE_S
-                for part in parts:
-                    self._stored[part.group, part.pages] = False
-                for node in nodes:
-                    self.owed.add(node)
+                self._undo(batch)
                 return
-            self.moves[move] = (parts, nodes)
-            for part in parts:
-                self._tiering.hosts[part.group].begin_reading(part.host)
+            self.moves[move] = batch
+            for part in batch.parts:
+                tiering.hosts[part.group].begin_reading(part.host)
+
+    def _undo(self, batch: _Batch) -> None:
+        for part in batch.parts:
+            self._stored[part.group, part.pages] = False
+        for _, pages in batch.touched:
+            self._touched[pages] = 0
+        for node in batch.nodes:
+            self.owed.add(node)
 
     def ended(self, move: Move) -> None:
         """A move has ended. Where the store refused, or failed, the rest is tried again."""
         tiering = self._tiering
-        parts, nodes = self.moves.pop(move)
+        batch = self.moves.pop(move)
         self._is_full = False
         tiering.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
         counters = tiering.counters
         counters.failed_moves += bool(move.error)
         num_good = num_refused = 0
-        for part, defects in zip(parts, move.defects, strict=True):
+        for part, defects in zip(batch.parts, move.defects, strict=True):
             host = tiering.hosts[part.group]
             good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
             wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
@@ -135,10 +170,27 @@ class Archiver:
                 host.distrust(part.pages[wrong & same])  # whoever loads it finds out
             host.end_reading(part.host)
         counters.unstored_frames += num_refused
+        self._num_since += num_good
         if num_good:
             self._pause = _FIRST_PAUSE_S
+        if self._lost(move, batch):
+            for node in batch.nodes:
+                self.owed.add(node, _MENDED)
         if num_refused:
-            self._again(nodes)
+            self._again(batch.nodes)
+
+    def _lost(self, move: Move, batch: _Batch) -> int:
+        """How many of the records that were told to be of use the store does not have any more."""
+        num_lost = 0
+        keys = self._tiering.keys
+        for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
+            sent = np.frombuffer(b"".join(units.pages), dtype=np.uint8).reshape(len(pages), -1)
+            lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_)
+            lost &= (keys[pages] == sent).all(axis=1)  # of pages that still are what they were
+            self._stored[group, pages[lost]] = False
+            num_lost += int(np.count_nonzero(lost))
+        self._tiering.counters.lost_frames += num_lost
+        return num_lost
 
     def _again(self, nodes: Sequence[Node]) -> None:
         """These paths are owed again. The first goes last: if it was the one refused, it keeps no other waiting."""
@@ -147,30 +199,53 @@ class Archiver:
         self._due_at = self._seconds() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
-    def _gather(self) -> tuple[bytes, list[Part], list[Node]]:
-        """As many paths of one scope as make a batch, and what of them is to be archived, which counts as stored."""
+    def _gather(self) -> _Batch:
+        """As many paths of one scope as make a batch. What of them is archived counts as stored from now on."""
         tiering = self._tiering
+        self._go_through_time()
         scope, num_bytes = b"", 0
-        gathered: list[Node] = []
+        nodes: list[Node] = []
         parts: dict[int, list[Part]] = {}
-        for key, node, _ in self.owed.first(_MOST_LOOKED_AT):
+        touched: dict[int, list[Ids]] = {}
+        for key, node, why in self.owed.first(_MOST_LOOKED_AT):
             its = tiering.scope(node.namespace)
-            if tiering.forgetting.is_to_come(its) or (gathered and its != scope):
+            if tiering.forgetting.is_to_come(its) or (nodes and its != scope):
                 continue
             lacking, is_rest = self._lacking(node, _BATCH_BYTES - num_bytes)
+            useful = self._of_use(node) if why != _MENDED else []
             if not is_rest:
                 self.owed.remove(key)
-            if not lacking:
+            if not lacking and not useful:
                 continue
             scope = its
-            gathered.append(node)
+            nodes.append(node)
+            for group, pages in useful:
+                self._touched[pages] = self._period
+                touched.setdefault(group, []).append(pages)
             for part in lacking:
                 self._stored[part.group, part.pages] = True
+                self._touched[part.pages] = self._period
                 parts.setdefault(part.group, []).append(part)
                 num_bytes += len(part.pages) * tiering.settings.record_bytes[part.group]
             if is_rest or num_bytes >= _BATCH_BYTES:
                 break
-        return scope, [_joined(parts[group]) for group in sorted(parts)], gathered
+        told = [(group, np.concatenate(pages)) for group, pages in sorted(touched.items())]
+        return _Batch(scope, nodes, [_joined(parts[group]) for group in sorted(parts)], told)
+
+    def _go_through_time(self) -> None:
+        """A new period begins when the last has been long enough, or when much was stored in it."""
+        num_frames = sum(host.num_frames for host in self._tiering.hosts)
+        if self._seconds() >= self._period_ends or 4 * self._num_since >= num_frames:
+            self._period += 1
+            self._period_ends = self._seconds() + _TOUCHED_AGAIN_S
+            self._num_since = 0
+
+    def _of_use(self, node: Node) -> list[tuple[int, Ids]]:
+        """By group, what is stored of a path and was not told to be of use in this period."""
+        pages = self._tiering.path(node)
+        pages = pages[self._touched[pages] != self._period]
+        useful = [(host.index, pages[self._stored[host.index, pages]]) for host in self._tiering.hosts]
+        return [(group, some) for group, some in useful if len(some)]
 
     def _lacking(self, node: Node, most_bytes: int) -> tuple[list[Part], bool]:
         """What of a path could be stored and is not, up to a page behind which so many bytes have come; and whether

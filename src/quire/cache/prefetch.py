@@ -268,6 +268,8 @@ class Prefetcher:
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
         del self._named[prefetch.name]
+        if prefetch.holds and prefetch.limit > prefetch.start:
+            self._tiering.archiver.owe(prefetch.lease.node)  # what is above it is of use, too
         self._let_go(prefetch)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:

@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
 
+_MOST_TOUCHED = 1024  # in one call
+
 
 class Carrier:
     """Does moves with these copies, and with this store where there is one."""
@@ -79,6 +81,28 @@ class Carrier:
 
     def _archive(self, move: Move) -> Iterator[None]:
         yield from self._by_pages(move, self._archive_pages, REFUSED)
+        if not move.stopping and not any(REFUSED in defects for defects in move.defects):
+            yield from self._touch(move)
+
+    def _touch(self, move: Move) -> Iterator[None]:
+        """Tell the store what is of use, the first page of a prefix last: a store forgets what was used longest ago,
+        and behind a page that is gone nothing is found. What it does not have any more gets no room here."""
+        store, found = self._need_store(), []
+        for units in move.touches:
+            keys = units.keys(move.scope)
+            answers: list[Answer] = []
+            for stop in range(len(keys), 0, -_MOST_TOUCHED):
+                some = keys[max(0, stop - _MOST_TOUCHED) : stop]
+                there = store.exists(some)
+                hits = [key for key, answer in zip(some, there, strict=True) if answer is Answer.HIT]
+                prepared = store.prepare(hits, [self._copies.bytes_of(units.group)] * len(hits)) if hits else []
+                gone = [key for key, answer in zip(hits, prepared, strict=True) if answer is Answer.MISS]
+                if gone:
+                    store.complete(gone, [False] * len(gone))
+                answers[:0] = there
+                yield
+            found.append(tuple(answers))
+        move.answers = tuple(found)
 
     def _fetch(self, move: Move) -> Iterator[None]:
         yield from self._by_pages(move, self._fetch_pages, MISSING)

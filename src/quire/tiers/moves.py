@@ -94,6 +94,7 @@ class Move:
         "owner",
         "scope",
         "seconds",
+        "touches",
         "units",
     )
 
@@ -106,7 +107,8 @@ class Move:
         self.num_bytes = num_bytes  # of records; 0 where none move
         self.owner = owner
         self.defects: Defects = ()  # parallel to units and their pages
-        self.answers: Answers = ()  # of LOOK, parallel to units and their pages
+        self.touches: tuple[Units, ...] = ()  # of ARCHIVE: what is stored already and of use
+        self.answers: Answers = ()  # of LOOK, parallel to units and their pages; of ARCHIVE, to `touches` and theirs
         self.marked: tuple[bytes, ...] = ()  # of LOOK: what the store was told to forget and has not all forgotten
         self.noted = False  # of FORGET: nobody finds it in the store any more; read at any time
         self.seconds = 0.0  # of work, without the wait before it

@@ -344,6 +344,7 @@ class TieredCache(FollowedCache):
         found = cache.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
         self.check_counters()
+        self._check_all_is_stored()
         self.happened["idle"] += 1
 
     def check_empty(self) -> None:
@@ -422,6 +423,30 @@ class TieredCache(FollowedCache):
             for end in ends:
                 path = self.names.ends[end]
                 assert len(path) < 2 or path[-2] in ends, "a page is stored, and not the one before it"
+
+    def _check_all_is_stored(self) -> None:
+        """With nothing on its way, what is on the host is stored, as far as all before it is on the host too."""
+        tiers, names = self.tiers, self.names
+        if (
+            self.world.store is None
+            or not self.world.is_faultless
+            or tiers.forgetting.scopes
+            or len(tiers.archiver.owed)
+        ):
+            return
+        whole = [host.index for host in tiers.hosts if host.shelf is None]
+        reached: set[int] = set()
+        for end in sorted(self.watch.ends, key=lambda end: len(names.ends[end])):
+            path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
+            kept = [bool(host.column[page]) and not tiers.bad[page] for host in tiers.hosts]
+            stored = [self.world.has_stored(end, namespace, host.index) for host in tiers.hosts]
+            if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole):
+                continue
+            reached.add(end)
+            assert all(there for there, wanted in zip(stored, kept, strict=True) if wanted), (
+                f"page {page} is on the host, and never gets to storage"
+            )
+            self.happened["all stored"] += 1
 
     # -- what is expected
 

@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from quire.cache import page_names, prefetch
+from quire.cache.archiver import Archiver
 from quire.cache.damaged import DamagedPages
 from quire.cache.host_groups import HostGroup
 from quire.cache.page_names import PageNames
@@ -207,6 +208,17 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
         return real(tiers, link, parts, *args)
 
     patch.setattr(Tiering, "move_of", make)
+
+
+@mutant("tiers", field.DEAD)
+def what_a_full_link_refused_is_not_stored(patch: Patch) -> None:
+    """What the link to storage had no room for is never tried again."""
+
+    def undo(archiver: Archiver, batch: Any) -> None:
+        for part in batch.parts:
+            archiver._stored[part.group, part.pages] = False
+
+    patch.setattr(Archiver, "_undo", undo)
 
 
 @mutant("tiers", field.PARTIAL)

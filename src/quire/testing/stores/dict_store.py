@@ -28,9 +28,13 @@ class DictStore(Store):
             return [Answer.HIT if key in self.visible else Answer.MISS for key in keys]
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """RETRY where there is no room beside what is prepared."""
+        """RETRY where there is no room beside what is prepared. HIT counts as use, of the first key last."""
         with self._lock:
-            return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+            answers = [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+            for key in reversed(keys):
+                if key in self.visible:
+                    self.visible[key] = self.visible.pop(key)
+            return answers
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Keeps the buffers as they are until `complete`."""
