@@ -6,6 +6,7 @@ import pytest
 
 from quire.cache.archiver import Archiver
 from quire.cache.owed_paths import OwedPaths
+from quire.cache.tier_settings import WritePolicy
 from quire.cache.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.tiers.moves import Link
@@ -273,4 +274,26 @@ def test_a_store_that_is_too_small_for_a_path_comes_to_rest() -> None:
         else:
             raise AssertionError("it writes for ever")
         world.now += 1_000
+    world.close()
+
+
+def test_what_is_behind_a_gap_is_stored_when_that_is_closed() -> None:
+    world = TieredCache(write=WritePolicy.SELECTIVE)
+    tokens = tokens_of((1, 2))
+    world.compute(tokens)
+    world.compute(tokens_of((1, 3)))
+    world.drain()
+    match = world.cache.tree.match(ALICE, tokens)
+    end = match.path[-1]
+    assert end.parent is not None
+    before = world.stored()
+    tiers_of(world).evict_host(10)
+    world.store.visible.clear()
+    tiers_of(world).archiver.forget_all()
+    assert tiers_of(world).save(ALICE, end, match.pages, ends=(2,), first=1) is not None
+    world.drain()
+    assert (before, world.stored()) == (1, 0), "nobody would find it"
+    assert tiers_of(world).save(ALICE, end.parent, match.pages[:1], ends=(1,)) is not None
+    world.drain()
+    assert world.stored() == 2
     world.close()

@@ -39,6 +39,7 @@ _BATCH_BYTES = 64 << 20
 _MOST_AT_ONCE = 2
 """Moves on their way. What is owed meanwhile gathers, so that a page each of many requests are one move."""
 _MOST_LOOKED_AT = 256
+_MOST_BEHIND = 64  # paths, one page that is not on the host
 _TOUCHED_AGAIN_S = 120.0
 """A page is told to be of use once in that time, or sooner: once while a quarter of what the host holds is stored."""
 _MENDED = (0,)
@@ -67,6 +68,8 @@ class Archiver:
         self._tiering = tiering
         self._seconds = seconds
         self._stored = np.zeros((len(tiering.hosts), num_pages + 1), dtype=np.bool_)
+        self._gaps: dict[int, list[Node]] = {}  # by a page that is nowhere below the device, what is behind it there
+        self._is_gap = np.zeros(num_pages + 1, dtype=np.bool_)
         self._touched = np.zeros(num_pages + 1, dtype=np.int32)  # in which period; 0: never
         self._period = 0
         self._period_ends = -math.inf
@@ -80,11 +83,22 @@ class Archiver:
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group are in the store."""
         self._stored[group, pages] = True
+        self.came(pages)
+
+    def came(self, pages: Ids) -> None:
+        """These pages are on the host now: what is behind them there can be stored."""
+        for page in pages[self._is_gap[pages]].tolist():
+            self._is_gap[page] = False
+            for node in self._gaps.pop(page):
+                self.owe(node)
 
     def forgotten(self, pages: Ids) -> None:
         """These pages have left the cache."""
         self._stored[:, pages] = False
         self._touched[pages] = 0
+        for page in pages[self._is_gap[pages]].tolist():
+            self._is_gap[page] = False
+            del self._gaps[page]
         self.owed.forgotten(len(pages))
 
     def forget_all(self) -> None:
@@ -252,6 +266,7 @@ class Archiver:
         that leaves any."""
         tiering = self._tiering
         pages = tiering.path(node)
+        self._note_gap(node, pages[self.storable(pages) :])
         pages = pages[: self.storable(pages)]
         found: list[tuple[HostGroup, np.ndarray]] = []
         num_bytes = np.zeros(len(pages), dtype=np.int64)
@@ -268,6 +283,14 @@ class Archiver:
             if len(at):
                 parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
         return parts, is_rest
+
+    def _note_gap(self, node: Node, pages: Ids) -> None:
+        """Of a path, these cannot be stored, since the first of them is not on the host, and some of them are."""
+        if any(self._good(host, pages).any() for host in self._tiering.hosts):
+            waiting = self._gaps.setdefault(int(pages[0]), [])
+            self._is_gap[pages[0]] = True
+            if node not in waiting and len(waiting) < _MOST_BEHIND:
+                waiting.append(node)
 
     def _good(self, host: HostGroup, pages: Ids) -> Bools:
         good: Bools = host.resident(pages) & ~host.is_distrusted(pages)

@@ -510,6 +510,7 @@ class Tiering(PageNames, DamagedPages):
             host.untake(part.host[~good])
         ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)[good]
         host.bind(part.pages[good], part.host[good], ranks)
+        self.archiver.came(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
 
     def _loaded(self, move: Move) -> None:
