@@ -224,9 +224,12 @@ class Tiering(PageNames, DamagedPages):
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
         hosts = {host.name: host.statistics() for host in self.hosts}
-        gauges = {"host_pages": self._tree.num_below, "forgetting": len(self.forgetting.scopes)}
+        gauges: dict[str, Any] = {"host_pages": self._tree.num_below, "forgetting": len(self.forgetting.scopes)}
         gauges |= {"owed_paths": len(self.archiver.owed)}
-        return {**self.counters.to_dict(), "host": hosts, **gauges, "forget_failures": self.forgetting.num_failed}
+        health = self.settings.health
+        gauges |= {"forget_failures": self.forgetting.num_failed, "store_lost": list(health.lost)}
+        refused = {link.value: count for link, count in health.refused.items()}
+        return {**self.counters.to_dict(), "host": hosts, **gauges, "store_refused": refused}
 
     @property
     def num_dropped(self) -> int:
@@ -463,6 +466,7 @@ class Tiering(PageNames, DamagedPages):
         self._ended = []
         for move in ended:
             self.counters.ended(move)
+            self.settings.health.ended(move)
             if move.link is Link.FORGET:
                 self.forgetting.ended(move)
             elif move.link is Link.SAVE:
