@@ -208,7 +208,7 @@ class CachedBytes(ABC):
         cache.audit()
         tiers = cache.tiers
         assert tiers is not None and not self.computed_as
-        assert not tiers.moving and not tiers.archiving and not tiers.condemned and not cache.tree.orphans
+        assert not tiers.moving and not tiers.archiver.moves and not tiers.condemned and not cache.tree.orphans
         assert cache.prefetcher is None or not cache.prefetcher.in_flight
         assert cache.tree.num_protected == 0
         idle = cache.tree.num_evictable + cache.tree.num_below

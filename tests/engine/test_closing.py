@@ -84,6 +84,27 @@ def test_a_with_block_closes(model: Path, tmp_path: Path) -> None:
         llm.generate({"prompt_token_ids": PROMPT}, GREEDY)
 
 
+def test_a_store_that_hangs_does_not_keep_the_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.engine.tiers.STORE_DRAIN_S", 0.1)
+    monkeypatch.setattr("quire.tiers.mover.CLOSE_S", 0.1)
+    llm = tiered(model, tmp_path / "store")
+    tiers = llm.engine.tiers
+    assert tiers is not None and tiers.store is not None
+    answers = threading.Event()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
+    prepare = tiers.store.prepare
+    monkeypatch.setattr(tiers.store, "prepare", lambda *args: answers.wait() and prepare(*args))
+    llm.generate({"prompt_token_ids": PROMPT}, GREEDY)
+    llm.close()
+    assert "storage did not come back from 1 calls (archive)" in caplog.text
+    answers.set()
+    for thread in threads:
+        thread.join(60)
+    tiers.store.close()
+
+
 def test_what_is_forgotten_is_closed(model: Path, tmp_path: Path) -> None:
     llm = tiered(model, tmp_path / "store")
     llm.generate({"prompt_token_ids": PROMPT}, GREEDY)

@@ -38,6 +38,10 @@ def statistics(**tiers: Any) -> dict[str, Any]:
             "host_bytes": 4096,
             "bandwidth": dict.fromkeys(links) | {"fetch": 2.5e8},
             "off": {},
+            "owed_paths": 2,
+            "store_lost": ["read"],
+            "store_refused": {"look": 5, "fetch": 0, "archive": 3},
+            "store": {"failures": {"ConnectionError": 4}, "hits": 9, "evicted": 6, "lost": 1, "overtaken": 2},
             "turned_off": 0,
             **tiers,
         },
@@ -70,6 +74,18 @@ def test_every_number_is_there() -> None:
     assert shown["quire_tier_corrupt_records_total", "key", "storage"] == 1
     assert shown["quire_tier_corrupt_records_total", "digest", "storage"] == 0
     assert (shown["quire_tier_link_off", "load"], shown["quire_tier_link_off", "fetch"]) == (1, 0)
+
+
+def test_what_a_store_has_counted_is_there() -> None:
+    shown = samples(statistics())
+    assert shown["quire_store_failures_total", "ConnectionError"] == 4
+    records = {state: shown["quire_store_records_total", state] for state in ("hits", "evicted", "lost", "overtaken")}
+    assert records == {"hits": 9, "evicted": 6, "lost": 1, "overtaken": 2}
+    assert shown["quire_tier_unanswered_records_total", "look"] == 5
+    assert (shown["quire_store_lost", "read"], shown["quire_store_lost", "write"]) == (1, 0)
+    assert shown["quire_tier_owed_paths",] == 2
+    bare = samples(statistics(store={"failures": {}}, store_lost=[]))
+    assert not [name for name in bare if name[0] in ("quire_store_failures_total", "quire_store_records_total")]
 
 
 def test_a_link_has_bytes_bandwidth_and_a_histogram() -> None:

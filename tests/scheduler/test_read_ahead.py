@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from quire.cache import prefetch as reading_ahead
+from quire.cache import prefetcher as reading_ahead
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams

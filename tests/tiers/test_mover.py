@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import MoveFailed
-from quire.tiers.mover import CLOSED, ThreadMover
+from quire.tiers.mover import CLOSED, LEFT, ThreadMover
 from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, StoreKey
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
@@ -308,6 +308,29 @@ def test_what_reads_goes_before_what_waits_to_write() -> None:
         assert collect(mover, 3) == [moves[0], fetch, moves[1]]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("link", [Link.ARCHIVE, Link.FORGET])
+def test_writing_goes_on_however_much_is_read(threads: int, link: Link) -> None:
+    """Whoever reads ahead asks again as soon as it has an answer."""
+    copies, store = saved(1), DictStore()
+    gate = store.hold("exists")
+    with mover_of(copies, store, threads=threads) as mover:
+        looks = [move_of(copies, Link.LOOK, [units(0, [], [], [1])]) for _ in range(6)]
+        assert all(mover.submit(look) for look in looks)
+        write = move_of(copies, link, pages(1))
+        assert mover.submit(write)
+        for _ in range(30):
+            gate.release()
+            ended = collect(mover)
+            if write in ended:
+                break
+            for _ in ended:
+                assert mover.submit(move_of(copies, Link.LOOK, [units(0, [], [], [1])]))
+        else:
+            raise AssertionError("thirty looks went before a write")
+        assert not write.error
+
+
 def test_forgetting_keeps_its_place_among_writes() -> None:
     copies, store = saved(1, 2), DictStore()
     gate = store.hold("complete")
@@ -399,6 +422,26 @@ def test_closing_ends_what_runs_and_fails_what_waits() -> None:
     mover.close()
     assert not mover.submit(move_of(copies, Link.LOAD, pages(1)))
     assert mover.finished() == []
+
+
+@pytest.mark.parametrize("link", [Link.LOOK, Link.SAVE])
+def test_closing_does_not_wait_for_ever(link: Link) -> None:
+    copies, store = ArrayCopies(), DictStore()
+    held: ArrayCopies | DictStore = store if link is Link.LOOK else copies
+    gate = held.hold("exists" if link is Link.LOOK else "to_host")
+    mover = ThreadMover(copies, store, close_seconds=0.05)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
+    hung = move_of(copies, link, pages(1))
+    assert mover.submit(hung)
+    entered(held)
+    assert mover.close() == (hung,)
+    assert mover.finished() == [hung]
+    assert hung.error == LEFT
+    gate.release(100)
+    for thread in threads:
+        thread.join(LONG)
+    assert mover.finished() == [], "it came to its end after all, and has been handed back"
+    assert mover.close() == ()
 
 
 def test_a_stopped_fetch_ends_early() -> None:

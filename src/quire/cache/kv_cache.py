@@ -26,7 +26,8 @@ from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
 from quire.cache.kept_frames import KeptFrames
-from quire.cache.prefetch import Prefetch, Prefetcher
+from quire.cache.prefetch import Prefetch
+from quire.cache.prefetcher import Prefetcher
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
@@ -54,8 +55,7 @@ from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
 
 NAMESPACE = Namespace()
-CHECKPOINT_INTERVAL = 512
-"""Tokens between the places where a request leaves what it carries, if frames for that are to spare."""
+CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
 
 
 class KVCache(RunningTables):
@@ -347,10 +347,8 @@ class KVCache(RunningTables):
         self._retire(private, kv.lease, given)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
-        """Forget up to `num_pages` cached pages that no request holds, for `cause`; returns how many were.
-
-        With them goes what is cached behind them below the device.
-        """
+        """Forget up to `num_pages` cached pages that no request holds, and what is cached behind them below the device,
+        for `cause`; returns how many were."""
         victims = self.tree.evict(num_pages, cause)
         self._evicted_pages += len(victims)
         self._evictions += bool(len(victims))

@@ -12,6 +12,8 @@ from quire.spec.ids import Ids
 
 KEY_BYTES = 32
 _TOKEN_BYTES = 4
+_MOST_SCOPES = 1024
+"""Kept, so that they need not be computed again. Salts may be as many as there are users, or requests."""
 
 
 class PageNames:
@@ -46,6 +48,8 @@ class PageNames:
         """What records of a namespace are filed under."""
         found = self._scopes.get(namespace)
         if found is None:
+            if len(self._scopes) == _MOST_SCOPES:
+                del self._scopes[next(iter(self._scopes))]
             found = self._scopes[namespace] = scope_of(namespace, self._identity)
         return found
 

@@ -43,8 +43,9 @@ class TierCounters:
 
     `host_hit_tokens` are prompt tokens that were reused from host memory, `storage_hit_tokens` those that had been
     fetched there from storage and were reused for the first time. `unsaved_frames` found no room on the host,
-    `unstored_frames` were not taken by the store; both are only copies that do not exist. `defects` counts records that
-    were not what they should be, by tier and by what was wrong.
+    `unstored_frames` were not taken by the store; both are only copies that do not exist. `lost_frames` were stored,
+    and had gone when they were told to be of use. `defects` counts records that were not what they should be, by tier
+    and by what was wrong.
     """
 
     saved_frames: int = 0
@@ -55,6 +56,7 @@ class TierCounters:
     archived_frames: int = 0
     archived_bytes: int = 0
     unstored_frames: int = 0
+    lost_frames: int = 0
     fetched_frames: int = 0
     fetched_bytes: int = 0
     demoted_pages: int = 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
+from quire.tiers.store_health import StoreHealth
 
 
 class WritePolicy(StrEnum):
@@ -39,7 +40,8 @@ class PrefetchPolicy(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """`host_frames` and bytes of a record, both by group; `mover` moves bytes and is the engine's to close; with
-    `stores`, it has a store. `always` uses what the tiers have without asking whether it is quicker."""
+    `stores`, it has a store, and `health` hears how that answers. `always` uses what the tiers have without asking
+    whether it is quicker."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
@@ -50,6 +52,7 @@ class TierSettings:
     stores: bool = False
     prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
     prefetch_seconds: float = 2.0
+    health: StoreHealth = field(default_factory=StoreHealth)
 
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on the host only."""

@@ -2,8 +2,8 @@
 
     save      device -> host      when a page is cached, used again, or has to go (`WritePolicy`)
     load      host -> device      when a request begins on it; steps wait for it layer by layer
-    archive   host -> storage     after a save, in the order of the prefix
-    fetch     storage -> host     while a request waits (`quire.cache.prefetch`)
+    archive   host -> storage     after a save, in the order of the prefix (`quire.cache.archiver`)
+    fetch     storage -> host     while a request waits (`quire.cache.prefetcher`)
 
 All frames that a page has move together and count together or not at all. What is on its way is pinned: its path in the
 tree, and single frames where groups are read in part. A record that is not what it should be is counted, set aside, and
@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.archiver import NOT_DAMAGED, Archiver
 from quire.cache.damaged import DamagedPages
 from quire.cache.forgetting import Forgetting, Stored
-from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.groups import GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.cache.moving import Moving, Part
+from quire.cache.owed_paths import OwedPaths
 from quire.cache.page_names import PageNames
 from quire.cache.prefix_hit import Choice
 from quire.cache.request_kv import RequestKV
@@ -39,9 +41,9 @@ from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
+from quire.tiers.moves import GOOD, Link, Move, Units
 
-_NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
+_MOST_SAVES = 64  # of those that had to wait, begun at a time
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
@@ -74,17 +76,18 @@ class Tiering(PageNames, DamagedPages):
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
         self.moving: dict[Move, Moving] = {}
-        self.archiving: dict[Move, list[Part]] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
-        self._stored = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
         self._loads: dict[int, Move] = {}
         self._serial = 0
         self._ended: list[Move] = []
+        self._unsaved = OwedPaths(tree)  # of which a copy was wanted when too much was on its way
+        self._saves_wait = False  # until a save has ended
         self.forgetting = Forgetting(self.mover, seconds)
+        self.archiver = Archiver(self, tree, table.num_pages, seconds)
         self.fetched: Callable[[Move], None] = _nobody
 
     # -- what was flushed
@@ -100,7 +103,7 @@ class Tiering(PageNames, DamagedPages):
         nothing of that is looked for there."""
         self.abandon(namespace)
         if namespace is None:
-            self._stored[:] = False
+            self.archiver.forget_all()
         if self.settings.stores:
             self.forgetting.begin(self._covered(namespace))
 
@@ -155,8 +158,7 @@ class Tiering(PageNames, DamagedPages):
         """A request that ends has left these pages cached. `returns` where it will go on, and will want them."""
         if returns or self.settings.write is not WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
-        if self.settings.stores:
-            self.archive(kv.namespace, pages)
+        self.archiver.owe(kv.lease.node)
 
     def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
         """Keep what device and host have of single frames that a request needs to begin behind `pages`."""
@@ -187,8 +189,12 @@ class Tiering(PageNames, DamagedPages):
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
         hosts = {host.name: host.statistics() for host in self.hosts}
-        gauges = {"host_pages": self._tree.num_below, "forgetting": len(self.forgetting.scopes)}
-        return {**self.counters.to_dict(), "host": hosts, **gauges, "forget_failures": self.forgetting.num_failed}
+        gauges: dict[str, Any] = {"host_pages": self._tree.num_below, "forgetting": len(self.forgetting.scopes)}
+        gauges |= {"owed_paths": len(self.archiver.owed)}
+        health = self.settings.health
+        gauges |= {"forget_failures": self.forgetting.num_failed, "store_lost": list(health.lost)}
+        refused = {link.value: count for link, count in health.refused.items()}
+        return {**self.counters.to_dict(), "host": hosts, **gauges, "store_refused": refused}
 
     @property
     def num_dropped(self) -> int:
@@ -206,7 +212,10 @@ class Tiering(PageNames, DamagedPages):
         """
         if not len(pages):
             return None
-        wanted = [self._unsaved(group, pages, ends) for group in self._groups]
+        if self._saves_wait and not goes:
+            self._unsaved.add(node, ends)
+            return None
+        wanted = [self._lacks_copies(group, pages, ends) for group in self._groups]
         wanted = [at[at >= first] for at in wanted]
         if self.settings.write is WritePolicy.BACK and not goes:
             wanted = [at[:0] if host.shelf is None else at for at, host in zip(wanted, self.hosts, strict=True)]
@@ -232,9 +241,24 @@ class Tiering(PageNames, DamagedPages):
         if not parts:
             self._tree.unpin(lease)
             return None
-        return self._submit(Link.SAVE, moving)
+        move = self._submit(Link.SAVE, moving)
+        if move is None and not goes:
+            self._saves_wait = bool(self.moving)
+            self._unsaved.add(node, ends)
+        return move
 
-    def _unsaved(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
+    def _save_the_rest(self) -> None:
+        """Copies that could not be made when they were wanted."""
+        if self._saves_wait:
+            return
+        refused = self.counters.refused_moves
+        for key, node, ends in self._unsaved.first(_MOST_SAVES):
+            self._unsaved.remove(key)
+            self.save(node.namespace, node, self.path(node), ends=ends)
+            if self.counters.refused_moves > refused:
+                return
+
+    def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         host = self.hosts[group.index]
         lacks = ~host.resident(pages) | host.is_distrusted(pages)
@@ -254,6 +278,8 @@ class Tiering(PageNames, DamagedPages):
     def host_room(self, host: HostGroup, wanted: int) -> int:
         """Make room for host frames; how many of those wanted there are."""
         short = wanted - host.num_free
+        if short > 0:
+            self.archiver.go_on(hurries=True)
         if short > 0 and host.shelf is None:
             self.evict_host(short)
         elif short > 0:
@@ -280,7 +306,7 @@ class Tiering(PageNames, DamagedPages):
             pages = self.path(node)
             self._save_at_once(node, pages, node.depth)
             if self.settings.stores:  # what is above it goes too: what stays on the device for good is never saved else
-                self._save_at_once(node, pages, self._storable(pages))
+                self._save_at_once(node, pages, self.archiver.storable(pages))
         return node.kept
 
     def _save_at_once(self, node: Node, pages: Ids, first: int) -> None:
@@ -303,16 +329,18 @@ class Tiering(PageNames, DamagedPages):
         for host in self.hosts:
             host.drop(pages)
         self._mend(pages)
-        self._stored[:, pages] = False
+        self._unsaved.forgotten(len(pages))
+        self.archiver.forgotten(pages)
         self._fetched[pages] = False
 
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group have come from the store."""
-        self._stored[group, pages] = self._fetched[pages] = True
+        self.archiver.stored(group, pages)
+        self._fetched[pages] = True
 
     def not_stored(self, group: int, pages: Ids) -> None:
         """The store does not have the frames of these pages in that group: it is given them when they are here."""
-        self._stored[group, pages] = False
+        self.archiver.not_stored(group, pages)
 
     def owed_to_storage(self, pages: Ids) -> None:
         """These pages, of which a part has come from the store, can be reused now."""
@@ -407,6 +435,7 @@ class Tiering(PageNames, DamagedPages):
         self._ended = []
         for move in ended:
             self.counters.ended(move)
+            self.settings.health.ended(move)
             if move.link is Link.FORGET:
                 self.forgetting.ended(move)
             elif move.link is Link.SAVE:
@@ -414,15 +443,18 @@ class Tiering(PageNames, DamagedPages):
             elif move.link is Link.LOAD:
                 self._loaded(move)
             elif move.link is Link.ARCHIVE:
-                self._archived(move)
+                self.archiver.ended(move)
             else:
                 self.forgetting.found(move.marked)
                 self.fetched(move)
         self.forgetting.go_on()
+        self._save_the_rest()
+        self.archiver.go_on()
         return len(ended) + self._discard()
 
     def _saved(self, move: Move) -> None:
         moving = self._release(move)
+        self._saves_wait = False
         for part in moving.parts:
             self._saving[part.group, part.pages] = False
         if not move.is_whole or moving.abandoned:
@@ -435,9 +467,7 @@ class Tiering(PageNames, DamagedPages):
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
             self._bind(part, moving.lease)
-        if self.settings.stores:
-            node = moving.lease.node
-            self.archive(node.namespace, self.path(node))
+        self.archiver.owe(moving.lease.node)
         self._tree.unpin(moving.lease)
 
     def _bind(self, part: Part, lease: Lease) -> None:
@@ -453,56 +483,8 @@ class Tiering(PageNames, DamagedPages):
             host.untake(part.host[~good])
         ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)[good]
         host.bind(part.pages[good], part.host[good], ranks)
+        self.archiver.came(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
-
-    def archive(self, namespace: Namespace, pages: Ids) -> None:
-        """Store what is on the host of a path and not stored yet, in the order of the prefix. It keeps nothing from
-        being evicted: frames that are read meanwhile come back when that is over."""
-        parts = []
-        pages = pages[: self._storable(pages)]
-        for host in self.hosts:
-            at = (self._good(host, pages) & ~self._stored[host.index, pages] & ~self.bad[pages]).nonzero()[0]
-            if len(at):
-                parts.append(Part(host.index, pages[at], at, NO_PAGES, host.column[pages[at]]))
-        if not parts:
-            return
-        scope = self.scope(namespace)
-        move = self._move(Link.ARCHIVE, parts, scope)
-        if self.forgetting.is_to_come(scope) or not self.mover.submit(move):
-            self.counters.unstored_frames += sum(len(part.pages) for part in parts)
-            return
-        self.archiving[move] = parts
-        for part in parts:
-            self.hosts[part.group].begin_reading(part.host)
-            self._stored[part.group, part.pages] = True
-
-    def _storable(self, pages: Ids) -> int:
-        """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
-        nobody would find it."""
-        there = [self._stored[h.index, pages] | self._good(h, pages) for h in self.hosts if h.shelf is None]
-        return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
-
-    def _good(self, host: HostGroup, pages: Ids) -> Bools:
-        good: Bools = host.resident(pages) & ~host.is_distrusted(pages)
-        return good
-
-    def _archived(self, move: Move) -> None:
-        parts = self.archiving.pop(move)
-        self.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
-        self.counters.failed_moves += bool(move.error)
-        for part, defects in zip(parts, move.defects, strict=True):
-            host = self.hosts[part.group]
-            good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
-            wrong = np.array([defect not in _NOT_DAMAGED for defect in defects], dtype=np.bool_)
-            same = host.column[part.pages] == part.host  # of pages that still are what they were
-            self._stored[part.group, part.pages[same & ~good]] = False
-            self.counters.archived_frames += int(np.count_nonzero(good))
-            self.counters.archived_bytes += int(np.count_nonzero(good)) * self.settings.record_bytes[part.group]
-            self.counters.unstored_frames += int(np.count_nonzero(~good & ~wrong))
-            if wrong.any():
-                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
-                host.distrust(part.pages[wrong & same])  # whoever loads it finds out
-            host.end_reading(part.host)
 
     def _loaded(self, move: Move) -> None:
         moving = self._release(move)
@@ -518,9 +500,9 @@ class Tiering(PageNames, DamagedPages):
         self.counters.failed_moves += 1
         bad, places = [], []
         for part, defects in zip(moving.parts, move.defects, strict=True):
-            wrong = np.array([defect not in _NOT_DAMAGED for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
             if wrong.any():
-                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in _NOT_DAMAGED])
+                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
                 self.hosts[part.group].distrust(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
             self.counters.loaded_frames += here
@@ -533,7 +515,7 @@ class Tiering(PageNames, DamagedPages):
 
     def _submit(self, link: Link, moving: Moving) -> Move | None:
         """Start a move. None, and what was taken for it is given back, where too much is on its way."""
-        move = self._move(link, moving.parts, moving.scope)
+        move = self.move_of(link, moving.parts, moving.scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             if link is Link.SAVE:
@@ -548,7 +530,8 @@ class Tiering(PageNames, DamagedPages):
         self.moving[move] = moving
         return move
 
-    def _move(self, link: Link, parts: Sequence[Part], scope: bytes) -> Move:
+    def move_of(self, link: Link, parts: Sequence[Part], scope: bytes) -> Move:
+        """Of these pages, between the tiers of that link."""
         units = [Units(part.group, part.device, part.host, self.keys_of(part.pages)) for part in parts]
         num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in parts)
         return Move(link, units, scope, num_bytes)

@@ -163,19 +163,28 @@ class EngineCore:
     def has_moves(self) -> bool:
         """Whether bytes are on their way between tiers, so that `step` should be called now and then."""
         tiers = self.cache.tiers if self.tiers is not None else None
-        return tiers is not None and (not tiers.mover.idle or tiers.forgetting.is_due)
+        return tiers is not None and (not tiers.mover.idle or tiers.forgetting.is_due or tiers.archiver.is_due)
 
     def close(self) -> None:
         """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
         twice; no request may be running."""
         if self.tiers is not None:
+            if self.cache.tiers is not None:
+                self.cache.tiers.archiver.hasten()
             self.tiers.close(self.cache.settle_moves, self._end_forgetting)
             self.tiers = None
             self._tell_unforgotten()
+            self._tell_unstored()
 
     def _end_forgetting(self) -> None:
         if self.cache.tiers is not None:
             self.cache.tiers.forgetting.end()
+
+    def _tell_unstored(self) -> None:
+        """Say what of the host could not be stored any more."""
+        owed = len(self.cache.tiers.archiver.owed) if self.cache.tiers is not None else 0
+        if owed:
+            logger.warning("what is on the host of %d prompts was not all stored: the store took no more of it", owed)
 
     def _tell_unforgotten(self) -> None:
         """Say what of the last flushes is still stored."""

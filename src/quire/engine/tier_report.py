@@ -1,4 +1,5 @@
-"""What the tiers below the device hold, as the engine resolved its settings: for people, and for machines. No torch."""
+"""What the tiers below the device hold, as the engine resolved its settings, and what a store has counted: for people,
+and for machines. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from typing import Any
 from quire.engine.config import EngineConfig
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.prefix.reach import reach_of
+from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.options import without_secrets
+
+STORE_COUNTS = ("hits", "misses", "stored", "evicted", "lost", "overtaken", "reclaimed")
+"""Records, of stores that count them."""
 
 
 def tiers_as_dict(
@@ -88,3 +93,12 @@ def _storage(storage: Mapping[str, Any]) -> str:
     if storage["bytes"] is None:
         return f"{storage['where']}, as large as it is"
     return f"{storage['where']}, at most {format_bytes(storage['bytes'])}: about {storage['tokens']:,} tokens"
+
+
+def store_counts(store: object) -> dict[str, Any]:
+    """What a store has counted since it was opened, as far as it counts: `failures` between it and its medium, by kind,
+    and what became of records. Nothing where there is no store."""
+    failures = dict(getattr(store, "failures", {}))
+    counted = store.statistics.as_dict() if isinstance(store, DirectoryStore) else {}
+    failures |= {"retry": counted["retries"]} if counted else {}
+    return {"failures": failures} | {name: counted[name] for name in STORE_COUNTS if name in counted}

@@ -12,7 +12,7 @@ from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.host_memory import alone_on_this_host, host_memory
-from quire.engine.tier_report import tiers_as_dict
+from quire.engine.tier_report import store_counts, tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.mapping import Progress
@@ -22,6 +22,7 @@ from quire.plan.host import host_budget, host_frames
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.moves import Link
+from quire.tiers.store_health import StoreHealth
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class EngineTiers:
             stores=self.store is not None,
             prefetch=PrefetchPolicy(config.prefetch),
             prefetch_seconds=config.prefetch_seconds,
+            health=StoreHealth(_say_store),
         )
 
     def statistics(self) -> dict[str, Any]:
@@ -89,21 +91,46 @@ class EngineTiers:
             "latency": {link.value: self.mover.latency(link) for link in Link if link is not Link.FORGET},
             "off": {link.value: why for link in Link if (why := self.break_even.why_off(link))},
             "turned_off": self.break_even.turned_off_count,
+            "store": store_counts(self.store),
         }
 
     def close(self, settle: Callable[[], object], end_forgetting: Callable[[], None]) -> None:
         """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has, and
-        `end_forgetting` stops what is being forgotten, which may be much."""
+        `end_forgetting` stops what is being forgotten, which may be much. Where the store hangs in a call, it and the
+        host memory that the call may write to are left to the process's end."""
         began = time.monotonic()
         while (settle() or not self.mover.idle) and time.monotonic() < began + STORE_DRAIN_S:
             if time.monotonic() > began + _FORGET_S:
                 end_forgetting()
             self.mover.wait(0.1)
-        self.mover.close()
+        left = self.mover.close()
         settle()
+        if left:
+            logger.warning(
+                "storage did not come back from %d calls (%s) while the engine closed, which waits no longer: what "
+                "they would have stored is not. Look at the disk, the mount or the server",
+                len(left),
+                ", ".join(sorted({move.link.value for move in left})),
+            )
+            return
         if self.store is not None:
             self.store.close()
         self._host.close()
+
+
+def _say_store(kind: str, is_lost: bool) -> None:
+    if not is_lost:
+        logger.warning("storage %s again", "answers" if kind == "read" else "takes what is stored")
+    elif kind == "read":
+        logger.warning(
+            "storage does not answer: nothing is fetched, and prompts are computed. quire_store_failures_total says "
+            "what failed; look at its server, disk or network. It is asked again by itself"
+        )
+    else:
+        logger.warning(
+            "storage takes nothing: what is on the host is owed to it. quire_store_failures_total says what failed; "
+            "look at its room, server, disk or network. It is tried again by itself"
+        )
 
 
 def _say(link: Link, why: str) -> None:

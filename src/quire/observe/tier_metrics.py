@@ -17,6 +17,7 @@ COUNTERS = {
     "refused_moves": ("tier_refused_moves", "Moves that were not begun, because too much was on its way on that link."),
     "turned_off": ("tier_turned_off", "Times that a link turned itself off, trials that failed counted in."),
     "demoted_pages": ("tier_demoted_pages", "Pages that left the device and stayed on the host."),
+    "lost_frames": ("tier_lost_frames", "Frames that were stored, of use, and gone from the store; stored again."),
     "host_evicted_pages": ("tier_host_evicted_pages", "Pages of which the host gave up its copy for others."),
 }
 
@@ -32,7 +33,40 @@ def tier_metrics(tiers: Tiers, hit_tokens: int) -> Iterator[Metric]:
     yield _dropped(tiers)
     yield _corrupt(tiers["defects"])
     yield _off(tiers["off"], tiers["bandwidth"])
+    yield from _store(tiers)
     yield from _links(tiers)
+
+
+def _store(tiers: Tiers) -> Iterator[Metric]:
+    """What the store has said, and what it has counted itself."""
+    counted = tiers.get("store", {})
+    failures = CounterMetricFamily(
+        "quire_store_failures", "What went wrong between this process and its store, by kind.", labels=("kind",)
+    )
+    for kind, count in counted.get("failures", {}).items():
+        failures.add_metric((kind,), float(count))
+    yield failures
+    records = CounterMetricFamily(
+        "quire_store_records", "What became of records in a store that counts them, by this process.", labels=("state",)
+    )
+    for state, count in counted.items():
+        if state != "failures":
+            records.add_metric((state,), float(count))
+    yield records
+    yield _counter(
+        "unanswered_records", "Records of which the store could say nothing now.", "link", tiers["store_refused"]
+    )
+    lost = GaugeMetricFamily(
+        "quire_store_lost", "1 while the store has answered nothing for some moves in a row.", labels=("kind",)
+    )
+    for kind in ("read", "write"):
+        lost.add_metric((kind,), float(kind in tiers["store_lost"]))
+    yield lost
+    yield GaugeMetricFamily(
+        "quire_tier_owed_paths",
+        "Cached prefixes of which something is on its way to storage or has to wait.",
+        value=float(tiers["owed_paths"]),
+    )
 
 
 def _hits(tiers: Tiers, hit_tokens: int) -> Metric:
@@ -48,7 +82,7 @@ def _hits(tiers: Tiers, hit_tokens: int) -> Metric:
 def _dropped(tiers: Tiers) -> Metric:
     return _counter(
         "dropped_frames",
-        "Frames of which no copy was made: the host had no room, or the store did not take them.",
+        "Frames of which no copy was made: the host had no room, or the store did not take them that time.",
         "tier",
         {"host": tiers["unsaved_frames"], "storage": tiers["unstored_frames"]},
     )

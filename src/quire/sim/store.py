@@ -32,8 +32,12 @@ class SimulatedStore(Store):
         return [Answer.HIT if key in self._visible else Answer.MISS for key in keys]
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """RETRY where there is no room beside what is prepared."""
-        return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+        """RETRY where there is no room beside what is prepared. HIT counts as use, of the first key last."""
+        answers = [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
+        for key in reversed(keys):
+            if key in self._visible:
+                self._visible[key] = self._visible.pop(key)
+        return answers
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Keeps the buffers as they are until `complete`."""

@@ -32,6 +32,7 @@ PIECE_BYTES = 16 << 20
 _LOOKED_FOR = 128
 """Pages that a store is asked for at a time. Most prompts end sooner in what is stored, and a store may need a request
 for each key."""
+_MOST_TOUCHED = 1024  # in one call
 
 
 class Carrier:
@@ -105,6 +106,28 @@ class Carrier:
 
     def _archive(self, move: Move) -> Iterator[None]:
         yield from self._by_pages(move, self._archive_pages, REFUSED)
+        if not move.stopping and not any(REFUSED in defects for defects in move.defects):
+            yield from self._touch(move)
+
+    def _touch(self, move: Move) -> Iterator[None]:
+        """Tell the store what is of use, the first page of a prefix last: a store forgets what was used longest ago,
+        and behind a page that is gone nothing is found. What it does not have any more gets no room here."""
+        store, found = self._need_store(), []
+        for units in move.touches:
+            keys = units.keys(move.scope)
+            answers: list[Answer] = []
+            for stop in range(len(keys), 0, -_MOST_TOUCHED):
+                some = keys[max(0, stop - _MOST_TOUCHED) : stop]
+                there = store.exists(some)
+                hits = [key for key, answer in zip(some, there, strict=True) if answer is Answer.HIT]
+                prepared = store.prepare(hits, [self._copies.bytes_of(units.group)] * len(hits)) if hits else []
+                gone = [key for key, answer in zip(hits, prepared, strict=True) if answer is Answer.MISS]
+                if gone:
+                    store.complete(gone, [False] * len(gone))
+                answers[:0] = there
+                yield
+            found.append(tuple(answers))
+        move.answers = tuple(found)
 
     def _fetch(self, move: Move) -> Iterator[None]:
         yield from self._by_pages(move, self._fetch_pages, MISSING)

@@ -18,6 +18,12 @@ from quire.tiers.store import Store
 CLOSED: Final = "the mover was closed before it came to this."
 """Why a move failed that was still waiting."""
 
+CLOSE_S: Final = 3.0
+"""What closing waits for calls that are under way. A store that hangs would keep the process for ever."""
+
+LEFT: Final = "the mover was closed, and this did not end."
+"""Why a move failed that hung."""
+
 _READS = (Link.LOOK, Link.FETCH)
 _WRITES = (Link.ARCHIVE, Link.FORGET)
 
@@ -56,18 +62,22 @@ class Mover(Protocol):
     def idle(self) -> bool:
         """Whether `finished` has returned all that was taken."""
 
-    def close(self) -> None:
+    def close(self) -> tuple[Move, ...]:
         """What is under way ends; what waits fails; `finished` returns both. May be called twice. To have everything
-        done, collect until `idle` before."""
+        done, collect until `idle` before.
+
+        Returns what did not come to its end in time. It has failed, and a thread may be at it still: then the store
+        and what the copies are made in must stay.
+        """
 
 
 class ThreadMover(Mover):
     """Moves on threads of its own: one that copies between device and host, and some that wait for the store.
 
     Loads go before saves, of which one piece at most is in their way. Of the store's threads one is kept for reading
-    where there are two, and one for writing: reads take turns, piece by piece, and the last thread that does not read
-    is for writes that wait. Writes begin in the order in which they came, and to forget waits for those before it.
-    The store stays the caller's, who closes it after the mover.
+    where there are two, and they take turns, piece by piece; while none writes, reads and writes take turns, so that
+    neither keeps the other from the store. Writes begin in the order in which they came, and to forget waits for the
+    writes before it. The store stays the caller's, who closes it after the mover.
     """
 
     def __init__(
@@ -78,7 +88,9 @@ class ThreadMover(Mover):
         storage_threads: int = 2,
         most_bytes: Mapping[Link, int] = MOST_BYTES,
         piece_bytes: int = PIECE_BYTES,
+        close_seconds: float | None = None,
     ) -> None:
+        self._close_seconds = CLOSE_S if close_seconds is None else close_seconds
         self._carrier = Carrier(copies, store, piece_bytes=piece_bytes)
         self._in_flight = InFlight(most_bytes)
         self._rates = {link: Rate() for link in Link}
@@ -90,8 +102,10 @@ class ThreadMover(Mover):
         self._saves: deque[_Task] = deque()
         self._reads: deque[_Task] = deque()
         self._writes: deque[_Task] = deque()
+        self._copying: _Task | None = None
         self._running: list[_Task] = []  # on the store's threads
-        self._most_writes = self._most_reads = max(1, storage_threads - 1)
+        self._most_writes = max(1, storage_threads - 1)
+        self._wrote = False  # what the store's threads began last
         self._ended: list[Move] = []
         self._has_checked = False
         self._closing = False
@@ -148,17 +162,23 @@ class ThreadMover(Mover):
         with self._lock:
             return not self._in_flight.num_moves
 
-    def close(self) -> None:
+    def close(self) -> tuple[Move, ...]:
         with self._lock:
             self._closing = True
             for task in self._running:
                 task.move.stop()
             self._work.notify_all()
+        until = time.monotonic() + self._close_seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+        with self._lock:
+            left = [*self._running, *([self._copying] if self._copying is not None else [])]
+        for task in left:
+            self._end(task, LEFT)
         for queue in (self._loads, self._saves, self._reads, self._writes):
             while queue:
                 self._end(queue.popleft(), CLOSED)
+        return tuple(task.move for task in left)
 
     # -- the threads' side
 
@@ -167,8 +187,9 @@ class ThreadMover(Mover):
             ended = self._advance(task)
             while task.move.link is Link.LOAD and not ended:
                 ended = self._advance(task)
-            if not ended:
-                with self._lock:
+            with self._lock:
+                self._copying = None
+                if not ended:
                     self._saves.appendleft(task)
 
     def _next_copy(self) -> _Task | None:
@@ -176,7 +197,8 @@ class ThreadMover(Mover):
             self._work.wait_for(lambda: self._closing or self._loads or self._saves)
             if self._closing:
                 return None
-            return self._loads.popleft() if self._loads else self._saves.popleft()
+            self._copying = self._loads.popleft() if self._loads else self._saves.popleft()
+            return self._copying
 
     def _store_moves(self) -> None:
         while (task := self._next_stored()) is not None:
@@ -199,11 +221,13 @@ class ThreadMover(Mover):
             self._work.wait_for(lambda: self._closing or self._reads or self._may_write())
             if self._closing:
                 return None
-            num_reading = sum(task.move.link in _READS for task in self._running)
-            writes = not self._reads or (num_reading >= self._most_reads and self._may_write())
-            task = self._writes.popleft() if writes else self._reads.popleft()
+            self._wrote = self._may_write() and (not self._reads or self._is_turn_to_write())
+            task = self._writes.popleft() if self._wrote else self._reads.popleft()
             self._running.append(task)
             return task
+
+    def _is_turn_to_write(self) -> bool:
+        return not self._wrote and all(task.move.link not in _WRITES for task in self._running)
 
     def _may_write(self) -> bool:
         writing = [task.move.link for task in self._running if task.move.link in _WRITES]
@@ -234,8 +258,10 @@ class ThreadMover(Mover):
 
     def _end(self, task: _Task, error: str) -> None:
         move = task.move
-        move.seconds = task.seconds
         with self._lock:
+            if move.done:
+                return  # it was given up
+            move.seconds = task.seconds
             move.end(error)  # under the lock: whoever sees that it is done finds it among those that have ended
             # Where the store had most of it already, time went by with little to show for it.
             if not error and move.moved_bytes * 2 >= move.num_bytes:

@@ -96,6 +96,7 @@ class Move:
         "owner",
         "scope",
         "seconds",
+        "touches",
         "units",
         "whole",
     )
@@ -119,7 +120,8 @@ class Move:
         self.defects: Defects = ()  # parallel to units and their pages
         self.doubtful: frozenset[tuple[int, int]] = frozenset()  # of FETCH: (units, place) whose host row is at fault
         self.asked_bytes = 0  # of FETCH: what the store was asked for by the time it ended
-        self.answers: Answers = ()  # of LOOK, parallel to units and their pages
+        self.touches: tuple[Units, ...] = ()  # of ARCHIVE: what is stored already and of use
+        self.answers: Answers = ()  # of LOOK, parallel to units and their pages; of ARCHIVE, to `touches` and theirs
         self.marked: tuple[bytes, ...] = ()  # of LOOK: what the store was told to forget and has not all forgotten
         self.noted = False  # of FORGET: nobody finds it in the store any more; read at any time
         self.seconds = 0.0  # of work, without the wait before it

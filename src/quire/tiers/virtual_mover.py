@@ -127,13 +127,14 @@ class VirtualMover(Mover):
     def idle(self) -> bool:
         return not self._in_flight.num_moves
 
-    def close(self) -> None:
+    def close(self) -> tuple[Move, ...]:
         self._closed = True
         for lane in self._lanes.values():
             while lane:
                 passage = lane.popleft()
                 passage.move.end(CLOSED)
                 self._ended.append(passage.move)
+        return ()
 
     def _lane(self, link: Link) -> deque[_Passage]:
         return self._lanes[Link.ARCHIVE if link is Link.FORGET else link]

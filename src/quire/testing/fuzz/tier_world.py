@@ -66,8 +66,8 @@ class TierWorld:
             latency={link: 5.0 if slow and _stores(link) else choices.one_of(_LATENCIES) for link in Link},
             choose=drawn.below if choices.chance(60) else None,
             most_bytes={link: per_page * choices.between(1, 8) for link in Link} if choices.chance(30) else {},
+            refuses=bool(self.faults),
         )
-        self.mover.may_refuse = bool(self.faults)
         self.break_even = BreakEven(self.clock, losses=choices.between(1, 4), tiny_step=1)
         self.settings = TierSettings(
             host_frames=frames,

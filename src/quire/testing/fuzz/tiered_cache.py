@@ -345,13 +345,14 @@ class TieredCache(FollowedCache):
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
         assert not self.model.live and not cache.retired, "memory is held for nobody"
-        assert not (tiers.moving or tiers.archiving or tiers.condemned or tiers._loads), "something moves for ever"
+        assert not (tiers.moving or tiers.archiver.moves or tiers.condemned or tiers._loads), "something moves for ever"
         assert cache.prefetcher is None or not cache.prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
         assert not held, "a prefix is held for nobody"
         found = cache.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
         self.check_counters()
+        self._check_all_is_stored()
         self.happened["idle"] += 1
 
     def check_empty(self) -> None:
@@ -430,6 +431,30 @@ class TieredCache(FollowedCache):
             for end in ends:
                 path = self.names.ends[end]
                 assert len(path) < 2 or path[-2] in ends, "a page is stored, and not the one before it"
+
+    def _check_all_is_stored(self) -> None:
+        """With nothing on its way, what is on the host is stored, as far as all before it is on the host too."""
+        tiers, names = self.tiers, self.names
+        if (
+            self.world.store is None
+            or not self.world.is_faultless
+            or tiers.forgetting.scopes
+            or len(tiers.archiver.owed)
+        ):
+            return
+        whole = [host.index for host in tiers.hosts if host.shelf is None]
+        reached: set[int] = set()
+        for end in sorted(self.watch.ends, key=lambda end: len(names.ends[end])):
+            path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
+            kept = [bool(host.column[page]) and not tiers.bad[page] for host in tiers.hosts]
+            stored = [self.world.has_stored(end, namespace, host.index) for host in tiers.hosts]
+            if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole):
+                continue
+            reached.add(end)
+            assert all(there for there, wanted in zip(stored, kept, strict=True) if wanted), (
+                f"page {page} is on the host, and never gets to storage"
+            )
+            self.happened["all stored"] += 1
 
     # -- what is expected
 

@@ -40,6 +40,7 @@ TIERED_WEIGHTS = {
 _DRAWN = tuple(name for name, weight in TIERED_WEIGHTS.items() for _ in range(weight))
 _MOST_PREFETCHES = 3
 _TICKS = (0.0, 0.001, 0.1, 1.0, 20.0)
+_LONG_ENOUGH_S = 100.0
 _MOST_TURNS = 2_000
 """Of time, until everything that moves has ended."""
 
@@ -285,6 +286,8 @@ def make_cache(
 
 def come_to_rest(cache: TieredCache) -> None:
     """Time passes until nothing moves; then nothing is held."""
+    let_all_arrive(cache)
+    cache.world.clock.now += _LONG_ENOUGH_S  # what waits for its time has come to it
     let_all_arrive(cache)
     cache.settle_moves()
     cache.check_idle()

@@ -70,7 +70,7 @@ class TieredSchedulerMachine(SchedulerMachine):
 
     def _check_empty(self) -> None:
         """What is on its way may hold something still."""
+        self.cache.settle_moves()
         if self.world.mover.idle:
-            self.cache.settle_moves()
             self.cache.check_idle()
         self.cache.happened["empty"] += 1

@@ -22,7 +22,8 @@ class Clock:
 
 class WatchedMover(VirtualMover):
     """Whoever waits makes time pass until the next move ends. `wrong` has the laws that were broken, in words; `ended`
-    is called with each move that is handed back."""
+    is called with each move that is handed back. What is to be forgotten may fail where the store `refuses`: it is
+    tried again."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class WatchedMover(VirtualMover):
         latency: Mapping[Link, float],
         choose: Callable[[int], int] | None,
         most_bytes: Mapping[Link, int],
+        refuses: bool = False,
     ) -> None:
         super().__init__(
             records,
@@ -45,8 +47,8 @@ class WatchedMover(VirtualMover):
             most_bytes=most_bytes,
         )
         self._clock = clock
+        self._refuses = refuses
         self.wrong: list[str] = []
-        self.may_refuse = False  # whether the store has faults: to forget then fails, and is tried again
         self.num_ended = dict.fromkeys(Link, 0)
 
     def wait(self, seconds: float) -> bool:
@@ -61,7 +63,7 @@ class WatchedMover(VirtualMover):
         ended = super().finished()
         for move in ended:
             self.num_ended[move.link] += 1
-            if move.error and not (self.may_refuse and move.link is Link.FORGET):
+            if move.error and not (self._refuses and move.link is Link.FORGET):
                 self.wrong.append(f"a {move.link} failed: {move.error}")
             elif move.link in (Link.ARCHIVE, Link.FETCH):
                 self._check_pages(move)

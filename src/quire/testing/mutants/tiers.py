@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from quire.cache import page_names, prefetch, tiering
+from quire.cache import page_names, prefetcher, tiering
+from quire.cache.archiver import Archiver
 from quire.cache.damaged import DamagedPages
 from quire.cache.host_groups import HostGroup
 from quire.cache.page_names import PageNames
-from quire.cache.prefetch import Prefetch, Prefetcher
+from quire.cache.prefetch import Prefetch
+from quire.cache.prefetcher import Prefetcher
 from quire.cache.sought import Sought
 from quire.cache.tier_counters import LinkCounters, TierCounters
 from quire.cache.tier_settings import WritePolicy
@@ -197,7 +199,7 @@ def a_failed_store_is_visible(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
     """Pages are stored that nobody can find, since those before them are not."""
-    real = Tiering._move
+    real = Tiering.move_of
 
     def make(tiers: Tiering, link: Link, parts: Any, *args: Any) -> Move:
         if link is Link.ARCHIVE:
@@ -206,7 +208,18 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
                     part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]
         return real(tiers, link, parts, *args)
 
-    patch.setattr(Tiering, "_move", make)
+    patch.setattr(Tiering, "move_of", make)
+
+
+@mutant("tiers", field.DEAD)
+def what_a_full_link_refused_is_not_stored(patch: Patch) -> None:
+    """What the link to storage had no room for is never tried again."""
+
+    def undo(archiver: Archiver, batch: Any) -> None:
+        for part in batch.parts:
+            archiver._stored[part.group, part.pages] = False
+
+    patch.setattr(Archiver, "_undo", undo)
 
 
 @mutant("tiers", field.PARTIAL)
@@ -242,7 +255,7 @@ def keys_do_not_cover_what_came_before(patch: Patch) -> None:
         )
 
     patch.setattr(page_names, "chain_pages", chain)
-    patch.setattr(prefetch, "chain_pages", chain)
+    patch.setattr(prefetcher, "chain_pages", chain)
 
 
 @mutant("tiers", field.OFF_BY_ONE)

@@ -28,7 +28,7 @@ class DictStore(Store):
             return [Answer.HIT if key in self.visible else Answer.MISS for key in keys]
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """RETRY where there is no room beside what is prepared."""
+        """RETRY where there is no room beside what is prepared. HIT counts as use, of the first key last."""
         with self._lock:
             self._use(keys)
             return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
