@@ -171,6 +171,7 @@ class Prefetcher:
         self._refused: dict[Prefetch, None] = {}  # those that wait until there is room on the link
         self._named: dict[bytes, Prefetch] = {}
         self._fetched_bytes = 0
+        self._window = _FIRST_WINDOW
         tiering.fetched = self._ended
 
     @property
@@ -232,6 +233,7 @@ class Prefetcher:
         sought = Sought(tiering, self._groups, lease, start, keys)
         prefetch = Prefetch(namespace, tokens, name, sought, lease)
         self._holding[prefetch] = None
+        prefetch.window = self._window
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
@@ -356,11 +358,19 @@ class Prefetcher:
             self._tiering.counters.failed_moves += bool(move.error)
             self._fetched_bytes += move.moved_bytes
             prefetch.seconds += move.seconds
-            if all(other.done for other in prefetch.moves):
-                prefetch.window = min(2 * prefetch.window, _MOST_WINDOW)
+            if prefetch.window < _MOST_WINDOW and all(other.done for other in prefetch.moves):
+                self._widen(prefetch)
         waiting, self._refused = self._refused, {}
         for each in (prefetch, *waiting):
             self._go_on(each)
+
+    def _widen(self, prefetch: Prefetch) -> None:
+        """More is to be on its way from now on, for others too; how fast it was with less says little about that."""
+        self._window = max(self._window, prefetch.window)
+        prefetch.window = min(2 * prefetch.window, _MOST_WINDOW)
+        if prefetch.last < prefetch.wanted and prefetch.fetching_since is not None:
+            prefetch.fetching_since, prefetch.fetched_before = self._seconds(), self._fetched_bytes
+            prefetch.seconds, prefetch.in_rounds = 0.0, False
 
     def _go_on(self, prefetch: Prefetch) -> None:
         """Keep what has come, and have more brought; or that was all."""
