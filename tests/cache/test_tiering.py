@@ -205,7 +205,7 @@ def test_what_another_request_computes_while_it_is_fetched_is_cached_once() -> N
 
 
 def test_a_piece_of_which_nothing_is_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_ahead, "PIECE_BYTES", 1)
+    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
     world = TieredCache(reaches=(WINDOW,))
     tokens = tokens_of((1, 2, 3, 4, 5))
     world.compute(tokens)

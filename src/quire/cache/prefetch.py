@@ -14,9 +14,6 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.tiers.moves import Move
 
-PIECE_BYTES = 8 << 20
-FIRST_BYTES = 4 * PIECE_BYTES  # on their way for one request, at first
-
 
 @dataclass(slots=True, eq=False)
 class Piece:
@@ -87,7 +84,7 @@ class Prefetch:
         self.last = self.start  # the page behind the last of them
         self.lost_in: list[int] = []  # groups
         self.lost = -1  # the page that has not come: those behind it are no use
-        self.at_once = FIRST_BYTES
+        self.at_once = 0  # bytes that may be on their way
         self.fetching_since: float | None = None
         self.fetched_before = 0  # bytes, for anybody
         self.repeats = False  # whether the page that is lost is to be fetched again

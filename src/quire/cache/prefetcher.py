@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.host_groups import HostGroup
-from quire.cache.prefetch import PIECE_BYTES, Piece, Prefetch
+from quire.cache.prefetch import Piece, Prefetch
 from quire.cache.resuming import resume_point
 from quire.cache.sought import Places, Sought
 from quire.cache.tier_settings import PrefetchPolicy
@@ -34,8 +34,10 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
+_PIECE_BYTES = 8 << 20
+_FIRST_BYTES = 4 * _PIECE_BYTES
 _MOST_BYTES = 512 << 20
-"""Bytes that one request has on their way at most. It is twice as many whenever all had arrived by the time that
+"""Bytes that one request has on their way: at first, and at most. It is twice as many whenever all had arrived by the time that
 somebody looked."""
 _LEAST_PATIENCE = 0.02
 """Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
@@ -77,6 +79,7 @@ class Prefetcher:
         self._refused: dict[Prefetch, None] = {}  # those that wait until there is room on the link
         self._named: dict[bytes, Prefetch] = {}
         self._fetched_bytes = 0
+        self._at_once = _FIRST_BYTES
         tiering.fetched = self._ended
 
     @property
@@ -141,6 +144,7 @@ class Prefetcher:
         prefetch = Prefetch(namespace, tokens, name, sought, lease)
         prefetch.tries = self._is_off
         self._holding[prefetch] = None
+        prefetch.at_once = self._at_once
         prefetch.since = self._seconds()
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
@@ -276,11 +280,19 @@ class Prefetcher:
             self._report(prefetch, move, asked=move.asked_bytes)
             self._fetched_bytes += move.moved_bytes
             prefetch.seconds += move.seconds
-            if all(other.done for other in prefetch.moves):
-                prefetch.at_once = min(2 * prefetch.at_once, _MOST_BYTES)
+            if prefetch.at_once < _MOST_BYTES and all(other.done for other in prefetch.moves):
+                self._widen(prefetch)
         waiting, self._refused = self._refused, {}
         for each in (prefetch, *waiting):
             self._go_on(each)
+
+    def _widen(self, prefetch: Prefetch) -> None:
+        """More is to be on its way from now on, for others too; how fast it was with less says little about that."""
+        self._at_once = max(self._at_once, prefetch.at_once)
+        prefetch.at_once = min(2 * prefetch.at_once, _MOST_BYTES)
+        if prefetch.last < prefetch.wanted and prefetch.fetching_since is not None:
+            prefetch.fetching_since, prefetch.fetched_before = self._seconds(), self._fetched_bytes
+            prefetch.seconds, prefetch.in_rounds = 0.0, False
 
     def _go_on(self, prefetch: Prefetch) -> None:
         """Keep what has come, and have more brought; or that was all."""
@@ -388,7 +400,7 @@ class Prefetcher:
         for at, size in zip(places, self._record_bytes, strict=True):
             num_bytes[at] += size
         least = max(prefetch.last + 1, int(np.argmax(np.append(num_bytes, 1) > 0)) + 1)
-        last = min(prefetch.wanted, max(least, int(np.searchsorted(np.cumsum(num_bytes), PIECE_BYTES, side="right"))))
+        last = min(prefetch.wanted, max(least, int(np.searchsorted(np.cumsum(num_bytes), _PIECE_BYTES, side="right"))))
         places = [at[at < last] for at in places]
         for host, at in zip(self._tiering.hosts, places, strict=True):
             room = self._tiering.host_room(host, len(at))
