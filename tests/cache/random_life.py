@@ -64,6 +64,8 @@ class RandomLife:
 
     def store_all(self) -> None:
         """Every prompt of the first namespace is used twice, leaves the device and is stored, whatever the policy."""
+        assert self.cache.cache.tiers is not None
+        self.cache.cache.tiers.archiver.hasten()
         for tokens in self._prompts:
             for _ in range(2):
                 self.cache.compute(tokens, NAMESPACES[0])

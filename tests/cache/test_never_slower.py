@@ -191,6 +191,8 @@ class Clients:
         for _ in range(self.draw.randrange(4)):
             cache.match(prompt, ALICE)
         kv = world.begin(prompt)
+        if prefetch is not None:
+            cache.stop_prefetch(prefetch)
         cached = kv.num_cached
         self._pass((len(tokens) - cached) / self.rate)
         if cached < len(tokens):

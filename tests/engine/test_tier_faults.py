@@ -126,7 +126,8 @@ def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest
         dense.check(core)
         found = closed(core)
         defects += sum(found["defects"].values())
-        assert not any(name.startswith("host") for name in found["defects"])
+        if kind != "lies":  # of a store that lies now and then, memory might as well be at fault
+            assert not any(name.startswith("host") for name in found["defects"])
     if kind == "lies" and prefetch == "wait_complete":
         assert defects > 0
     elif kind != "lies":

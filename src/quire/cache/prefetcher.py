@@ -37,8 +37,8 @@ from quire.tiers.store import Answer
 _PIECE_BYTES = 8 << 20
 _FIRST_BYTES = 4 * _PIECE_BYTES
 _MOST_BYTES = 512 << 20
-"""Bytes that one request has on their way: at first, and at most. It is twice as many whenever all had arrived by the time that
-somebody looked."""
+"""Bytes that one request has on their way: at first, and at most. It is twice as many whenever all had arrived by the
+time that somebody looked."""
 _LEAST_PATIENCE = 0.02
 """Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
 that was often the case: waiting must not cost what it seldom brings."""

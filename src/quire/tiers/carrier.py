@@ -235,19 +235,18 @@ class Carrier:
 
     @staticmethod
     def _blame(move: Move, store: Store, batch: _Batch, damaged: Sequence[int]) -> None:
-        """Read what is damaged again, into other memory. Where that is the same, the store's record is: it is removed,
-        or it would be found again and again, and keep a good one from taking its place. Where it is not, the row is
-        doubtful, and the store's record stays."""
-        again = [bytearray(batch.sizes[at]) for at in damaged]
-        answers = store.get(_at(batch.keys, damaged), again)
-        read = [
-            (at, record) for at, record, answer in zip(damaged, again, answers, strict=True) if answer is Answer.HIT
-        ]
-        same = [at for at, record in read if batch.records[at] == record]
-        if same:
-            store.remove(_at(batch.keys, same))
+        """Read what is damaged again, into other memory, and once more where that is something else. Where the store
+        says the same twice then, the row was doubtful, and the store's record stays. Otherwise that is removed, or it
+        would be found again and again, and keep a good one from taking its place."""
+        again = _read(store, batch, damaged)
+        other = [at for at, record in again.items() if batch.records[at] != record]
+        once_more = _read(store, batch, other) if other else {}
+        doubtful = {at for at in other if once_more.get(at) == again[at]}
+        wrong = [at for at in again if at not in doubtful]
+        if wrong:
+            store.remove(_at(batch.keys, wrong))
         places = [place for page in batch.pages for place in page]
-        move.doubtful |= {places[at] for at, record in read if batch.records[at] != record}
+        move.doubtful |= {places[at] for at in doubtful}
 
     def _need_store(self) -> Store:
         if self._store is None:
@@ -353,3 +352,10 @@ def _prefix(units: Sequence[Units]) -> Sequence[bytes]:
         for before, page in pairwise(group.pages):
             order.add(page, before)
     return tuple(order.static_order())
+
+
+def _read(store: Store, batch: _Batch, places: Sequence[int]) -> dict[int, bytearray]:
+    """What the store has of these records of a batch, in memory of its own."""
+    records = [bytearray(batch.sizes[at]) for at in places]
+    answers = store.get(_at(batch.keys, places), records)
+    return {at: record for at, record, answer in zip(places, records, answers, strict=True) if answer is Answer.HIT}
