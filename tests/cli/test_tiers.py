@@ -60,7 +60,7 @@ def test_a_directory_of_somebody_else_is_left_alone(run: Run, tiny_model: Path, 
     done = run("generate", "Hello", "--model", tiny_model, *SMALL, "--storage", tmp_path, "--json")
     error = json.loads(done.stderr)["error"]
     assert (done.exit_code, error["code"]) == (2, "QUIRE-STORE-01")
-    assert "--storage-size" in error["fix"]
+    assert "letter.txt" in error["message"] and "empty directory" in error["fix"]
     assert os.listdir(tmp_path) == ["letter.txt"]
 
 

@@ -527,4 +527,4 @@ def whoever_looks_decides(patch: Patch) -> None:
 
 @mutant("never slower", "every request waits for a store that brings nothing")
 def what_brings_nothing_is_not_counted(patch: Patch) -> None:
-    patch.setattr(BreakEven, "_fail", lambda even, link, state, seconds: None)
+    patch.setattr(BreakEven, "failed", lambda even, link, seconds: None)

@@ -43,6 +43,7 @@ _LEAST_PATIENCE = 0.02
 """Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
 that was often the case: waiting must not cost what it seldom brings."""
 _LEARNS = 0.2
+_LEAST_SECONDS = 1e-3  # what ended sooner was not waited for
 _MOST_AGAIN = 4
 """Times that one request fetches again what came to memory that is at fault."""
 _MOST_AT_ONCE = 16
@@ -274,6 +275,9 @@ class Prefetcher:
                     self._tiering.counters.corrupt(tier, [defect])
         if move is prefetch.look:
             prefetch.look = None
+            if prefetch.tries and prefetch.stopped:  # it has waited as long as is worth it, for an answer
+                prefetch.tries = False
+                self._tiering.break_even.failed(Link.FETCH, move.seconds)
             if not prefetch.abandoned:
                 self._looked(prefetch, move)
         else:
@@ -319,10 +323,10 @@ class Prefetcher:
 
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
+        self._measure(prefetch)
         if prefetch.tries:
             self._tiering.break_even.untried(Link.FETCH)
         del self._named[prefetch.name]
-        self._measure(prefetch)
         if prefetch.holds and prefetch.limit > prefetch.start:
             self._tiering.archiver.owe(prefetch.lease.node)  # what is above it is of use, too
         if prefetch.holds and prefetch.num_waiting and not prefetch.abandoned and prefetch.limit > prefetch.start:
@@ -467,10 +471,15 @@ class Prefetcher:
             tiering.owed_to_storage(prefetch.sought.path[prefetch.start : prefetch.limit])
 
     def _report(self, prefetch: Prefetch, move: Move, asked: int) -> None:
-        """Say where a move brought less than half of what the store was asked for: that ends a trial."""
-        brought = 2 * move.moved_bytes >= asked
+        """Say where a move brought less than half of what the store was asked for, or nothing by the time at which it
+        was stopped and all should have come: that ends a trial, for which everybody has waited long enough."""
+        even = self._tiering.break_even
+        expected = 0.0 if prefetch.tries else even.load_seconds(Link.FETCH, move.num_bytes) or 0.0
+        expected = max(_LEAST_SECONDS, expected)
+        is_late = move.stopping and not move.moved_bytes and move.seconds >= expected
+        brought = 2 * move.moved_bytes >= asked and not is_late
         if not brought:
-            self._tiering.break_even.failed(Link.FETCH, move.seconds)
+            even.failed(Link.FETCH, move.seconds)
         prefetch.tries &= brought
         self._tiering.counters.failed_moves += bool(move.error) or not brought
 
