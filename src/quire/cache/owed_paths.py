@@ -41,7 +41,7 @@ class OwedPaths:
         for node, ends in list(islice(self._ends.items(), count)):
             living = self._living(node)
             if living is None:
-                del self._ends[node]
+                self._ends.pop(node, None)  # or it went while this was read
             else:
                 yield node, living, ends
 

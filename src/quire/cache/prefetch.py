@@ -57,6 +57,7 @@ class Prefetch:
         "namespace",
         "num_bytes",
         "num_waiting",
+        "own_bytes",
         "pieces",
         "repeats",
         "seconds",
@@ -90,6 +91,7 @@ class Prefetch:
         self.repeats = False  # whether the page that is lost is to be fetched again
         self.again = 0  # times that rows of the host were at fault
         self.seconds = 0.0  # of work on its pieces
+        self.own_bytes = 0  # that came by that
         self.in_rounds = False  # whether some were begun only when others had come
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False

@@ -134,7 +134,7 @@ class Prefetcher:
         keys = chain_pages(parent, tokens[known * self._size : limit * self._size].tobytes(), self._size * 4)
         name = keys[0] if keys else parent
         other = self._named.get(name)
-        if other is not None:
+        if other is not None and not other.stopped:
             other.num_waiting += 1
             other.shared = True
             return other
@@ -191,10 +191,12 @@ class Prefetcher:
                 self._let_go(prefetch)
 
     def stop(self, prefetch: Prefetch) -> None:
-        """No more pieces; those on their way are kept if they come."""
+        """No more pieces; those on their way are kept if they come. What the store has is still heard: it says how long
+        others should wait for that."""
         prefetch.stopped = True
-        for move in prefetch.moves:
-            move.stop()
+        for piece in prefetch.pieces:
+            if piece.move is not None:
+                piece.move.stop()
 
     def abandon(self, namespace: Namespace | None) -> None:
         """What is on its way of a namespace, or at all, counts for nothing when it arrives, and what has come is not
@@ -284,6 +286,7 @@ class Prefetcher:
             self._report(prefetch, move, asked=move.asked_bytes)
             self._fetched_bytes += move.moved_bytes
             prefetch.seconds += move.seconds
+            prefetch.own_bytes += move.moved_bytes
             if prefetch.at_once < _MOST_BYTES and all(other.done for other in prefetch.moves):
                 self._widen(prefetch)
         waiting, self._refused = self._refused, {}
@@ -296,7 +299,7 @@ class Prefetcher:
         prefetch.at_once = min(2 * prefetch.at_once, _MOST_BYTES)
         if prefetch.last < prefetch.wanted and prefetch.fetching_since is not None:
             prefetch.fetching_since, prefetch.fetched_before = self._seconds(), self._fetched_bytes
-            prefetch.seconds, prefetch.in_rounds = 0.0, False
+            prefetch.seconds, prefetch.own_bytes, prefetch.in_rounds = 0.0, 0, False
 
     def _go_on(self, prefetch: Prefetch) -> None:
         """Keep what has come, and have more brought; or that was all."""
@@ -326,7 +329,8 @@ class Prefetcher:
         self._measure(prefetch)
         if prefetch.tries:
             self._tiering.break_even.untried(Link.FETCH)
-        del self._named[prefetch.name]
+        if self._named.get(prefetch.name) is prefetch:
+            del self._named[prefetch.name]
         if prefetch.holds and prefetch.limit > prefetch.start:
             self._tiering.archiver.owe(prefetch.lease.node)  # what is above it is of use, too
         if prefetch.holds and prefetch.num_waiting and not prefetch.abandoned and prefetch.limit > prefetch.start:
@@ -339,9 +343,10 @@ class Prefetcher:
         Where that was one step of others, nobody could have begun before its end; then only the work counts."""
         if prefetch.fetching_since is not None:
             seconds = self._seconds() - prefetch.fetching_since
-            if not prefetch.in_rounds:
-                seconds = min(seconds, prefetch.seconds)
-            self._tiering.break_even.moved(Link.FETCH, self._fetched_bytes - prefetch.fetched_before, seconds)
+            num_bytes = self._fetched_bytes - prefetch.fetched_before
+            if not prefetch.in_rounds and prefetch.seconds * num_bytes < seconds * prefetch.own_bytes:
+                num_bytes, seconds = prefetch.own_bytes, prefetch.seconds
+            self._tiering.break_even.moved(Link.FETCH, num_bytes, seconds)
 
     def _looked(self, prefetch: Prefetch, move: Move) -> None:
         """The store has answered."""
@@ -354,9 +359,8 @@ class Prefetcher:
             return
         sought = prefetch.sought
         sought.answered(move.answers)
-        if not move.stopping:
-            share = max(0, sought.far() - prefetch.start) / (sought.limit - prefetch.start)
-            self._found += _LEARNS * (share - self._found)
+        share = max(0, sought.far() - prefetch.start) / (sought.limit - prefetch.start)
+        self._found += _LEARNS * (share - self._found)
         self._decide(prefetch)
 
     def _decide(self, prefetch: Prefetch) -> None:
