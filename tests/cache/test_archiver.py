@@ -297,3 +297,23 @@ def test_what_is_behind_a_gap_is_stored_when_that_is_closed() -> None:
     world.drain()
     assert world.stored() == 2
     world.close()
+
+
+def test_what_is_owed_may_go_while_it_is_read() -> None:
+    """Who makes room on the host for one path evicts others, of which something is owed."""
+    world = TieredCache(12, 24, seconds=0.0)
+    tree = world.cache.tree
+    owed = OwedPaths(tree)
+    for number in range(4):
+        world.compute(tokens_of((number, number)))
+        owed.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
+    world.drain()
+    found = 0
+    for _ in owed.first(8):
+        found += 1
+        world.cache.evict(world.cache.pages.num_pages)
+        while tiers_of(world).evict_host(world.cache.pages.num_pages):
+            pass
+        owed.forgotten(5_000)
+    assert found == 1 and not len(owed)
+    world.close()

@@ -629,3 +629,64 @@ def test_memory_that_is_at_fault_is_set_aside_and_the_store_keeps_its_records(
     world.cache.audit()
     assert world.fetch(TOKENS) == len(TOKENS)
     world.close()
+
+
+def test_who_sends_the_same_again_does_not_wait_for_what_was_given_up() -> None:
+    world = stored_only()
+    given_up = begun(world, TOKENS)
+    world.cache.stop_prefetch(given_up)
+    again = begun(world, TOKENS)
+    assert again is not given_up
+    while world.cache.is_awaited(again):
+        assert world.advance()
+    assert again.limit == 5
+    world.cache.stop_prefetch(again)
+    world.close()
+
+
+def test_a_store_that_is_slower_than_computing_costs_little() -> None:
+    """A prompt a second takes one to compute, and three to fetch."""
+    world = TieredCache(always=False, prefetch=PrefetchPolicy.BREAK_EVEN, seconds=0.01)
+    even = tiers_of(world).break_even
+    even.computed(1000 * len(TOKENS), 1000.0)
+    world.compute(TOKENS)
+    forget(world)
+    world.latency[Link.FETCH] = 3.0
+    waited = 0.0
+    while world.now < 1000.0:
+        forget(world)
+        began = world.now
+        prefetch = world.cache.prefetch(asking(TOKENS), ALICE)
+        while prefetch is not None and world.cache.is_awaited(prefetch):
+            world.now += 0.02
+            world.cache.settle_moves()
+        waited += world.now - began
+        if prefetch is not None:
+            world.cache.stop_prefetch(prefetch)
+        world.now += 1.0
+        world.drain()
+    assert even.turned_off_count > 3 and waited < 0.02 * world.now + 4 * 3.0
+    world.close()
+
+
+def test_prompts_that_are_new_do_not_hide_for_ever_what_is_stored() -> None:
+    """To look takes a twentieth of the time to compute; after many looks in vain nobody waits so long, but hears it."""
+    world = TieredCache(20, 40, always=False, prefetch=PrefetchPolicy.BREAK_EVEN, seconds=0.01)
+    tiers_of(world).break_even.computed(1000 * len(TOKENS), 1000.0)
+    world.compute(TOKENS)
+    forget(world)
+    world.latency[Link.LOOK] = 0.05
+    for number in range(60):
+        prompt = tokens_of(range(100 + 10 * number, 105 + 10 * number)) if number < 30 else TOKENS
+        prefetch = world.cache.prefetch(asking(prompt), ALICE)
+        while prefetch is not None and world.cache.is_awaited(prefetch):
+            world.now += 0.01
+            world.cache.settle_moves()
+        if prefetch is not None:
+            world.cache.stop_prefetch(prefetch)
+        world.now += 10.0
+        world.drain()
+        if number < 59:
+            forget(world)
+    assert world.cached(TOKENS) == len(TOKENS)
+    world.close()

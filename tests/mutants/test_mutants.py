@@ -11,7 +11,9 @@ from quire.errors import QuireError
 from quire.plan import planner
 from quire.testing import mutants as shipped
 from quire.testing.fuzz.run import run_lives
+from tests.cache import test_prefetch, test_worth_loading
 from tests.cache.test_never_slower import Clients, check_link
+from tests.cache.test_worth_loading import LOOKS
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
@@ -50,6 +52,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "never slower": [
         *(lambda seed=seed: check_link(seed) for seed in range(12)),
         *(Clients(seed).run for seed in range(12)),
+        *(lambda look=look: test_worth_loading.test_looking_turns_nothing_off_and_nothing_on(look) for look in LOOKS),
+        lambda: test_prefetch.test_a_store_that_brings_nothing_is_left_alone_and_found_again("RETRY"),
     ],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }

@@ -121,6 +121,8 @@ class DirectoryStore:
                     break
                 left = [at for at in left if answers[at] is RETRY]
             self._files.let_go()
+            if self._uses.are_due:
+                self._flush_uses()
         self.statistics.add(retries=answers.count(RETRY))
         return answers
 
