@@ -401,6 +401,8 @@ def test_gc_keeps_the_mark_while_something_is_left_under_it(
     run: Run, flushed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DirectoryStore, "remove", lambda store, keys: 0)
-    assert read(run("store", "gc", flushed, "--json").stdout)["removed"] == 0
+    done = run("store", "gc", flushed, "--json")
+    error = json.loads(done.stderr)["error"]
+    assert (done.exit_code, error["code"]) == (2, "QUIRE-STORE-01") and "could be removed" in error["message"]
     monkeypatch.undo()
     assert mark_of(make_key(0).scope) in keys_of(flushed)

@@ -172,12 +172,14 @@ class Archiver:
         counters = tiering.counters
         counters.failed_moves += bool(move.error)
         num_good = num_refused = 0
-        for part, defects in zip(batch.parts, move.defects, strict=True):
+        for part, units, defects in zip(batch.parts, move.units, move.defects, strict=True):
             host = tiering.hosts[part.group]
             good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
             wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
-            same = host.column[part.pages] == part.host  # of pages that still are what they were
-            self._stored[part.group, part.pages[same & ~good]] = False
+            same = host.column[part.pages] == part.host
+            left = part.pages[self._are(part.pages, units) & ~good]
+            self._stored[part.group, left] = False
+            self._touched[left] = 0
             archived = int(np.count_nonzero(good))
             num_good += archived
             num_refused += int(np.count_nonzero(~good & ~wrong))
@@ -200,15 +202,18 @@ class Archiver:
     def _lost(self, move: Move, batch: _Batch) -> int:
         """How many of the records that were told to be of use the store does not have any more."""
         num_lost = 0
-        keys = self._tiering.keys
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
-            sent = np.frombuffer(b"".join(units.pages), dtype=np.uint8).reshape(len(pages), -1)
-            lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_)
-            lost &= (keys[pages] == sent).all(axis=1)  # of pages that still are what they were
+            lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_) & self._are(pages, units)
             self._stored[group, pages[lost]] = False
             num_lost += int(np.count_nonzero(lost))
         self._tiering.counters.lost_frames += num_lost
         return num_lost
+
+    def _are(self, pages: Ids, units: Units) -> Bools:
+        """Per page: whether it still is what it was when these were sent."""
+        sent = np.frombuffer(b"".join(units.pages), dtype=np.uint8).reshape(len(pages), -1)
+        same: Bools = (self._tiering.keys[pages] == sent).all(axis=1)
+        return same
 
     def _again(self, nodes: Sequence[Node]) -> None:
         """These paths are owed again. The first goes last: if it was the one refused, it keeps no other waiting."""

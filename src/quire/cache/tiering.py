@@ -75,6 +75,7 @@ class Tiering(PageNames, DamagedPages):
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
+        self._flushed_as: dict[Namespace | None, bytes] = {}  # until that is gone: the model may change meanwhile
         self.moving: dict[Move, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
@@ -105,14 +106,17 @@ class Tiering(PageNames, DamagedPages):
         if namespace is None:
             self.archiver.forget_all()
         if self.settings.stores:
-            self.forgetting.begin(self._covered(namespace))
+            self._flushed_as[namespace] = self._covered(namespace)
+            self.forgetting.begin(self._flushed_as[namespace])
 
     def stored_state(self, namespace: Namespace | None) -> tuple[Stored, bool]:
         """What has become of a flush in storage, and whether that may change soon."""
         if not self.settings.stores:
             return Stored.NONE, False
-        scope = self._covered(namespace)
-        return self.forgetting.state(scope), self.forgetting.is_tried(scope)
+        scope = self._flushed_as.get(namespace, self._covered(namespace))
+        if (state := self.forgetting.state(scope)) is Stored.GONE:
+            self._flushed_as.pop(namespace, None)
+        return state, self.forgetting.is_tried(scope)
 
     def _covered(self, namespace: Namespace | None) -> bytes:
         return self.edition if namespace is None else self.scope(namespace)
@@ -445,7 +449,9 @@ class Tiering(PageNames, DamagedPages):
             elif move.link is Link.ARCHIVE:
                 self.archiver.ended(move)
             else:
-                self.forgetting.found(move.marked)
+                if move.marked:
+                    self.archiver.forget_all()  # of another's flush: what was stored there is not, or not for long
+                    self.forgetting.found(move.marked)
                 self.fetched(move)
         self.forgetting.go_on()
         self._save_the_rest()

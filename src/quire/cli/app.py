@@ -50,9 +50,8 @@ def root(
 ) -> None:
     """Serve language models from a paged, prefix-shared KV cache.
 
-    [bold]quire demo[/bold] shows what that means in a minute. Exit codes: 0 done, 1 a defect, or a KV
-    dtype that costs too much, 2 bad input or does not fit, 3 a combination that is refused, 4 something was found to be
-    wrong.
+    [bold]quire demo[/bold] shows what that means in a minute. Exit codes: 0 done, 1 a defect, 2 bad input
+    or does not fit, 3 a combination that is refused, 4 something was found to be wrong, or a KV dtype costs too much.
     """
 
 

@@ -129,7 +129,9 @@ def serve(
         config = make_config(**{_SETTINGS.get(name, name): options[name] for name in options.keys() - _SERVERS_OWN})
         from quire.serve.server import ServerConfig
 
-        logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s")
+        logging.basicConfig(
+            level=logging.DEBUG if debug else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
+        )
         if api_key is None:
             api_key = os.environ.get(API_KEY)  # set and empty: an option's envvar would take that for "not given"
         _run(

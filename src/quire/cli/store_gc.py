@@ -12,7 +12,7 @@ from rich.console import Console
 from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import reported
 from quire.cli.store_options import UrlArgument, counted, opened, parse_seconds, scope_prefix
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, StoreError
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -61,6 +61,11 @@ def gc(
             doomed = choose(entries, kept, seconds, most, tuple(marks.values()))
             before = _on_disk(store)
             removed = 0 if dry_run else _remove(store, doomed, status)
+            if doomed and not removed and not dry_run:
+                raise StoreError(
+                    f"none of the {len(doomed):,} records that were to go could be removed, as when the disk is full.",
+                    fix="free some MiB of the disk, or stop the engines and remove the directory: it fills again.",
+                )
             reclaimed = 0 if dry_run else _reclaim(store)
             if not dry_run and removed >= len(doomed):  # what hides a flush goes when nothing is left to hide
                 store.remove(list(marks))
