@@ -644,6 +644,18 @@ def test_who_sends_the_same_again_does_not_wait_for_what_was_given_up() -> None:
     world.close()
 
 
+def waits(world: TieredCache, tokens: Ids) -> float:
+    """How long a request for this prompt waits for storage, as far as that is worth it, before it begins."""
+    began = world.now
+    prefetch = world.cache.prefetch(asking(tokens), ALICE)
+    while prefetch is not None and world.cache.is_awaited(prefetch):
+        world.now += 0.01
+        world.cache.settle_moves()
+    if prefetch is not None:
+        world.cache.stop_prefetch(prefetch)
+    return world.now - began
+
+
 def test_a_store_that_is_slower_than_computing_costs_little() -> None:
     """A prompt a second takes one to compute, and three to fetch."""
     world = TieredCache(always=False, prefetch=PrefetchPolicy.BREAK_EVEN, seconds=0.01)
@@ -655,14 +667,7 @@ def test_a_store_that_is_slower_than_computing_costs_little() -> None:
     waited = 0.0
     while world.now < 1000.0:
         forget(world)
-        began = world.now
-        prefetch = world.cache.prefetch(asking(TOKENS), ALICE)
-        while prefetch is not None and world.cache.is_awaited(prefetch):
-            world.now += 0.02
-            world.cache.settle_moves()
-        waited += world.now - began
-        if prefetch is not None:
-            world.cache.stop_prefetch(prefetch)
+        waited += waits(world, TOKENS)
         world.now += 1.0
         world.drain()
     assert even.turned_off_count > 3 and waited < 0.02 * world.now + 4 * 3.0
@@ -678,12 +683,7 @@ def test_prompts_that_are_new_do_not_hide_for_ever_what_is_stored() -> None:
     world.latency[Link.LOOK] = 0.05
     for number in range(60):
         prompt = tokens_of(range(100 + 10 * number, 105 + 10 * number)) if number < 30 else TOKENS
-        prefetch = world.cache.prefetch(asking(prompt), ALICE)
-        while prefetch is not None and world.cache.is_awaited(prefetch):
-            world.now += 0.01
-            world.cache.settle_moves()
-        if prefetch is not None:
-            world.cache.stop_prefetch(prefetch)
+        waits(world, prompt)
         world.now += 10.0
         world.drain()
         if number < 59:
