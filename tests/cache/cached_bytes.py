@@ -208,13 +208,13 @@ class CachedBytes(ABC):
         cache.audit()
         tiers = cache.tiers
         assert tiers is not None and not self.computed_as
-        assert not tiers.moving and not tiers.archiver.moves and not tiers.condemned and not cache.tree.orphans
+        assert not tiers.moving and not tiers.archiver.moves and not tiers.condemned and not cache.tree.roots.hidden
         assert cache.prefetcher is None or not cache.prefetcher.in_flight
         assert cache.tree.num_protected == 0
         idle = cache.tree.num_evictable + cache.tree.num_below
         assert cache.num_free_pages + idle == cache.pages.num_pages
         for host in tiers.hosts:
-            assert not host.left and (host.shelf is None or host.shelf.num_pinned == 0)
+            assert not host.left and (host.table.idle is None or host.table.idle.num_pinned == 0)
             frames = host.statistics()
             assert frames["moving"] == 0 and host.num_free + frames["cached"] + host.num_quarantined == host.num_frames
         for name, frames in cache.statistics().frames.items():

@@ -62,15 +62,15 @@ def test_a_namespace_is_forgotten_and_others_are_not(eviction: str) -> None:
         for pages in range(3):
             assert cache.match(tokens_of([pages, pages]), SPACES[0]).num_tokens == 0
         assert done.flushed_tokens == (before[SPACES[0]] - after[SPACES[0]]) * PAGE
-        assert done.held_tokens == after[SPACES[0]] * PAGE and cache.tree.root(SPACES[0]) is None
+        assert done.held_tokens == after[SPACES[0]] * PAGE and cache.tree.roots.get(SPACES[0]) is None
         assert [after[space] for space in SPACES[1:]] == [before[space] for space in SPACES[1:]]
         if SPACES[0] not in held:
-            assert done.held_tokens == 0 and not cache.tree.orphans
+            assert done.held_tokens == 0 and not cache.tree.roots.hidden
         flushed += done.flushed_tokens
         for kv in running:
             cache.finish(kv)
         cache.audit()
-        assert cached(cache, SPACES[0]) == 0 and cache.tree.root(SPACES[0]) is None
+        assert cached(cache, SPACES[0]) == 0 and cache.tree.roots.get(SPACES[0]) is None
         assert flush(cache, None).held_tokens == 0
         cache.audit()
         assert cache.num_free_pages == 24

@@ -122,7 +122,7 @@ def test_what_a_request_holds_is_found_by_nobody_else(reaches: tuple[object, ...
     tiered.finish(kv, longer)
     tiered.drain()
     tiered.cache.audit()
-    assert not tiered.cache.tree.orphans, "what it held is free"
+    assert not tiered.cache.tree.roots.hidden, "what it held is free"
     assert tiered.cached(longer, ALICE) == tiered.fetch(longer, ALICE) == len(SECRET), "which is of the other"
     tiered.close()
 

@@ -149,8 +149,8 @@ def test_no_more_is_granted_than_every_group_can_resume_behind(other: ReachSpec)
     tiered = TieredCache(24, 1, reaches=(FULL, other), frames=(24, 4), context=12 * PAGE, stores=False)
     tiered.compute(KEPT[: 2 * PAGE])
     tiered.compute(KEPT)
-    shelf = tiered.cache.groups[1].shelf
-    assert shelf is not None
+    idle = tiered.cache.groups[1].table.idle
+    assert idle is not None
     last = tiered.cache.tree.match(ALICE, KEPT).pages[3:]
     tiered.cache.groups[1].forget(last)
     granted = keep(tiered, KEPT)
@@ -291,7 +291,7 @@ class Life:
 
     def check_flushed(self, spaces: list[Namespace]) -> None:
         self.happened["flushed"] += 1
-        self.happened["flushed what was held"] += bool(self.tiered.cache.tree.orphans)
+        self.happened["flushed what was held"] += bool(self.tiered.cache.tree.roots.hidden)
         self.happened["flushed while bytes moved"] += not self.tiered.mover.idle
         for space in spaces:
             for page in range(2):

@@ -175,7 +175,7 @@ class TieredCache(CachedBytes):
         self.check_rest()
         tiers = self.cache.tiers
         assert tiers is not None and self.cache.num_free_pages == self.cache.pages.num_pages
-        assert not self.cache.tree.roots()
+        assert not self.cache.tree.roots.found
         for host in tiers.hosts:
             assert host.num_free + host.num_quarantined == host.num_frames
         for group in self.cache.groups:

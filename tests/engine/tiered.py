@@ -90,8 +90,8 @@ def at_rest(core: EngineCore) -> dict[str, Any]:
     assert core.cache.prefetcher is None or not core.cache.prefetcher.in_flight
     assert core.cache.tree.num_protected == 0
     for group, host in zip(core.cache.groups, tiers.hosts, strict=True):
-        assert group.shelf is None or group.shelf.num_pinned == 0
-        assert host.shelf is None or host.shelf.num_pinned == 0
+        assert group.table.idle is None or group.table.idle.num_pinned == 0
+        assert host.table.idle is None or host.table.idle.num_pinned == 0
         assert not host.left
     found = core.statistics()
     assert all(frames["private"] == frames["moving"] == 0 for frames in found["frames"].values())

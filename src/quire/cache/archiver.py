@@ -26,7 +26,7 @@ from quire.cache.host_groups import HostGroup
 from quire.cache.moving import Part
 from quire.cache.owed_paths import OwedPaths
 from quire.prefix.node import Node
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
@@ -62,7 +62,7 @@ class _Batch:
 class Archiver:
     """Of one cache. `moves` are those on their way."""
 
-    def __init__(self, tiering: Tiering, tree: TieredRadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
+    def __init__(self, tiering: Tiering, tree: RadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
         self.moves: dict[Move, _Batch] = {}
         self.owed = OwedPaths(tree)
         self._tiering = tiering
@@ -112,7 +112,7 @@ class Archiver:
     def storable(self, pages: Ids) -> int:
         """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
         nobody would find it."""
-        hosts = [host for host in self._tiering.hosts if host.shelf is None]
+        hosts = [host for host in self._tiering.hosts if host.whole]
         there = [self._stored[host.index, pages] | self._good(host, pages) for host in hosts]
         return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
 

@@ -3,7 +3,7 @@
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
 a row's protected pages are its lease's path                        what it reads is what it pinned
-a page's pins are its readers, and without any it is on the shelf   per group whose frames may go before their pages
+a page's pins are its readers, and without any its frame is idle    per group whose frames may go before their pages
 a node's level is that of the leases at or below it                 nothing pinned is evicted, nothing else is kept
 the tree's counters are the sums over its nodes
 
@@ -52,8 +52,8 @@ def audit(cache: KVCache, before: Picture | None = None) -> Picture:
         group = before is None or found is not before.groups[at]
         if group or pages:
             broken += _frames(picture, found)
-        if found.group.shelf is not None and (group or tree):
-            broken += _shelf(found, picture.tree.cached)
+        if not found.whole and (group or tree):
+            broken += _idle(found, picture.tree.cached)
         if not found.whole and (group or rows):
             broken += _reads(picture, found)
     if cache.tiers is not None:
@@ -102,7 +102,7 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
             yield f"{name}: page {extra[0]} is free and has a frame"
         missing = sorted(set(picture.out) - set(resident))
         if picture.cache.tiers is not None:
-            gone = set(below_device(picture.tree))
+            gone = set(below_device(picture))
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
             gone.update(picture.waits.pages)  # a duplicate may have given its frame to a page that was below only
@@ -122,8 +122,9 @@ def _reads(picture: Picture, found: GroupPicture) -> Iterator[str]:
             yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
 
 
-def _shelf(found: GroupPicture, cached: list[int]) -> Iterator[str]:
-    """Where frames may go before their pages: a page is pinned as often as requests read it, and else on the shelf."""
+def _idle(found: GroupPicture, cached: list[int]) -> Iterator[str]:
+    """Where frames may go before their pages: a page is pinned as often as requests read it, and else its frame
+    is idle."""
     name, pins, column = f"group '{found.group.name}'", found.pins, found.column
     readers = [0] * len(pins)
     for page in found.readers:
@@ -134,7 +135,7 @@ def _shelf(found: GroupPicture, cached: list[int]) -> Iterator[str]:
     idle = sorted([page for page in cached if column[page] and not readers[page]])
     if idle != found.shelved:
         page = min(set(idle) ^ set(found.shelved))
-        yield f"{name}: page {page} is {'not ' if page in idle else ''}on the shelf"
+        yield f"{name}: page {page} is {'not ' if page in idle else ''}idle"
     if found.num_evictable != len(idle) or found.num_pinned != len(readers) - readers.count(0):
         yield f"{name} miscounts: {found.num_evictable} evictable, {found.num_pinned} pinned"
 
@@ -174,7 +175,7 @@ def _tree(picture: Picture) -> Iterator[str]:
         if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
             yield "a child hangs in the wrong place"
         num_children += len(node.children)
-        if not node.here:
+        if not tree.is_here(node):
             num_below += length
         else:
             num_pages += length
@@ -196,8 +197,10 @@ def _tree(picture: Picture) -> Iterator[str]:
 
 def _queue(picture: Picture) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
+    tree = picture.cache.tree
     for node, pages in picture.tree.edges:
-        if not node.level and node.here and not node.num_here and node not in picture.queued:
+        leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
+        if not node.level and leaf and node not in picture.queued:
             yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 

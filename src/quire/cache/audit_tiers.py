@@ -1,7 +1,7 @@
 """The laws of the tiers below the device, as `quire.cache.audit` checks them.
 
-a node that is here has parents that are; one that is not is kept   a prefix is loaded from its front
-a page is kept, as the tree counts it, where it has host frames     what is loaded is there
+a node is on the device as a whole, and its parents are with it     a prefix is loaded from its front
+one that is not has copies; copies are of a node's first pages      what is loaded is there
 host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
 a host frame's pins are the moves that read it, and who keeps it or counts on it
 """
@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from quire.cache.host_groups import HostGroup
-from quire.cache.picture import Picture, Tree
+from quire.cache.picture import Picture
 from quire.spec.ids import Tier
 
 _ALL = slice(None)
 
 
-def below_device(tree: Tree) -> list[int]:
+def below_device(picture: Picture) -> list[int]:
     """Pages of the tree that are not on the device."""
-    return [page for node, pages in tree.edges if not node.here for page in pages]
+    tree = picture.cache.tree
+    return [page for node, pages in picture.tree.edges if not tree.is_here(node) for page in pages]
 
 
 def tier_laws(picture: Picture) -> Iterator[str]:
@@ -33,21 +36,21 @@ def tier_laws(picture: Picture) -> Iterator[str]:
 
 
 def _nodes(picture: Picture) -> Iterator[str]:
+    tree, table = picture.cache.tree, picture.cache.frames
+    device, host = table.anchor(Tier.DEVICE).frame, table.anchor(Tier.HOST).frame
     for node, pages in picture.tree.edges:
-        if node.here and node.parent is not None and not node.parent.here:
+        here, copies = tree.is_here(node), tree.num_copies(node)
+        if len({bool(device[page]) for page in pages}) > 1:
+            yield f"a node of {len(pages)} pages is on the device in part"
+        if here and node.parent is not None and not tree.is_here(node.parent):
             yield f"a node of {len(pages)} pages is on the device and its parent is not"
-        if not node.here and node.kept != len(pages):
-            yield f"a node has {node.kept} copies of {len(pages)} pages that are nowhere else"
-        if not 0 <= node.kept <= len(pages):
-            yield f"a node has {node.kept} copies of {len(pages)} pages"
-        if not node.level and node.kept and not node.num_kept and node not in picture.queued_lower:
-            yield f"copies of {node.kept} pages can never be given up"
-    for node in (*picture.tree.roots, *[node for node, _ in picture.tree.edges]):
-        children = node.children.values()
-        if node.num_here != sum(child.here for child in children):
-            yield f"a node counts {node.num_here} children on the device, which is not so"
-        if node.num_kept != sum(child.kept > 0 for child in children):
-            yield f"a node counts {node.num_kept} children with copies, which is not so"
+        if not here and copies != len(pages):
+            yield f"a node has {copies} copies of {len(pages)} pages that are nowhere else"
+        if np.count_nonzero(host[pages]) != copies:
+            yield f"a node of {len(pages)} pages has copies behind a page without one"
+        ends = copies and not any(map(tree.num_copies, node.children.values()))
+        if not node.level and ends and node not in picture.queued_lower:
+            yield f"copies of {copies} pages can never be given up"
 
 
 def _frames(picture: Picture, host: HostGroup) -> Iterator[str]:
@@ -70,21 +73,22 @@ def _frames(picture: Picture, host: HostGroup) -> Iterator[str]:
     cached = set(picture.tree.cached)
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
-    if host.shelf is None:
-        kept = sorted(page for node, pages in picture.tree.edges for page in pages[: node.kept])
-        if kept != sorted(resident):
-            odd = min(set(kept) ^ set(resident))
-            yield f"{name}: page {odd} {'is kept and has no' if odd in kept else 'is not kept and has a'} frame"
+    if host.whole:
+        odd = np.flatnonzero((host.column != 0) != (cache.frames.anchor(Tier.HOST).frame != 0))
+        if len(odd):
+            yield f"{name}: page {odd[0]} has a copy in one group and none in another"
         return
+    idle_frames = host.table.idle
+    assert idle_frames is not None
     readers = Counter(tiers.readers(host.index, on_device=False).tolist())
     readers.update(cache.retention.readers(host.index, Tier.HOST).tolist())
     if cache.prefetcher is not None:
         readers.update(cache.prefetcher.readers(host.index).tolist())
-    pins = host.shelf.pins(_ALL).tolist()
+    pins = idle_frames.pins.tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:
         yield f"{name}: page {wrong[0]} has {pins[wrong[0]]} pins and {readers[wrong[0]]} moves that read it"
-    shelved = host.shelf.on_shelf(_ALL).nonzero()[0].tolist()
+    queued = idle_frames.ticket.nonzero()[0].tolist()
     idle = [page for page in resident if not readers[page]]
-    if shelved != idle:
-        yield f"{name}: page {min(set(shelved) ^ set(idle))} is on the shelf or not, which is wrong"
+    if queued != idle:
+        yield f"{name}: page {min(set(queued) ^ set(idle))} is idle or not, which is wrong"

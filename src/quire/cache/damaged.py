@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.cache.groups import GroupCache
 from quire.prefix.node import Lease, Node
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Bools, Ids
 
 
@@ -17,7 +17,7 @@ class DamagedPages:
     forgotten once nobody holds them."""
 
     def __init__(
-        self, num_pages: int, groups: Sequence[GroupCache], tree: TieredRadixCache, forget: Callable[[Ids], None]
+        self, num_pages: int, groups: Sequence[GroupCache], tree: RadixCache, forget: Callable[[Ids], None]
     ) -> None:
         self.bad: Bools = np.zeros(num_pages + 1, dtype=np.bool_)
         self.num_bad = 0

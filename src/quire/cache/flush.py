@@ -22,9 +22,8 @@ import numpy as np
 
 from quire.cache.forgetting import Stored
 from quire.errors import StoreError
-from quire.prefix.flush import flush_namespace, nodes_below
 from quire.prefix.hashing import layout_identity
-from quire.spec.events import AllCleared, Namespace
+from quire.spec.events import Namespace
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
@@ -93,14 +92,12 @@ def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
             kv.shares = False
     if cache.prefetcher is not None:
         cache.prefetcher.abandon(namespace)
-    roots = {space: root for space, root in tree.roots().items() if namespace in (None, space)}
-    pages = np.concatenate([flush_namespace(tree, space) for space in roots] or [np.empty(0, dtype=np.int32)])
+    flushed = [tree.flush(space) for space in list(tree.roots.found) if namespace in (None, space)]
+    pages = np.concatenate([np.empty(0, dtype=np.int32), *(gone for gone, _ in flushed)])
     cache._give_back(pages)
     if namespace is None:
-        tree.ghosts.clear()
-        if tree._emit is not None:
-            tree._emit(AllCleared())
-    held = [sum(node.num_pages for node in nodes_below(root)) for root in roots.values() if root in tree.orphans]
+        tree.forget_evicted()
     cache.num_changes += 1
     size = cache.page_size
-    return Flushed(flushed_tokens=len(pages) * size, held_tokens=sum(held) * size, num_retentions=num_retentions)
+    held = sum(num_held for _, num_held in flushed)
+    return Flushed(flushed_tokens=len(pages) * size, held_tokens=held * size, num_retentions=num_retentions)

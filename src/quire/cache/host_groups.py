@@ -7,23 +7,24 @@ from collections import deque
 import numpy as np
 
 from quire.memory.allocator import PageFrames
-from quire.prefix.shelf import Rank, Shelf
+from quire.memory.residency import Column
 from quire.spec.ids import Bools, Ids
+from quire.spec.rank import Rank
 
 QUARANTINE_SHARE = 64
 """One frame in so many may be kept out of use because what it held was wrong; beyond that the oldest comes back."""
 
 
 class HostGroup:
-    """A page's host frame goes with its page, or, where the group is read in part, before it (`shelf`).
+    """A page's host frame goes with its page, or, where the group is read in part, before it.
 
     Frames whose bytes were wrong are set aside: memory that fails once may fail again.
     """
 
-    def __init__(self, index: int, frames: PageFrames, *, whole: bool) -> None:
+    def __init__(self, index: int, frames: PageFrames) -> None:
         self.index = index
         self.frames = frames
-        self.shelf = None if whole else Shelf(len(frames.column) - 1)
+        self.whole = frames.table.idle is None
         self._quarantined: deque[int] = deque()
         self._busy = np.zeros(frames.num_frames + 1, dtype=np.int32)  # moves that read a frame, whoever has it
         self._left: set[int] = set()  # frames that are nobody's, and read still
@@ -63,6 +64,11 @@ class HostGroup:
         return {"total": self.num_frames, **counts}
 
     @property
+    def table(self) -> Column:
+        """Which pages have which of the host's frames."""
+        return self.frames.table
+
+    @property
     def column(self) -> Ids:
         """Host frame of each page, 0 where it has none."""
         return self.frames.column
@@ -83,24 +89,18 @@ class HostGroup:
         """These pages, none of which had one, have these frames. `ranks` say what they are good for, where frames go
         before their pages."""
         self.frames.give(pages, frames)
-        if self.shelf is not None:
-            for rank in Rank:
-                part = pages if ranks is None else pages[ranks == rank]
-                if len(part) and (ranks is not None or rank is Rank.USED):
-                    self.shelf.put(part, rank)
+        for rank in Rank if ranks is not None else ():
+            self.table.put(pages[ranks == rank], rank)
 
     def drop(self, pages: Ids) -> None:
         """Free the frames of these pages, or once no move reads them any more; pages without one are passed over."""
-        if self.shelf is not None:
-            self.shelf.remove(pages)
         self._give_back(pages)
 
     def _give_back(self, pages: Ids) -> None:
         frames = self.column[pages]
         held = (self._busy[frames] > 0) | self._distrusted[frames]
         if held.any():
-            self.frames.frames.unbind(self.frames.tier, self.index, pages[held & (frames > 0)])
-            self._release(frames[held & (frames > 0)])
+            self._release(self.table.unbind(pages[held]))
             pages = pages[~held]
         self.frames.drop(pages)
 
@@ -125,11 +125,11 @@ class HostGroup:
 
     def let_go(self, pages: Ids) -> None:
         """Pages whose frames hold something else have none any more: the caller has others for them."""
-        pages = pages[self.is_distrusted(pages)]
-        if self.shelf is not None:
-            pages = pages[self.shelf.pins(pages) == 0]
-            self.shelf.remove(pages)
-        self._give_back(pages)
+        self._give_back(self.unpinned(pages[self.is_distrusted(pages)]))
+
+    def unpinned(self, pages: Ids) -> Ids:
+        """Those of these pages whose frames no hold keeps here."""
+        return pages if self.table.idle is None else pages[self.table.idle.pins[pages] == 0]
 
     def begin_reading(self, frames: Ids) -> None:
         """A move reads these frames; they are not used for anything else until `end_reading`."""
@@ -150,22 +150,18 @@ class HostGroup:
 
     def evict(self, num_frames: int) -> int:
         """Free up to that many frames of pages that stay; returns how many."""
-        if self.shelf is None:
-            return 0
-        pages = self.shelf.evict(num_frames)
+        pages = self.table.reclaim(num_frames)
         self._give_back(pages)
         self.dropped_frames += len(pages)
         return len(pages)
 
     def pin(self, pages: Ids) -> None:
         """A move reads the frames of these pages."""
-        if self.shelf is not None:
-            self.shelf.pin(pages)
+        self.table.pin(pages)
 
     def unpin(self, pages: Ids) -> None:
         """It does no more."""
-        if self.shelf is not None and len(pages):
-            self.shelf.unpin(pages, Rank.PASSED)
+        self.table.unpin(pages)
 
     def quarantine(self, frames: Ids) -> None:
         """Set aside frames that are nobody's and that nobody reads."""

@@ -14,8 +14,8 @@ import numpy as np
 from quire.cache.groups import GroupCache
 from quire.cache.resuming import resume_point
 from quire.cache.tiering import Tiering
-from quire.prefix.shelf import Rank
 from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class KeptFrames:
     not take leaves room for a request of that length."""
 
     def __init__(self, groups: Sequence[GroupCache], tiers: Tiering | None, *, largest: int) -> None:
-        self._partial = [group for group in groups if group.shelf is not None]
+        self._partial = [group for group in groups if not group.reach.whole]
         self._tiers = tiers
         width = max(len(group.frames.column) for group in groups)
         self._soft = {group.index: np.zeros(width, dtype=np.int32) for group in self._partial}  # pins by page
@@ -64,8 +64,7 @@ class KeptFrames:
             needed = self._needed(group, pages)
             here = group.frames.resident(needed)
             if here.any():
-                assert group.shelf is not None
-                group.shelf.pin(needed[here], Rank.USED)
+                group.table.pin(needed[here], Rank.USED)
                 pinned.append(PinnedFrames(group.index, Tier.DEVICE, needed[here]))
             if not here.all():
                 assert self._tiers is not None
@@ -87,9 +86,7 @@ class KeptFrames:
                 assert self._tiers is not None
                 self._tiers.hosts[each.group].unpin(each.pages)
             else:
-                shelf = self._group(each.group).shelf
-                assert shelf is not None
-                shelf.unpin(each.pages, Rank.PASSED)
+                self._group(each.group).table.unpin(each.pages)
 
     def num_soft(self, group: int) -> int:
         """Frames of a group that could be evicted but for soft pins. O(pages) where there are any."""
@@ -132,9 +129,9 @@ class KeptFrames:
         return next(group for group in self._partial if group.index == index)
 
     def _pins(self, group: int, pages: Ids) -> Ids:
-        shelf = self._group(group).shelf
-        assert shelf is not None
-        return shelf.pins(pages)
+        idle = self._group(group).table.idle
+        assert idle is not None
+        return idle.pins[pages]
 
     def _only_soft(self, group: int, pages: Ids) -> Bools:
         soft = self._soft[group][pages]

@@ -26,6 +26,7 @@ from quire.cache.explain import explain_prompt, names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
 from quire.cache.kept_frames import KeptFrames
+from quire.cache.placement import PagePlacement
 from quire.cache.prefetch import Prefetch
 from quire.cache.prefetcher import Prefetcher
 from quire.cache.prefix_hit import Choice, PrefixHit
@@ -41,18 +42,18 @@ from quire.cache.tiering import Tiering
 from quire.cache.worth_loading import choose, stands
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import in_order, page_allocator
-from quire.memory.frames import FrameTable
+from quire.memory.residency import Residency
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
-from quire.prefix.flush import sweep
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
-from quire.prefix.shelf import Rank
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
+from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
+from quire.spec.rank import Rank
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
@@ -88,19 +89,22 @@ class KVCache(RunningTables):
         num_pages = plan.num_pages + (tiers.num_pages(plan) if tiers is not None else 0)
         below = (Tier.HOST,) if tiers is not None else ()
         following = [index for index, group in enumerate(plan.groups) if not group.reach.carried]
-        table = FrameTable(num_pages, len(plan.groups), (Tier.DEVICE, *below))
+        names = [group.name for group in plan.groups]
+        reclaims = [not reach_of(group.reach, plan.page_size).whole for group in plan.groups]
+        table = Residency(num_pages, names, reclaims, (Tier.DEVICE, *below))
         super().__init__(plan, table, following, follows=page_tables)
         self.explains = explains
         self._seconds = seconds
         self.share_prefixes = share_prefixes
         identity = layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups])
-        self.tree = TieredRadixCache(
+        self.tree = RadixCache(
             plan.page_size,
             eviction_policy(eviction),
             emit=emit,
             identity=identity,
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
+            placement=PagePlacement(table) if tiers is not None else None,
         )
         self.pages = page_allocator(num_pages, plan.page_size, "pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
@@ -304,6 +308,7 @@ class KVCache(RunningTables):
         duplicates = inserted.duplicates
         if len(duplicates):
             duplicates = duplicates.copy()  # a view of the row that is rewritten next
+            self.frames.arrived(duplicates, inserted.pages[: len(duplicates)])
             self._table.write_run(row, start, inserted.pages)
             self._epoch += 1
         self.num_changes += 1
@@ -370,8 +375,8 @@ class KVCache(RunningTables):
 
     def sweep(self) -> None:
         """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
-        if self.tree.orphans:
-            self._give_back(sweep(self.tree))
+        if self.tree.roots.hidden:
+            self._give_back(self.tree.sweep())
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
         """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
@@ -559,6 +564,7 @@ class KVCache(RunningTables):
             raise
         for group, frames in zip(groups, taken, strict=True):
             group.grow(rows, pages, frames)
+        self.frames.came(pages)
         return pages
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
@@ -587,6 +593,7 @@ class KVCache(RunningTables):
         pages = in_order(pages)
         for group in self.groups:
             group.forget(pages)
+        self.frames.went(Tier.DEVICE, pages)
         if self.tiers is not None:
             self.tiers.forgotten(pages)
         self.pages.free_pages(pages)

@@ -10,7 +10,6 @@ import numpy as np
 from quire.cache.groups import GroupCache
 from quire.cache.host_groups import HostGroup
 from quire.prefix.node import Lease
-from quire.prefix.shelf import Rank
 from quire.spec.ids import Ids
 
 
@@ -45,9 +44,8 @@ class Moving:
         """Keep the frames of single pages in place; the path is kept by the lease."""
         self.pinned = True
         for part in self.parts:
-            shelf = groups[part.group].shelf
-            if self.on_device and shelf is not None:
-                shelf.pin(part.pages)
+            if self.on_device:
+                groups[part.group].table.pin(part.pages)
             if self.on_host:
                 hosts[part.group].pin(part.pages)
 
@@ -56,8 +54,7 @@ class Moving:
         assert self.pinned
         self.pinned = False
         for part in self.parts:
-            shelf = groups[part.group].shelf
-            if self.on_device and shelf is not None:
-                shelf.unpin(part.pages, Rank.PASSED)
+            if self.on_device:
+                groups[part.group].table.unpin(part.pages)
             if self.on_host:
                 hosts[part.group].unpin(part.pages)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from quire.prefix.node import Node
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
 
 _MOST_PATHS = 4096
 _MOST_ENDS = 64
@@ -18,7 +18,7 @@ class OwedPaths:
     4,096; beyond that the one that came first is given up, and counted in `num_given_up`.
     """
 
-    def __init__(self, tree: TieredRadixCache) -> None:
+    def __init__(self, tree: RadixCache) -> None:
         self._tree = tree
         self._ends: dict[Node, tuple[int, ...]] = {}
         self._num_forgotten = 0
@@ -67,4 +67,4 @@ class OwedPaths:
         root = node
         while root.parent is not None:
             root = root.parent
-        return node if root is not node and self._tree.root(node.namespace) is root else None
+        return node if root is not node and self._tree.roots.get(node.namespace) is root else None

@@ -94,9 +94,9 @@ class Tree:
 class GroupPicture:
     """One group: `column[page]` is the page's frame, 0 where it has none; `out` are the frames handed out, ascending.
 
-    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `shelved` are the pages on
-    the shelf, ascending, and `readers` has a page once for each request and each step in flight that reads it; all
-    three are empty where no frame goes before its page.
+    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `shelved` are the pages
+    whose frames are idle, ascending, and `readers` has a page once for each request and each step in flight that reads
+    it; all three are empty where no frame goes before its page.
     """
 
     __slots__ = (
@@ -129,7 +129,8 @@ class GroupPicture:
         self.pins: list[int] = []
         self.shelved: list[int] = []
         self.num_pinned = 0
-        if group.shelf is not None:
+        idle = group.table.idle
+        if idle is not None:
             for index, unpinned, _, given in waits.parts:
                 if index == group.index:
                     self.carried += given
@@ -141,9 +142,9 @@ class GroupPicture:
             if cache.tiers is not None:
                 self.readers += cache.tiers.readers(group.index, on_device=True).tolist()
             self.readers += cache.retention.readers(group.index, Tier.DEVICE).tolist()
-            self.pins = group.shelf.pins(_ALL).tolist()
-            self.shelved = group.shelf.on_shelf(_ALL).nonzero()[0].tolist()
-            self.num_pinned = group.shelf.num_pinned
+            self.pins = idle.pins.tolist()
+            self.shelved = idle.ticket.nonzero()[0].tolist()
+            self.num_pinned = idle.num_pinned
 
 
 class Picture:
@@ -200,14 +201,14 @@ class Picture:
     def _tree(self, cache: KVCache, before: Picture | None) -> Tree:
         tree = cache.tree
         nodes = list(tree.nodes())
-        roots = tree.tops()
+        roots = tree.roots.all()
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
         ends += [lease.node for holder in cache.holders for lease in holder()]
         edges = [
             (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
             for n in nodes
         ]
-        tiers = [(n.here, n.kept, n.num_here, n.num_kept) for n in nodes] if cache.tiers is not None else None
+        tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if cache.tiers is not None else None
         tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.ghosts) for n in roots]
         books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
         if before is not None and before.tree.books == books:
@@ -218,7 +219,7 @@ class Picture:
         frames = group.frames
         allocator = frames.allocator
         books = (
-            frames.column.tobytes(),
+            frames.table.books(),
             allocator.is_out(_ALL).tobytes(),
             allocator.num_free,
             group.num_evictable,
@@ -226,7 +227,7 @@ class Picture:
         )
         if before is not None:
             old = before.groups[group.index]
-            read_in_part = group.shelf is not None  # then what it holds depends on what rows and steps in flight do
+            read_in_part = not group.reach.whole  # then what it holds depends on what rows and steps in flight do
             same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
             same &= cache.tiers is None and not (read_in_part and len(cache.retention))
             if same and old.books == books:

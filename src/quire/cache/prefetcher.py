@@ -27,10 +27,10 @@ from quire.errors import OutOfPages
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.prefix.hashing import chain_pages
 from quire.prefix.node import Lease
-from quire.prefix.shelf import Rank
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
 from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
 
@@ -58,7 +58,7 @@ class Prefetcher:
     def __init__(
         self,
         tiering: Tiering,
-        tree: TieredRadixCache,
+        tree: RadixCache,
         groups: Sequence[GroupCache],
         pages: BaseTokenToKVPoolAllocator,
         seconds: Callable[[], float],
@@ -254,7 +254,7 @@ class Prefetcher:
         them."""
         held, path = [], prefetch.sought.path
         for group, host in zip(self._groups, self._tiering.hosts, strict=True):
-            if host.shelf is not None:
+            if not host.whole:
                 needed = group.reach.needed(end)
                 part = path[needed.start : needed.stop]
                 held.append((host, part[host.resident(part)]))
@@ -454,11 +454,9 @@ class Prefetcher:
             wrong = [place for place, defect in zip(at.tolist(), defects, strict=True) if defect]
             end = min([end, *wrong])
         first = prefetch.lease.num_pages
-        if end > prefetch.limit:
-            self._keep(prefetch, end)
-        if end > first:
-            self._tree.keep(prefetch.lease, first, end)  # what another request has cached meanwhile, too
-        self._bind(prefetch, piece, end)
+        grafted = self._keep(prefetch, end) if end > prefetch.limit else end
+        counted = self._tree.countable(prefetch.lease, first, end) if end > first else end
+        self._bind(prefetch, piece, end, counted, grafted)
         if end < piece.last:
             prefetch.wanted = prefetch.limit
             prefetch.lost, prefetch.lost_in = end, [group for group, at, _ in fetching if end in at]
@@ -487,40 +485,45 @@ class Prefetcher:
         prefetch.tries &= brought
         self._tiering.counters.failed_moves += bool(move.error) or not brought
 
-    def _bind(self, prefetch: Prefetch, piece: Piece, end: int) -> None:
-        """What has come of pages before `end` counts, but for what the cache has got elsewhere meanwhile."""
+    def _bind(self, prefetch: Prefetch, piece: Piece, end: int, counted: int, grafted: int) -> None:
+        """What has come of pages before `end` counts (in groups that are read as a whole, before `counted`), but for
+        what the cache has got elsewhere meanwhile. Pages from `grafted` on are cached since now."""
         tiering, cached = self._tiering, prefetch.sought.path
-        counted = self._tree.kept_on(prefetch.lease)
         for (group, at, frames), doubtful in zip(piece.fetching, piece.doubtful(), strict=True):
             host = tiering.hosts[group]
-            good = at < min(end, len(cached))
-            if host.shelf is None:
-                good[good] = counted[at[good]]
+            good = at < min(counted if host.whole else end, len(cached))
             pages = cached[at[good]]
             fresh = ~host.resident(pages)
-            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if host.shelf is not None else None
+            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
             host.bind(pages[fresh], frames[good][fresh], ranks)
+            if tiering.is_anchor(group):
+                for place in at[good][fresh & (at[good] < grafted)].tolist():
+                    self._tree.copied(prefetch.lease, place, place + 1)
             _give_back(host, frames[~good], doubtful[~good])
             host.untake(frames[good][~fresh])
             tiering.counters.fetched_frames += int(np.count_nonzero(fresh))
             tiering.counters.fetched_bytes += int(np.count_nonzero(fresh)) * self._record_bytes[group]
             tiering.stored(group, pages[fresh])
 
-    def _keep(self, prefetch: Prefetch, end: int) -> None:
-        """The first `end` pages of the prompt are cached from now on, those that were not yet below the device."""
-        first = prefetch.lease.num_pages
+    def _keep(self, prefetch: Prefetch, end: int) -> int:
+        """The first `end` pages of the prompt are cached from now on; returns the first of those that were not, which
+        are below the device."""
+        first = grafted = prefetch.lease.num_pages
         if end > first:
             try:
                 pages = self._pages.alloc_pages(end - first)
             except OutOfPages:
                 prefetch.stopped = True
-                return
+                return first
             inserted = self._tree.graft(prefetch.lease, prefetch.tokens[first * self._size : end * self._size], pages)
             mine = len(inserted.duplicates)
             if mine:
                 self._pages.free_pages(np.sort(inserted.duplicates))
-            self._tiering.set_keys(inserted.pages[mine:], prefetch.sought.keys_between(first + mine, end))
+            grafted = first + mine
+            self._tiering.set_keys(inserted.pages[mine:], prefetch.sought.keys_between(grafted, end))
+            self._tiering.have_copies(prefetch.lease, first, inserted.pages, grafted)
         prefetch.limit = end
+        return grafted
 
 
 def _give_back(host: HostGroup, frames: Ids, doubtful: Bools) -> None:

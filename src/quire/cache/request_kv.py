@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quire.observe.explain import Explanation
 from quire.prefix.node import Lease
-from quire.prefix.shelf import Rank
 from quire.spec.events import Namespace
+from quire.spec.rank import Rank
 from quire.tiers.moves import Move
 
 

@@ -12,7 +12,6 @@ is kept once is let go of for others who ask. A prefix of what is kept costs not
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
 import secrets
@@ -25,11 +24,12 @@ import numpy as np
 
 from quire.cache.kept_frames import KeptFrames, PinnedFrames
 from quire.errors import InvalidInput
+from quire.lazy_queue import LazyQueue
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
@@ -83,7 +83,18 @@ class RetainedList:
 class _Kept:
     """One retention. `expires_at` is in seconds of the clock; `order` tells those apart that are equal."""
 
-    __slots__ = ("expires_at", "frames", "key", "lease", "namespace", "order", "pinned", "priority", "retention_id")
+    __slots__ = (
+        "expires_at",
+        "frames",
+        "key",
+        "lease",
+        "namespace",
+        "order",
+        "pinned",
+        "priority",
+        "retention_id",
+        "ticket",
+    )
 
     def __init__(
         self, key: bytes, namespace: Namespace, order: int, lease: Lease, frames: list[PinnedFrames], priority: int
@@ -97,6 +108,7 @@ class _Kept:
         self.expires_at = 0.0
         self.priority = priority
         self.pinned = False
+        self.ticket = 0  # of the entry that says when it expires
 
 
 class Retention:
@@ -110,7 +122,7 @@ class Retention:
 
     def __init__(
         self,
-        tree: TieredRadixCache,
+        tree: RadixCache,
         plan: MemoryPlan,
         frames: KeptFrames,
         *,
@@ -128,7 +140,7 @@ class Retention:
         self._largest = plan.largest_request
         self._kept: dict[str, _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
-        self._expiries: list[tuple[float, int, _Kept]] = []  # a heap; an entry whose time has moved is outdated
+        self._expiries: LazyQueue[_Kept] = LazyQueue(self._expires, by_key=True)
         self._order = itertools.count()
         self._pages = _PageCounts()
         self._pins = _PageCounts()
@@ -188,7 +200,7 @@ class Retention:
             expires_in_seconds=kept.expires_at - now,
             pinned=kept.pinned,
             reason=reason,
-            host_tokens=(kept.lease.num_pages - _num_here(kept.lease.node)) * self._size,
+            host_tokens=(kept.lease.num_pages - self._num_here(kept.lease.node)) * self._size,
         )
 
     def release(self, retention_id: str) -> bool:
@@ -220,16 +232,15 @@ class Retention:
     @property
     def due_at(self) -> float:
         """When `expire` may next have something to do, in seconds of the clock; infinite where nothing is kept."""
-        return self._expiries[0][0] if self._expiries else math.inf
+        return float(self._expiries.first_key(math.inf))
 
     def expire(self, now: float | None = None) -> int:
         """Let go of what has been kept for its time; returns how many retentions that were. O(1) if it is none."""
         now = self._seconds() if now is None else now
         gone = 0
-        while self._expiries and self._expiries[0][0] <= now:
-            expires_at, _, kept = heapq.heappop(self._expiries)
-            if kept.expires_at == expires_at and kept.retention_id in self._kept:
-                self._let_go(kept)
+        while self._expiries.first_key(math.inf) <= now:
+            if (entry := self._expiries.pop()) is not None:
+                self._let_go(entry.item)
                 gone += 1
         self.num_expired += gone
         return gone
@@ -237,14 +248,14 @@ class Retention:
     @property
     def num_soft(self) -> int:
         """Pages on the device that soft retentions alone keep from being evicted. O(nodes kept)."""
-        return sum(node.num_pages for node in self._only_soft() if node.here)
+        return sum(node.num_pages for node in self._only_soft() if self._tree.is_here(node))
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
         """Which of `num_soft` a request would hold itself that begins on the first `num_pages` pages of a match."""
         if not self._kept:
             return 0
         only = self._only_soft()
-        path = [node for node in match.path if node.here and node in only]
+        path = [node for node in match.path if node in only and self._tree.is_here(node)]
         return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in path)
 
     def num_soft_frames(self, group: int) -> int:
@@ -263,7 +274,7 @@ class Retention:
             return 0
         self.expire()
         before, only = self._tree.num_protected, self._only_soft()
-        left = sorted((kept for kept in self._soft() if _last_here(kept.lease.node) in only), key=_least)
+        left = sorted((kept for kept in self._soft() if self._last_here(kept.lease.node) in only), key=_least)
         while left and (short := num_pages - before + self._tree.num_protected) > 0:
             at = next((i for i, kept in enumerate(left) if kept.lease.node.level == 1), 0)
             self._let_go_of_end(left.pop(at), short)
@@ -410,9 +421,9 @@ class Retention:
 
     def _let_go_of_end(self, kept: _Kept, num_pages: int) -> None:
         """Keep a soft retention for so many pages on the device less, or no longer."""
-        here = _num_here(kept.lease.node)
+        here = self._num_here(kept.lease.node)
         pages = self._tree.path_pages(kept.lease)
-        left = here - num_pages if _num_alone(kept.lease.node) > num_pages else 0
+        left = here - num_pages if self._num_alone(kept.lease.node) > num_pages else 0
         left, _ = self._frames.end(pages[: max(0, left)])
         if not left:
             self._let_go(kept)
@@ -432,11 +443,12 @@ class Retention:
         self._on_let_go()
 
     def _remember(self, kept: _Kept) -> None:
-        """When it ends; entries whose time has moved are thrown away before they are most of the heap."""
-        heapq.heappush(self._expiries, (kept.expires_at, next(self._order), kept))
-        if len(self._expiries) > 64 + 2 * len(self._kept):
-            self._expiries = [(kept.expires_at, kept.order, kept) for kept in self._kept.values()]
-            heapq.heapify(self._expiries)
+        """When it ends."""
+        kept.ticket = next(self._order)
+        self._expiries.push(kept.ticket, kept, kept.expires_at)
+
+    def _expires(self, ticket: int, kept: _Kept) -> _Kept | None:
+        return kept if kept.ticket == ticket and kept.retention_id in self._kept else None
 
     def _only_soft(self) -> set[Node]:
         """Nodes that soft retentions hold and nobody else.
@@ -461,6 +473,27 @@ class Retention:
                 assert node.parent is not None
                 below[node.parent] += node.level
         return only
+
+    def _last_here(self, end: Node) -> Node:
+        """The last node of a path that is on the device, or its root."""
+        node = end
+        while not self._tree.is_here(node) and node.parent is not None:
+            node = node.parent
+        return node
+
+    def _num_here(self, end: Node) -> int:
+        """Pages of a path that are on the device."""
+        node = self._last_here(end)
+        return node.depth + node.num_pages
+
+    def _num_alone(self, end: Node) -> int:
+        """Pages on the device that nobody holds but one who holds the path to `end`; they are its last ones there."""
+        count = 0
+        node: Node | None = end
+        while node is not None and node.level == 1:
+            count += node.num_pages if self._tree.is_here(node) else 0
+            node = node.parent
+        return count
 
 
 class _PageCounts:
@@ -502,27 +535,3 @@ def _least(kept: _Kept) -> tuple[bool, int, float, int]:
 
 def _deepest(node: Node) -> int:
     return -node.depth
-
-
-def _last_here(end: Node) -> Node:
-    """The last node of a path that is on the device, or its root."""
-    node = end
-    while not node.here and node.parent is not None:
-        node = node.parent
-    return node
-
-
-def _num_here(end: Node) -> int:
-    """Pages of a path that are on the device."""
-    node = _last_here(end)
-    return node.depth + node.num_pages
-
-
-def _num_alone(end: Node) -> int:
-    """Pages on the device that nobody holds but one who holds the path to `end`; they are its last ones there."""
-    count = 0
-    node: Node | None = end
-    while node is not None and node.level == 1:
-        count += node.num_pages if node.here else 0
-        node = node.parent
-    return count

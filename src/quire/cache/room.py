@@ -120,10 +120,9 @@ class Room:
         whole = [n - g.num_free for g, n in zip(cache.groups, wanted, strict=True) if g.reach.whole]
         missing = max(num_new - cache.pages.num_free_pages, *whole, 0)
         if missing > 0 and whole and cache.tiers is not None:
-            evicted = cache.tree.evict_device(missing, cause, cache.tiers.keeps)
+            evicted = cache.tree.demote(missing, cause, cache.tiers.keeps, cache.tiers.left_device)
             cache._evicted_pages += len(evicted.removed)
             cache._evictions += 1
-            cache.tiers.left_device(evicted.moved)
             cache._give_back(evicted.removed)
         elif missing > 0:
             cache.evict(missing, cause)

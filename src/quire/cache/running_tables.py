@@ -11,8 +11,8 @@ from quire.cache.row_table import RowTable
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.errors import InvalidInput, LeaseError
 from quire.memory.allocator import slots_in_pages
-from quire.memory.frames import FrameTable
 from quire.memory.page_table_changes import PageTableChanges
+from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
@@ -22,11 +22,11 @@ class RunningTables:
     """Pages and lengths by row, and the device frames behind them. `following` are the groups in which a page has its
     own frame. `_epoch` and `_ended` count changes of what a `RunningBatch` remembers, and requests that have ended."""
 
-    def __init__(self, plan: MemoryPlan, frames: FrameTable, following: Sequence[int], *, follows: bool) -> None:
+    def __init__(self, plan: MemoryPlan, frames: Residency, following: Sequence[int], *, follows: bool) -> None:
         self.plan = plan
         self.page_size = plan.page_size
         self.frames = frames
-        self._columns = tuple(frames.column(Tier.DEVICE, group) for group in following)
+        self._columns = tuple(frames.of(Tier.DEVICE, group).frame for group in following)
         self._place = {group: place for place, group in enumerate(following)}
         self._table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
         self._rows, self._flat_rows = self._table.pages, self._table.flat
@@ -55,7 +55,7 @@ class RunningTables:
         frames beyond `num_tokens`."""
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
         pages = self._rows[self._rows_of(kvs), :width]
-        table: Ids = self.frames.column(Tier.DEVICE, group)[pages]
+        table: Ids = self.frames.of(Tier.DEVICE, group).frame[pages]
         return table
 
     def page_table_changes(self) -> PageTableChanges:
@@ -69,7 +69,7 @@ class RunningTables:
         counts = np.where(ends > starts, -(-ends // size) - first, 0)
         before = rows * self._table.width + first - (np.cumsum(counts) - counts)
         places = np.repeat(before, counts) + np.arange(int(counts.sum()))
-        frames = self.frames.column(Tier.DEVICE, group)[self._flat_rows[places]]
+        frames = self.frames.of(Tier.DEVICE, group).frame[self._flat_rows[places]]
         return slots_in_pages(frames.astype(np.int64), counts, starts, ends, size)
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:

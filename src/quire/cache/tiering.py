@@ -33,14 +33,14 @@ from quire.cache.tier_settings import TierSettings, WritePolicy
 from quire.cache.worth_loading import decide
 from quire.cache.worth_saving import worth_saving
 from quire.memory.allocator import PageFrames
-from quire.memory.frames import FrameTable
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
+from quire.memory.residency import Column, Residency
 from quire.plan.budget import MemoryPlan
-from quire.prefix.node import Lease, Node
-from quire.prefix.shelf import Rank, Shelf
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.node import Lease, Node, pages_to
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
 from quire.tiers.moves import GOOD, Link, Move, Units
 
 _MOST_SAVES = 64  # of those that had to wait, begun at a time
@@ -54,9 +54,9 @@ class Tiering(PageNames, DamagedPages):
         self,
         settings: TierSettings,
         plan: MemoryPlan,
-        table: FrameTable,
+        table: Residency,
         groups: Sequence[GroupCache],
-        tree: TieredRadixCache,
+        tree: RadixCache,
         identity: bytes,
         forget: Callable[[Ids], None],
         seconds: Callable[[], float],
@@ -70,12 +70,12 @@ class Tiering(PageNames, DamagedPages):
         self.hosts = tuple(
             HostGroup(
                 group.index,
-                PageFrames(table, Tier.HOST, group.index, _host_allocator(frames, plan.page_size, group.name)),
-                whole=group.reach.whole,
+                PageFrames(table.of(Tier.HOST, group.index), _host_allocator(frames, plan.page_size, group.name)),
             )
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
         self._flushed_as: dict[Namespace | None, bytes] = {}  # until that is gone: the model may change meanwhile
+        self._table = table
         self.moving: dict[Move, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
@@ -164,23 +164,23 @@ class Tiering(PageNames, DamagedPages):
             self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
         self.archiver.owe(kv.lease.node)
 
-    def hold(self, pages: Ids) -> list[tuple[Shelf, Ids]]:
+    def hold(self, pages: Ids) -> list[tuple[Column, Ids]]:
         """Keep what device and host have of single frames that a request needs to begin behind `pages`."""
         held = []
         for group in self._partial:
             host, needed = self.hosts[group.index], group.reach.needed(len(pages))
             part = pages[needed.start : needed.stop]
-            for shelf, frames in ((group.shelf, group.frames), (host.shelf, host.frames)):
-                kept = part[frames.resident(part)]
-                if shelf is not None and len(kept):
-                    shelf.pin(kept)
-                    held.append((shelf, kept))
+            for column in (group.table, host.table):
+                kept = part[column.present(part)]
+                if len(kept):
+                    column.pin(kept)
+                    held.append((column, kept))
         return held
 
-    def let_go(self, held: list[tuple[Shelf, Ids]]) -> None:
+    def let_go(self, held: list[tuple[Column, Ids]]) -> None:
         """Undo `hold`."""
-        for shelf, pages in held:
-            shelf.unpin(pages, Rank.PASSED)
+        for column, pages in held:
+            column.unpin(pages)
 
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
@@ -222,7 +222,7 @@ class Tiering(PageNames, DamagedPages):
         wanted = [self._lacks_copies(group, pages, ends) for group in self._groups]
         wanted = [at[at >= first] for at in wanted]
         if self.settings.write is WritePolicy.BACK and not goes:
-            wanted = [at[:0] if host.shelf is None else at for at, host in zip(wanted, self.hosts, strict=True)]
+            wanted = [at[:0] if host.whole else at for at, host in zip(wanted, self.hosts, strict=True)]
         wanted = worth_saving(wanted, self.settings, self._page_size)
         if not any(map(len, wanted)):
             return None
@@ -232,14 +232,14 @@ class Tiering(PageNames, DamagedPages):
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
         ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
         for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
-            if host.shelf is None and room < len(at):
+            if host.whole and room < len(at):
                 ends_at = min(ends_at, int(at[room]))
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
-            taken = at[at < ends_at] if host.shelf is None else at[:room]
+            taken = at[at < ends_at] if host.whole else at[:room]
             self.counters.unsaved_frames += len(at) - len(taken)
             if len(taken):
                 saved = pages[taken]
-                ranks = group.shelf.ranks(saved) if group.shelf is not None else None
+                ranks = group.table.idle.rank[saved] if group.table.idle is not None else None
                 parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
         moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
@@ -269,8 +269,8 @@ class Tiering(PageNames, DamagedPages):
         lacks &= ~self._saving[group.index, pages] & ~self.bad[pages]
         lacks &= self._arriving[group.index, pages] == 0
         lacks &= group.frames.resident(pages)
-        if group.shelf is not None:
-            useful: Bools = group.shelf.ranks(pages) >= Rank.MARKED
+        if group.table.idle is not None:
+            useful: Bools = group.table.idle.rank[pages] >= Rank.MARKED
             for end in ends:
                 if end <= len(pages):
                     needed = group.reach.needed(end)
@@ -284,7 +284,7 @@ class Tiering(PageNames, DamagedPages):
         short = wanted - host.num_free
         if short > 0:
             self.archiver.go_on(hurries=True)
-        if short > 0 and host.shelf is None:
+        if short > 0 and host.whole:
             self.evict_host(short)
         elif short > 0:
             host.evict(short)
@@ -292,12 +292,17 @@ class Tiering(PageNames, DamagedPages):
 
     def evict_host(self, num_pages: int) -> bool:
         """Give up copies on the host, of pages that are used by nobody; whether there were any."""
-        evicted = self._tree.evict_lower(num_pages)
-        self.counters.host_evicted_pages += len(evicted.removed) + len(evicted.moved)
-        for host in self.hosts:
-            host.drop(self._unpinned(host, evicted.moved))
+        evicted = self._tree.evict_lower(num_pages, self._left_host)
+        num_evicted = len(evicted.removed) + evicted.num_moved
+        self.counters.host_evicted_pages += num_evicted
         self._forget(evicted.removed)
-        return bool(len(evicted.removed) or len(evicted.moved))
+        return num_evicted > 0
+
+    def _left_host(self, pages: Ids) -> None:
+        """These pages are on the device only."""
+        for host in self.hosts:
+            host.drop(host.unpinned(pages))
+        self._table.went(Tier.HOST, pages)
 
     @property
     def keeps(self) -> Callable[[Node], int] | None:
@@ -306,12 +311,12 @@ class Tiering(PageNames, DamagedPages):
 
     def keep(self, node: Node) -> int:
         """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
-        if self.settings.write is WritePolicy.BACK and node.kept < node.num_pages:
+        if self.settings.write is WritePolicy.BACK and self._tree.num_copies(node) < node.num_pages:
             pages = self.path(node)
             self._save_at_once(node, pages, node.depth)
             if self.settings.stores:  # what is above it goes too: what stays on the device for good is never saved else
                 self._save_at_once(node, pages, self.archiver.storable(pages))
-        return node.kept
+        return self._tree.num_copies(node)
 
     def _save_at_once(self, node: Node, pages: Ids, first: int) -> None:
         move = self.save(node.namespace, node, pages, ends=(len(pages),), first=first, goes=True)
@@ -327,11 +332,13 @@ class Tiering(PageNames, DamagedPages):
         self.counters.demoted_pages += len(pages)
         for group in self._groups:
             group.forget(pages)
+        self._table.went(Tier.DEVICE, pages)
 
     def forgotten(self, pages: Ids) -> None:
         """These pages have left the cache, or never were in it."""
         for host in self.hosts:
             host.drop(pages)
+        self._table.went(Tier.HOST, pages)
         self._mend(pages)
         self._unsaved.forgotten(len(pages))
         self.archiver.forgotten(pages)
@@ -367,6 +374,7 @@ class Tiering(PageNames, DamagedPages):
         its way already."""
         lease = self._tree.pin(node)
         parts = []
+        num_here = int(np.count_nonzero(self._table.anchor(Tier.DEVICE).present(pages)))
         for group, lacking in zip(self._groups, missing, strict=True):
             if len(lacking):
                 at = np.flatnonzero(np.isin(pages, lacking))
@@ -376,16 +384,29 @@ class Tiering(PageNames, DamagedPages):
         moving = Moving(lease, parts, self.scope(namespace), on_device=True, on_host=True)
         move = self._submit(Link.LOAD, moving)
         if move is None:
-            for part in parts:
-                self._groups[part.group].frames.drop(part.pages)
             return None
         self._serial += 1
         moving.serial = self._serial
         self._loads[self._serial] = move
         for part in parts:
             self._arriving[part.group, part.pages] = self._serial
-        self._tree.arrive(lease, len(pages))
+        self._tree.arrive(lease, num_here, len(pages))
+        self._table.came(pages[num_here:])
         return move
+
+    def is_anchor(self, group: int) -> bool:
+        """Whether this group says which pages are on a tier at all."""
+        return self._table.is_anchor(group)
+
+    def have_copies(self, lease: Lease, first: int, pages: Ids, grafted: int) -> None:
+        """Pages of a path from its page `first` on are below the device now, those from `grafted` on and no longer."""
+        if not self._table.anchored:
+            known = pages[: grafted - first]
+            lacking = ~self._table.anchor(Tier.HOST).present(known)
+            self._table.came(known[lacking], Tier.HOST)
+            self._table.came(pages[grafted - first :], Tier.HOST)
+            for place in (first + np.flatnonzero(lacking)).tolist():
+                self._tree.copied(lease, place, place + 1)
 
     def loads_of(self, pages: Ids) -> list[Move]:
         """Loads that some of these pages come with."""
@@ -479,16 +500,21 @@ class Tiering(PageNames, DamagedPages):
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
         host = self.hosts[part.group]
+        had = host.resident(part.pages)
         host.let_go(part.pages)
         good = ~host.resident(part.pages)
-        if host.shelf is None:
+        if host.whole:
             for start, stop in _runs(part.at):
-                end = self._tree.keep(lease, start, stop)
-                good &= (part.at < end) | (part.at >= stop) | (part.at < start)
+                run = (part.at >= start) & (part.at < stop)
+                good[run] &= part.at[run] < self._tree.countable(lease, start, stop)
+                host.bind(part.pages[run & good], part.host[run & good])
+                for first, last in _runs(part.at[run & good & ~had]) if self._table.is_anchor(host.index) else ():
+                    self._tree.copied(lease, first, last)
+        else:
+            assert part.ranks is not None
+            host.bind(part.pages[good], part.host[good], np.maximum(part.ranks, Rank.MARKED)[good])
         if not good.all():
             host.untake(part.host[~good])
-        ranks = None if part.ranks is None else np.maximum(part.ranks, Rank.MARKED)[good]
-        host.bind(part.pages[good], part.host[good], ranks)
         self.archiver.came(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
 
@@ -524,9 +550,11 @@ class Tiering(PageNames, DamagedPages):
         move = self.move_of(link, moving.parts, moving.scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
-            if link is Link.SAVE:
-                for part in moving.parts:
+            for part in moving.parts:
+                if link is Link.SAVE:
                     self.hosts[part.group].untake(part.host)
+                else:
+                    self._groups[part.group].frames.drop(part.pages)
             self._tree.unpin(moving.lease)
             return None
         if link is Link.SAVE:
@@ -550,15 +578,7 @@ class Tiering(PageNames, DamagedPages):
 
     def path(self, node: Node) -> Ids:
         """All pages from the root down to a node."""
-        runs = []
-        above: Node | None = node
-        while above is not None:
-            runs.append(above.run)
-            above = above.parent
-        return np.frombuffer(b"".join(runs[::-1]), dtype=np.int32)
-
-    def _unpinned(self, host: HostGroup, pages: Ids) -> Ids:
-        return pages if host.shelf is None else pages[host.shelf.pins(pages) == 0]
+        return pages_to(node)
 
 
 def _host_allocator(num_frames: int, page_size: int, name: str) -> HostTokenToKVPoolAllocator:

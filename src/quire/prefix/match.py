@@ -16,15 +16,15 @@ class Match:
 
     __slots__ = ("namespace", "num_here", "num_pages", "pages", "path", "version")
 
-    def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int) -> None:
+    def __init__(
+        self, namespace: Namespace, pages: Ids, path: list[Node], version: int, num_here: int | None = None
+    ) -> None:
         self.namespace = namespace
         self.pages = pages
         self.num_pages = len(pages)
         self.path = path
         self.version = version
-        self.num_here = len(pages)
-        if path and not path[-1].here:
-            self.num_here = next(node.depth for node in path if not node.here)
+        self.num_here = self.num_pages if num_here is None else num_here
 
     def num_evictable(self, num_pages: int) -> int:
         """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root

@@ -329,7 +329,9 @@ class TieredCache(FollowedCache):
         assert (found.prompt_tokens, found.hit_tokens) == (self.prompt_tokens, self.hit_tokens)
         assert (found.cached_pages, found.evictable_pages) == (self._on_device(), self._idle_on_device())
         assert found.tiers is not None
-        assert found.tiers["host_pages"] == sum(len(pages) for node, pages in picture.tree.edges if not node.here)
+        assert found.tiers["host_pages"] == sum(
+            len(pages) for node, pages in picture.tree.edges if not self.cache.tree.is_here(node)
+        )
         for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
             owners = (frames.free, frames.private, frames.cached, frames.moving)
             assert sum(owners) == frames.total and min(owners) >= 0, f"{group.name}: frames do not add up: {frames}"
@@ -398,8 +400,8 @@ class TieredCache(FollowedCache):
         names = self.names
         for node, _ in self.watch.picture.tree.edges:
             ends = names.ends[self.watch.name_of(node)][-node.num_pages :]
-            here.update(ends if node.here else ())
-            kept.update(ends[: node.kept])
+            here.update(ends if self.cache.tree.is_here(node) else ())
+            kept.update(ends[: self.cache.tree.num_copies(node)])
         self._fold.check(here, kept)
 
     def _check_host(self, group: int) -> None:
@@ -442,7 +444,7 @@ class TieredCache(FollowedCache):
             or len(tiers.archiver.owed)
         ):
             return
-        whole = [host.index for host in tiers.hosts if host.shelf is None]
+        whole = [host.index for host in tiers.hosts if host.whole]
         reached: set[int] = set()
         for end in sorted(self.watch.ends, key=lambda end: len(names.ends[end])):
             path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
@@ -505,11 +507,12 @@ class TieredCache(FollowedCache):
     def _room_beside(self, group: int, pages: list[int]) -> int:
         """Host frames that could be had without those that a request behind these pages needs."""
         host = self.tiers.hosts[group]
-        if host.shelf is None:
+        idle = host.table.idle
+        if idle is None:
             return host.num_free
         needed = pages[self.device.first_page(group, len(pages) * self.page_size) :]
-        kept = [page for page in needed if page and host.column[page] and not host.shelf.pins(slice(page, page + 1))[0]]
-        return host.num_free + host.shelf.num_evictable - len(kept)
+        kept = [page for page in needed if page and host.column[page] and not idle.pins[page]]
+        return host.num_free + idle.num_idle - len(kept)
 
     def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:
         """By group, how many frames the device lacks for a request that begins behind so many pages."""
@@ -522,10 +525,12 @@ class TieredCache(FollowedCache):
         ]
 
     def _on_device(self) -> int:
-        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here)
+        here = self.cache.tree.is_here
+        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if here(node))
 
     def _idle_on_device(self) -> int:
-        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here and not node.level)
+        here = self.cache.tree.is_here
+        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if here(node) and not node.level)
 
     # -- inside
 

@@ -82,7 +82,7 @@ class TieredMachine(CacheMachine):
             case "spoil":
                 return bool(self.world.faults)
             case "drop":
-                return any(group.shelf is not None for group in self.cache.cache.groups)
+                return any(not group.reach.whole for group in self.cache.cache.groups)
             case "recover":
                 return self.world.store is not None
         return super().possible(operation)

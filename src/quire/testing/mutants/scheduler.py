@@ -8,8 +8,8 @@ from quire.cache.carried import CarriedGroup
 from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.plan.budget import MemoryPlan
-from quire.prefix.shelf import Rank
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.rank import Rank
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
 

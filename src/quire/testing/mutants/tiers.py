@@ -19,7 +19,8 @@ from quire.cache.tier_counters import LinkCounters, TierCounters
 from quire.cache.tier_settings import WritePolicy
 from quire.cache.tiering import Tiering
 from quire.memory import record
-from quire.prefix import hashing, lower_order
+from quire.prefix import hashing
+from quire.prefix.events import PrefixEvents
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
@@ -41,7 +42,7 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
     def submit(tiers: Tiering, link: Link, moving: Any) -> Any:
         move = real(tiers, link, moving)
         if move is not None and link is Link.SAVE:
-            root = tiers._tree._root(moving.lease.node.namespace)
+            root = tiers._tree.roots.make(moving.lease.node.namespace, 0)
             tiers._tree.unpin(moving.lease)
             moving.lease = tiers._tree.pin(root)
         return move
@@ -62,12 +63,11 @@ def write_back_does_not_wait(patch: Patch) -> None:
     real = Tiering.keep
 
     def keep(tiers: Tiering, node: Any) -> int:
-        if tiers.settings.write is not WritePolicy.BACK or node.kept == node.num_pages:
+        if tiers.settings.write is not WritePolicy.BACK or tiers._tree.num_copies(node) == node.num_pages:
             return int(real(tiers, node))
         pages = tiers.path(node)
         if tiers.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True) is None:
-            return int(node.kept)
-        tiers._tree._copied(node, node.num_pages)
+            return tiers._tree.num_copies(node)
         return int(node.num_pages)
 
     patch.setattr(Tiering, "keep", keep)
@@ -295,10 +295,10 @@ def a_flush_leaves_the_store(patch: Patch) -> None:
 def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
     """The copy of a page goes while it is being loaded."""
 
-    def is_candidate(node: Any, ticket: int) -> bool:
-        return bool(node.kept) and not node.num_kept
+    def may_lose_copies(tree: RadixCache, node: Any) -> bool:
+        return bool(tree.num_copies(node)) and not any(map(tree.num_copies, node.children.values()))
 
-    patch.setattr(lower_order, "_is_candidate", is_candidate)
+    patch.setattr(RadixCache, "_may_lose_copies", may_lose_copies)
 
 
 @mutant("tiers", field.PINS)
@@ -321,9 +321,9 @@ def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
 @mutant("tiers", field.EVENTS)
 def removed_on_the_first_of_two_copies(patch: Patch) -> None:
     """Routers are told that a page has left the device when only its copy on the host is gone."""
-    real = RadixCache._tell_removed
+    real = PrefixEvents.removed
     patch.setattr(
-        RadixCache,
-        "_tell_removed",
-        lambda tree, node, start, stop, tier: real(tree, node, start, stop, Tier.DEVICE),
+        PrefixEvents,
+        "removed",
+        lambda events, node, start, stop, tier: real(events, node, start, stop, Tier.DEVICE),
     )

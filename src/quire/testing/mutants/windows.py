@@ -81,9 +81,9 @@ def a_window_is_unpinned_twice(patch: Patch) -> None:
     real = PassingGroup.give_back
 
     def give_back(group: PassingGroup, given: Any) -> None:
-        again = given.unpinned[group.shelf.pins(given.unpinned) > 1]
+        again = given.unpinned[group._idle.pins[given.unpinned] > 1]
         real(group, given)
-        group.shelf.unpin(again, given.rank)
+        group.table.unpin(again, given.rank)
 
     patch.setattr(PassingGroup, "give_back", give_back)
 

@@ -1,12 +1,13 @@
-"""The shelf: which frames go first when their pages stay."""
+"""Idle frames: which go first when their pages stay."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from quire.prefix.shelf import Rank, Shelf
+from quire.memory.residency import Column, _Idle
 from quire.spec.ids import Ids
+from quire.spec.rank import Rank
 from quire.testing.fuzz.choices import Choices
 
 
@@ -14,57 +15,63 @@ def ids(*pages: int) -> Ids:
     return np.array(pages, dtype=np.int32)
 
 
-def check_shelf_order() -> None:
+def column_of(num_pages: int) -> tuple[Column, _Idle]:
+    column = Column("window", num_pages, reclaims=True)
+    assert column.idle is not None
+    return column, column.idle
+
+
+def check_idle_order() -> None:
     """Lower ranks first, within a rank what was released first, and of one release the pages nearest the root."""
-    shelf = Shelf(20)
+    column, idle = column_of(20)
     for pages, rank in (
         (ids(5, 6), Rank.USED),
         (ids(1, 2, 3), Rank.PASSED),
         (ids(8), Rank.MARKED),
         (ids(9), Rank.PASSED),
     ):
-        shelf.pin(pages)
-        shelf.unpin(pages, rank)
-    assert shelf.evict(2).tolist() == [1, 2]
-    assert shelf.evict(3, Rank.PASSED).tolist() == [3, 9]
-    assert shelf.evict(9).tolist() == [8, 5, 6]
-    assert shelf.num_pages == 0
+        column.pin(pages)
+        column.unpin(pages, rank)
+    assert column.reclaim(2).tolist() == [1, 2]
+    assert column.reclaim(3, Rank.PASSED).tolist() == [3, 9]
+    assert column.reclaim(9).tolist() == [8, 5, 6]
+    assert idle.num_pages == 0
 
 
 def test_what_goes_first() -> None:
-    check_shelf_order()
+    check_idle_order()
 
 
 def test_use_makes_young_and_ranks_only_rise() -> None:
-    shelf = Shelf(9)
-    shelf.put(ids(1, 2), Rank.USED)
-    shelf.put(ids(3), Rank.USED)
-    shelf.pin(ids(1))
-    assert (shelf.num_evictable, shelf.num_pinned, shelf.on_shelf(ids(1, 2, 3)).tolist()) == (2, 1, [False, True, True])
-    shelf.unpin(ids(1), Rank.PASSED)  # it was a resume point, and one that was used
-    assert shelf.evict(3).tolist() == [2, 3, 1]
+    column, idle = column_of(9)
+    column.put(ids(1, 2), Rank.USED)
+    column.put(ids(3), Rank.USED)
+    column.pin(ids(1))
+    assert (idle.num_idle, idle.num_pinned, idle.is_idle(ids(1, 2, 3)).tolist()) == (2, 1, [False, True, True])
+    column.unpin(ids(1), Rank.PASSED)  # it was a resume point, and one that was used
+    assert column.reclaim(3).tolist() == [2, 3, 1]
 
 
 def test_a_page_that_comes_back_is_worth_nothing_at_first() -> None:
-    shelf = Shelf(9)
-    shelf.put(ids(1), Rank.USED)
-    shelf.remove(ids(1))
-    shelf.put(ids(1), Rank.PASSED)
-    shelf.put(ids(2), Rank.MARKED)
-    assert shelf.evict(1).tolist() == [1]
+    column, idle = column_of(9)
+    column.put(ids(1), Rank.USED)
+    idle.remove(ids(1))
+    column.put(ids(1), Rank.PASSED)
+    column.put(ids(2), Rank.MARKED)
+    assert column.reclaim(1).tolist() == [1]
 
 
 def test_pins_are_counted() -> None:
-    shelf = Shelf(4)
-    shelf.pin(ids(1))
-    shelf.pin(ids(1))
-    shelf.unpin(ids(1), Rank.USED)
-    assert shelf.evict(4).tolist() == []
+    column, idle = column_of(4)
+    column.pin(ids(1))
+    column.pin(ids(1))
+    column.unpin(ids(1), Rank.USED)
+    assert column.reclaim(4).tolist() == []
     with pytest.raises(AssertionError, match="pinned page was removed"):
-        shelf.remove(ids(1))
-    shelf.unpin(ids(1), Rank.PASSED)
-    with pytest.raises(AssertionError, match="nobody pins"):
-        shelf.unpin(ids(1), Rank.PASSED)
+        idle.remove(ids(1))
+    column.unpin(ids(1), Rank.PASSED)
+    with pytest.raises(AssertionError, match="nothing pins"):
+        column.unpin(ids(1), Rank.PASSED)
 
 
 def test_against_a_plain_model() -> None:
@@ -72,34 +79,34 @@ def test_against_a_plain_model() -> None:
     for seed in range(60):
         choices = Choices.seeded(seed)
         num_pages = choices.between(3, 12)
-        shelf = Shelf(num_pages)
+        column, idle = column_of(num_pages)
         pins = dict.fromkeys(range(1, num_pages + 1), 0)
         ranks: dict[int, int] = {}
-        order: list[int] = []  # on the shelf, longest unused first
+        order: list[int] = []  # idle, longest unused first
         for _ in range(200):
             page = choices.between(1, num_pages)
             rank = choices.one_of(tuple(Rank))
             if choices.chance(40):
-                shelf.pin(ids(page), rank)
+                column.pin(ids(page), rank)
                 pins[page] += 1
                 ranks[page] = max(ranks.get(page, 0), rank)
                 order = [p for p in order if p != page]
             elif pins[page]:
-                shelf.unpin(ids(page), rank)
+                column.unpin(ids(page), rank)
                 pins[page] -= 1
                 ranks[page] = max(ranks[page], rank)
                 order += [page] * (not pins[page])
             elif choices.chance(50):
-                shelf.remove(ids(page))
+                idle.remove(ids(page))
                 order = [p for p in order if p != page]
                 ranks.pop(page, None)
             else:
                 most, wanted = choices.one_of(tuple(Rank)), choices.between(0, 3)
                 expected = sorted((p for p in order if ranks[p] <= most), key=lambda p: ranks[p])[:wanted]
-                assert shelf.evict(wanted, most).tolist() == expected
+                assert column.reclaim(wanted, most).tolist() == expected
                 order = [p for p in order if p not in expected]
                 for p in expected:
                     del ranks[p]
-            assert shelf.num_evictable == len(order)
-            assert shelf.num_pinned == sum(count > 0 for count in pins.values())
-            assert sum(len(pages) for queue in shelf._queues for _, pages in queue) <= 65 + 4 * num_pages
+            assert idle.num_idle == len(order)
+            assert idle.num_pinned == sum(count > 0 for count in pins.values())
+            assert sum(map(len, idle._queues)) <= 65 * len(Rank) + 4 * num_pages
