@@ -176,6 +176,11 @@ def worth(begun: Table, reused: Table) -> Table:
         mine = np.repeat(reused.reshape(-1, group, len(AGES)).sum(1), group, axis=0)
         stays = np.repeat(begun.reshape(-1, group).sum(1), group)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)
+    # Kinds without a record are all like the same relatives, and most have none.
+    own, group = begun > 0, np.arange(KINDS) // ANSWERS
+    alike = np.where(own, np.arange(KINDS), np.where(begun.reshape(-1, ANSWERS).any(1)[group], KINDS + group, -1))
+    _, first, which = np.unique(alike, return_index=True, return_inverse=True)
+    guess = guess[first]
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
     hits = np.pad(np.cumsum(ends, 1), ((0, 0), (1, 0)))
     held = np.pad(np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1), ((0, 0), (1, 0)))
@@ -183,4 +188,4 @@ def worth(begun: Table, reused: Table) -> Table:
     for age in range(len(AGES)):
         gained, spent = hits[:, age + 1 :] - hits[:, age, None], held[:, age + 1 :] - held[:, age, None]
         best[:, age] = (gained / spent).max(1)
-    return best
+    return best[which]

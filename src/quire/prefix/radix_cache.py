@@ -32,8 +32,9 @@ from quire.prefix.events import PrefixEvents
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
 from quire.prefix.hashing import cut_hashes
 from quire.prefix.leaves import EvictionPolicy
+from quire.prefix.levels import Levels
 from quire.prefix.lower_order import LowerOrder
-from quire.prefix.match import Insertion, Match
+from quire.prefix.match import Insertion, Match, find
 from quire.prefix.node import ID_BYTES, Lease, Node, join_ids, nodes_below, pages_to, path_to
 from quire.prefix.parting import Parting, find_parting
 from quire.prefix.placement import DeviceOnly, Placement
@@ -47,7 +48,6 @@ Give = Callable[[Ids], None]
 
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
-_LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
 class Evicted(NamedTuple):
@@ -88,60 +88,30 @@ class RadixCache:
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
         self._lower = LowerOrder(self._may_lose_copies)
+        self._levels = Levels(self.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
-        self.num_protected = 0  # of these, pages that at least one lease holds
-        self.num_shared = 0  # of these, pages that at least two hold
         self.num_below = 0  # pages that have a copy below only
 
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could take off the device: all there that no lease holds."""
-        return self.num_pages - self.num_protected
+        return self.num_pages - self._levels.num_protected
+
+    @property
+    def num_protected(self) -> int:
+        """Pages on the device that at least one lease holds."""
+        return self._levels.num_protected
+
+    @property
+    def num_shared(self) -> int:
+        """Of these, pages that at least two hold."""
+        return self._levels.num_shared
 
     # -- finding
 
     def match(self, namespace: Namespace, tokens: Ids) -> Match:
         """The longest cached prefix of `tokens` in whole pages. Changes nothing. O(edges + bytes compared)."""
-        node = self._roots.get(namespace)
-        path: list[Node] = []
-        if node is None:
-            return Match(namespace, _NO_PAGES, path, self.version)
-        page_bytes = self._page_bytes
-        end = len(tokens) * TOKEN_BYTES // page_bytes * page_bytes
-        at = 0
-        if len(tokens) > _LONG:
-            first = node.children.get(tokens[: self.page_size].tobytes())
-            if first is None:
-                return Match(namespace, _NO_PAGES, path, self.version)
-            if 2 * len(first.key) > end and _begins_with(tokens, first.key):
-                path.append(first)
-                node, at = first, len(first.key)
-                if end - at < page_bytes:
-                    return self._found(namespace, first.pages, path)
-        if at:
-            tokens = tokens[at // TOKEN_BYTES :]
-            at, end = 0, end - at
-        data = tokens.tobytes()
-        children, part = node.children, b""
-        while at < end:
-            try:
-                child = children[data[at : at + page_bytes]]
-            except KeyError:
-                break
-            key = child.key
-            if not data.startswith(key, at):
-                part = child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES]
-                break
-            path.append(child)
-            at += len(key)
-            children = child.children
-        runs = [node.run for node in path]
-        if part:
-            runs.append(part)
-            path.append(child)
-        return self._found(namespace, np.frombuffer(b"".join(runs), dtype=np.int32), path)
-
-    def _found(self, namespace: Namespace, pages: Ids, path: list[Node]) -> Match:
+        pages, path = find(self._roots.get(namespace), tokens, self.page_size)
         num_here = len(pages)
         if self._has_lower and path and not self.is_here(path[-1]):
             num_here = next(node.depth for node in path if not self.is_here(node))
@@ -159,7 +129,7 @@ class RadixCache:
         node.hits += 1
         node.priority = max(node.priority, priority)
         self._policy.used(node)
-        self._hold(node)
+        self._levels.hold(node)
         return Lease(node, wanted, priority)
 
     def release(self, lease: Lease) -> None:
@@ -167,12 +137,12 @@ class RadixCache:
         node = lease.close()
         self._clock += 1
         node.last_used = self._clock
-        self._let_go(node)
+        self._levels.let_go(node)
         self._offer(node)
 
     def pin(self, node: Node) -> Lease:
         """Lease the path to a node without using it: nothing is counted or stamped."""
-        self._hold(node)
+        self._levels.hold(node)
         return Lease(node, node.depth + node.num_pages, node.priority)
 
     def pin_path(self, match: Match, num_pages: int) -> Lease:
@@ -192,7 +162,7 @@ class RadixCache:
     def unpin(self, lease: Lease) -> None:
         """Give back a lease that `pin` gave. Raises LeaseError the second time."""
         node = lease.close()
-        self._let_go(node)
+        self._levels.let_go(node)
         self._offer(node)
 
     def parting(self, namespace: Namespace, tokens: Ids) -> Parting:
@@ -483,48 +453,12 @@ class RadixCache:
             return self._split(node, num_pages - node.depth)
         return node
 
-    def _hold(self, node: Node) -> None:
-        """Count one lease more at `node`, and on the way up what that changes."""
-        node.leases += 1
-        holder: Node | None = node
-        while holder is not None:
-            holder.held += 1
-            if holder.level == 2:
-                return
-            holder.level += 1
-            holder.ticket = 0
-            if self._has_lower and not self.is_here(holder):
-                pass
-            elif holder.level == 1:
-                self.num_protected += holder.num_pages
-            else:
-                self.num_shared += holder.num_pages
-            holder = holder.parent
-
-    def _let_go(self, node: Node) -> None:
-        """Count one lease less at `node`, and on the way up what that changes."""
-        node.leases -= 1
-        assert node.leases >= 0
-        holder: Node | None = node
-        while holder is not None:
-            holder.held -= 1
-            if holder.held >= 2:
-                return
-            holder.level -= 1
-            if self._has_lower and not self.is_here(holder):
-                pass
-            elif holder.level == 0:
-                self.num_protected -= holder.num_pages
-            else:
-                self.num_shared -= holder.num_pages
-            holder = holder.parent
-
     def _move_lease(self, lease: Lease, node: Node, num_pages: int) -> None:
         """The lease ends at `node` now, so many pages deeper."""
         start = lease.node
         if node is not start:
-            self._hold(node)
-            self._let_go(start)
+            self._levels.hold(node)
+            self._levels.let_go(start)
         lease.move_to(node, lease.num_pages + num_pages)
 
     def _split(self, node: Node, at: int) -> Node:
@@ -564,7 +498,7 @@ class RadixCache:
             node.key += data
             node.run += run
             node.tail = b""
-            self.num_protected += len(run) // ID_BYTES
+            self._levels.lengthened(len(run) // ID_BYTES)
             return node
         return self._hang(node, lease, data, run)
 
@@ -674,8 +608,7 @@ class RadixCache:
         count = node.num_pages
         self.num_pages += count
         self.num_below -= count
-        self.num_protected += count if node.level else 0
-        self.num_shared += count if node.level > 1 else 0
+        self._levels.arrived(node)
         self._events.stored(node, 0, count, Tier.DEVICE)
 
     def _leave(self, node: Node, leave: Give) -> None:
@@ -745,10 +678,3 @@ class RadixCache:
 
 def _stays(pages: Ids) -> None:
     raise AssertionError("a page on the device loses its copy alone, although nothing there is evictable")
-
-
-def _begins_with(tokens: Ids, key: bytes) -> bool:
-    """Whether the tokens begin with `key`, compared where they are."""
-    if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
-        return False
-    return key.startswith(tokens.data.cast("B")[: len(key)])

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.prefix import events, hashing, radix_cache, token_bytes
+from quire.prefix import events, hashing, match, radix_cache, token_bytes
+from quire.prefix.levels import Levels
 from quire.prefix.match import Insertion
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.roots import Roots
@@ -31,14 +32,14 @@ def split_loses_leases(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def release_unpins_only_the_node(patch: Patch) -> None:
     """Pins on shared ancestors are never given back, and the pool fills with what nobody uses."""
-    real = RadixCache._let_go
+    real = Levels.let_go
 
-    def let_go(tree: RadixCache, node: Any) -> None:
+    def let_go(levels: Levels, node: Any) -> None:
         parent, node.parent = node.parent, None
-        real(tree, node)
+        real(levels, node)
         node.parent = parent
 
-    patch.setattr(RadixCache, "_let_go", let_go)
+    patch.setattr(Levels, "let_go", let_go)
 
 
 @mutant("cache", field.EVICTED)
@@ -133,6 +134,7 @@ def match_is_not_page_aligned(patch: Patch) -> None:
         tokens = real(data, at, key, 4)
         return min(len(key), (len(data) - at) // unit * unit, -(-tokens // unit) * unit)
 
+    patch.setattr(match, "common_pages", common)
     patch.setattr(radix_cache, "common_pages", common)
 
 
