@@ -41,8 +41,9 @@ from quire.cache.tier_settings import TierSettings
 from quire.cache.tiering import Tiering
 from quire.cache.worth_loading import choose, stands
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import in_order, page_allocator
+from quire.memory.allocator import page_allocator
 from quire.memory.residency import Residency
+from quire.memory.runs import in_order
 from quire.observe.explain import Cause, Explanation
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy

@@ -18,6 +18,7 @@ import numpy as np
 
 from quire.errors import MissingFrame
 from quire.lazy_queue import Entry, LazyQueue
+from quire.memory.runs import as_run
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 
@@ -82,20 +83,25 @@ class Column:
 
     def bind(self, pages: Ids, frames: Ids, state: State = State.RESIDENT) -> None:
         """These pages, none of which has a frame here, have these."""
-        assert not np.count_nonzero(self.frame[pages]), "bind over a page that has a frame"
-        self.frame[pages] = frames
-        self.state[pages] = state
+        at = _index(pages)
+        assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
+        self.frame[at] = frames
+        self.state[at] = state
         self.num_present += len(pages)
 
     def unbind(self, pages: Ids) -> Ids:
         """These pages have no frame here any more; returns those they had. Pages without one are passed over."""
-        frames: Ids = self.frame[pages]
+        at = _index(pages)
+        frames: Ids = self.frame[at]
         if np.count_nonzero(frames) != len(frames):
-            pages, frames = pages[frames != 0], frames[frames != 0]
+            at = pages = pages[frames != 0]
+            frames = frames[frames != 0]
+        elif isinstance(at, slice):
+            frames = frames.copy()
         if self.idle is not None:
             self.idle.remove(pages)
-        self.frame[pages] = 0
-        self.state[pages] = State.ABSENT
+        self.frame[at] = 0
+        self.state[at] = State.ABSENT
         self.num_present -= len(pages)
         return frames
 
@@ -140,6 +146,11 @@ class Column:
     def books(self) -> tuple[object, ...]:
         """Everything it says, for comparison with what it said before."""
         return self.mapping.tobytes(), self.state.tobytes(), self.idle.books() if self.idle is not None else None
+
+
+def _index(pages: Ids) -> Ids | slice:
+    run = as_run(pages)
+    return pages if run is None else run
 
 
 def _nowhere(num_pages: int) -> Ids:

@@ -172,13 +172,14 @@ def worth(begun: Table, reused: Table) -> Table:
     for _ in range(3):  # a histogram of few counts is mostly gaps
         padded = np.pad(reused, ((0, 0), (1, 1)), mode="edge")
         reused = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
-    for group in (KINDS, ANSWERS, 1):
-        mine = np.repeat(reused.reshape(-1, group, len(AGES)).sum(1), group, axis=0)
-        stays = np.repeat(begun.reshape(-1, group).sum(1), group)[:, None]
+    for width in (KINDS, ANSWERS, 1):
+        mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
+        stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)
     # Kinds without a record are all like the same relatives, and most have none.
     own, group = begun > 0, np.arange(KINDS) // ANSWERS
-    alike = np.where(own, np.arange(KINDS), np.where(begun.reshape(-1, ANSWERS).any(1)[group], KINDS + group, -1))
+    any_own = np.repeat(own.reshape(-1, ANSWERS).any(1), ANSWERS)
+    alike = np.where(own, np.arange(KINDS), np.where(any_own, KINDS + group, -1))
     _, first, which = np.unique(alike, return_index=True, return_inverse=True)
     guess = guess[first]
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do

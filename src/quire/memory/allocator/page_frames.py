@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
-from quire.memory.allocator.free_list import in_order
 from quire.memory.allocator.group_frames import GroupFrames
+from quire.memory.runs import in_order
 from quire.spec.ids import Ids
 
 
