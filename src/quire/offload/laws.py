@@ -8,6 +8,7 @@ a host frame's pins are the moves that read it, and who keeps it or counts on it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,7 +25,7 @@ _ALL = slice(None)
 
 def tier_laws(tiers: Tiering, prefetcher: Prefetcher, picture: Picture) -> Iterator[str]:
     """What is broken, law by law."""
-    yield from _nodes(picture, picture.cache.tree.queued_lower())
+    yield from _nodes(picture, picture.cache.tree.queued(Tier.HOST))
     for host in tiers.hosts:
         moving = tiers.host_frames_of_moves(host.index).tolist() + prefetcher.host_frames(host.index).tolist()
         yield from _frames(picture, host, moving)

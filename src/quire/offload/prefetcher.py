@@ -234,7 +234,7 @@ class Prefetcher:
             prefetch.holds = False
             self._holding.pop(prefetch)
             self._let_go_frames(prefetch)
-            self._tree.unpin(prefetch.lease)
+            self._tree.release(prefetch.lease)
 
     def _let_go_frames(self, prefetch: Prefetch) -> None:
         for host, pages in prefetch.held:

@@ -224,7 +224,7 @@ class Tiering:
                 parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
         moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
-            self._tree.unpin(lease)
+            self._tree.release(lease)
             return None
         move = self._submit(Link.SAVE, moving)
         if move is None and not goes:
@@ -459,14 +459,14 @@ class Tiering:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
-            self._tree.unpin(moving.lease)
+            self._tree.release(moving.lease)
             return
         self.break_even.moved(Link.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
             self._bind(part, moving.lease)
         self.archiver.owe(moving.lease.node)
-        self._tree.unpin(moving.lease)
+        self._tree.release(moving.lease)
 
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
@@ -498,7 +498,7 @@ class Tiering:
             self.break_even.moved(Link.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
             self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
-            self._tree.unpin(moving.lease)
+            self._tree.release(moving.lease)
             return
         self.counters.failed_moves += 1
         bad, places = [], []
@@ -513,7 +513,7 @@ class Tiering:
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
         self.condemned.add(moving.lease.node, min(places))
-        self._tree.unpin(moving.lease)
+        self._tree.release(moving.lease)
 
     # -- inside
 
@@ -527,7 +527,7 @@ class Tiering:
                     self.hosts[part.group].untake(part.host)
                 else:
                     self._groups[part.group].frames.drop(part.pages)
-            self._tree.unpin(moving.lease)
+            self._tree.release(moving.lease)
             return None
         if link is Link.SAVE:
             for part in moving.parts:

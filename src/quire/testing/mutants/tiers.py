@@ -46,7 +46,7 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
         move = real(tiers, link, moving)
         if move is not None and link is Link.SAVE:
             root = tiers._tree.roots.make(moving.lease.node.namespace, 0)
-            tiers._tree.unpin(moving.lease)
+            tiers._tree.release(moving.lease)
             moving.lease = tiers._tree.pin(root)
         return move
 
