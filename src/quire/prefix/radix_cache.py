@@ -1,14 +1,12 @@
 """RadixCache: which prefixes are cached, in which pages, and which may go. It decides; the cache executes.
 
-One tree per namespace. An edge is a run of whole pages: its tokens as raw int32 bytes, compared as memory, and their
-page ids. Children are found by the bytes of their first page. The tree never frees a page: `insert` and `evict` return
-the ids that nobody holds any more, and the caller gives them back.
+One tree per namespace. An edge is a run of whole pages: its tokens as raw int32 bytes, and their page ids. Children are
+found by the bytes of their first page. The tree never frees a page: the caller gives back the ids that it returns.
 
     root --[page page page]--> node --[page page]--> node (leaf)
                                 \\--[page]----------> node (leaf)
 
 A leased node and everything above it stays. The rest can be evicted leaf by leaf, so `num_evictable` counts it all.
-What matching costs is one lookup and one comparison of memory for each edge; nothing is done for each page or token.
 
 A page that leaves the device stays in the tree, under its id, while it has a copy below. Pages on the device come first
 on every path; of one edge, copies are those of its first pages:
@@ -45,7 +43,6 @@ from quire.spec.ids import Ids, Tier
 
 Give = Callable[[Ids], None]
 """Called with pages that stay in the tree and leave a tier: on return they have."""
-
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
 
@@ -600,4 +597,4 @@ def _keep_none(node: Node) -> int:
 
 
 def _stays(pages: Ids) -> None:
-    raise AssertionError("a page on the device loses its copy alone, although nothing there is evictable")
+    raise AssertionError("pages that should be forgotten stay in the tree")
