@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.observe.explain import Cause
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 from tests.cache.cached_bytes import ALICE, PAGE, asking, tokens_of
 from tests.cache.tiered_cache import TieredCache
 
@@ -28,7 +28,7 @@ def slow_host() -> TieredCache:
     assert world.cache.tiers is not None
     for _ in range(9):
         world.cache.tiers.break_even.computed(100 * PAGE, 10.0)  # 0.4 s for four pages
-        world.cache.tiers.break_even.moved(Link.LOAD, sum(world.copies.sizes) * 4, 0.44)
+        world.cache.tiers.break_even.moved(Lane.LOAD, sum(world.copies.sizes) * 4, 0.44)
     return world
 
 
@@ -39,14 +39,14 @@ def test_looking_turns_nothing_off_and_nothing_on(look: Callable[[TieredCache], 
     even = world.cache.tiers.break_even
     for _ in range(50):
         look(world)
-    assert not even.is_off(Link.LOAD)
+    assert not even.is_off(Lane.LOAD)
     for _ in range(16):
-        assert not even.decide(Link.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
-    assert even.is_off(Link.LOAD)
+        assert not even.decide(Lane.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
+    assert even.is_off(Lane.LOAD)
     world.now += 10.0
     for _ in range(50):
         look(world)
-    assert even.is_off(Link.LOAD) and even.knows(Link.LOAD)
+    assert even.is_off(Lane.LOAD) and even.knows(Lane.LOAD)
     assert world.compute(asking(PROMPTS[0])) == 4 * PAGE, "the trial is for who begins"
     world.close()
 
@@ -56,8 +56,8 @@ def test_of_several_that_matched_one_is_the_trial() -> None:
     world = slow_host()
     assert world.cache.tiers is not None
     even, cache = world.cache.tiers.break_even, world.cache
-    while not even.is_off(Link.LOAD):
-        even.decide(Link.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
+    while not even.is_off(Lane.LOAD):
+        even.decide(Lane.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
     world.now += 10.0
     hits = [cache.match(asking(tokens), ALICE) for tokens in PROMPTS]
     assert [hit.num_tokens for hit in hits] == [4 * PAGE] * 3
@@ -77,9 +77,9 @@ def test_who_begins_counts() -> None:
     assert world.cache.tiers is not None
     even = world.cache.tiers.break_even
     for count in range(16):
-        assert not even.is_off(Link.LOAD), count
+        assert not even.is_off(Lane.LOAD), count
         kv = world.cache.begin(asking(PROMPTS[count % 3]), ALICE)
         assert kv.num_cached == 0
         world.cache.finish(kv)
-    assert even.is_off(Link.LOAD)
+    assert even.is_off(Lane.LOAD)
     world.close()

@@ -37,7 +37,7 @@ from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
 from quire.spec.model import ModelSpec
 from quire.tiers.break_even import BreakEven, _Trial
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 
 Patch = pytest.MonkeyPatch
 
@@ -508,10 +508,10 @@ def shared_pages_count_once(patch: Patch) -> None:
 def a_trial_is_won_by_a_save(patch: Patch) -> None:
     real = BreakEven._begin_trial
 
-    def begin_trial(even: Any, link: Link, state: Any, num_bytes: int) -> None:
+    def begin_trial(even: Any, link: Lane, state: Any, num_bytes: int) -> None:
         real(even, link, state, num_bytes)
-        if link is Link.LOAD and even._links[Link.SAVE].rate.known:
-            state.rate, state.trial, state.rest = copy(even._links[Link.SAVE].rate), _Trial.MEASURED, 1.0
+        if link is Lane.LOAD and even._links[Lane.SAVE].rate.known:
+            state.rate, state.trial, state.rest = copy(even._links[Lane.SAVE].rate), _Trial.MEASURED, 1.0
 
     patch.setattr(BreakEven, "_begin_trial", begin_trial)
 
@@ -519,7 +519,7 @@ def a_trial_is_won_by_a_save(patch: Patch) -> None:
 @mutant("never slower", "a request that only waits uses up the trials of a link, which stays off for ever")
 def whoever_looks_decides(patch: Patch) -> None:
     def pays(tiers: Any, tokens: int, num_bytes: int) -> bool:
-        found: bool = tiers.break_even.decide(Link.LOAD, tokens, num_bytes, tiers.mover.in_flight(Link.LOAD))
+        found: bool = tiers.break_even.decide(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))
         return found
 
     patch.setattr(worth_loading, "_pays", pays)

@@ -28,8 +28,8 @@ from quire.cache.owed_paths import OwedPaths
 from quire.prefix.node import Node
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
+from quire.tiers.transfer import FAILED, GOOD, MISSING, REFUSED, Lane, Transfer, Units
 
 if TYPE_CHECKING:
     from quire.cache.tiering import Tiering
@@ -63,7 +63,7 @@ class Archiver:
     """Of one cache. `moves` are those on their way."""
 
     def __init__(self, tiering: Tiering, tree: TieredRadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
-        self.moves: dict[Move, _Batch] = {}
+        self.moves: dict[Transfer, _Batch] = {}
         self.owed = OwedPaths(tree)
         self._tiering = tiering
         self._seconds = seconds
@@ -142,7 +142,7 @@ class Archiver:
                 # Either nothing is owed any more, or what is to be forgotten in its scope has to be first.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.owed) else self._due_at
                 return
-            move = tiering.move_of(Link.ARCHIVE, batch.parts, batch.scope)
+            move = tiering.move_of(Lane.ARCHIVE, batch.parts, batch.scope)
             move.touches = tuple(
                 Units(group, NO_PAGES, NO_PAGES, tiering.keys_of(pages)) for group, pages in batch.touched
             )
@@ -163,12 +163,12 @@ class Archiver:
         for node in batch.nodes:
             self.owed.add(node)
 
-    def ended(self, move: Move) -> None:
+    def ended(self, move: Transfer) -> None:
         """A move has ended. Where the store refused, or failed, the rest is tried again."""
         tiering = self._tiering
         batch = self.moves.pop(move)
         self._is_full = False
-        tiering.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
+        tiering.break_even.moved(Lane.ARCHIVE, move.moved_bytes, move.seconds)
         counters = tiering.counters
         counters.failed_moves += bool(move.error)
         num_good = num_refused = 0
@@ -199,7 +199,7 @@ class Archiver:
         if num_refused:
             self._again(batch.nodes)
 
-    def _lost(self, move: Move, batch: _Batch) -> int:
+    def _lost(self, move: Transfer, batch: _Batch) -> int:
         """How many of the records that were told to be of use the store does not have any more."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):

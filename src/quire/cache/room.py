@@ -20,7 +20,7 @@ from quire.errors import OutOfPages
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
@@ -41,7 +41,7 @@ class Room:
             wanted = [group.wanted(rows, num_new) for group in cache.groups]
         self._free_up(wanted, num_new, cause)
 
-    def bring(self, lease: Lease, namespace: Namespace, pages: Ids, cause: str) -> list[Move]:
+    def bring(self, lease: Lease, namespace: Namespace, pages: Ids, cause: str) -> list[Transfer]:
         """Start to load what the device lacks of a leased path; what has to arrive before a step may read it. Raises
         OutOfPages, with the lease released, where there is no room."""
         cache, tiers = self._cache, self._cache.tiers

@@ -41,7 +41,7 @@ from quire.prefix.shelf import Rank, Shelf
 from quire.prefix.tiered import TieredRadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import GOOD, Link, Move, Units
+from quire.tiers.transfer import GOOD, Lane, Transfer, Units
 
 _MOST_SAVES = 64  # of those that had to wait, begun at a time
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
@@ -76,20 +76,20 @@ class Tiering(PageNames, DamagedPages):
             for group, frames in zip(groups, settings.host_frames, strict=True)
         )
         self._flushed_as: dict[Namespace | None, bytes] = {}  # until that is gone: the model may change meanwhile
-        self.moving: dict[Move, Moving] = {}
+        self.moving: dict[Transfer, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = plan.page_size
         self._saving = np.zeros((len(groups), table.num_pages + 1), dtype=np.bool_)
         self._fetched = np.zeros(table.num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), table.num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
-        self._loads: dict[int, Move] = {}
+        self._loads: dict[int, Transfer] = {}
         self._serial = 0
-        self._ended: list[Move] = []
+        self._ended: list[Transfer] = []
         self._unsaved = OwedPaths(tree)  # of which a copy was wanted when too much was on its way
         self._saves_wait = False  # until a save has ended
         self.forgetting = Forgetting(self.mover, seconds)
         self.archiver = Archiver(self, tree, table.num_pages, seconds)
-        self.fetched: Callable[[Move], None] = _nobody
+        self.fetched: Callable[[Transfer], None] = _nobody
 
     # -- what was flushed
 
@@ -197,7 +197,7 @@ class Tiering(PageNames, DamagedPages):
         gauges |= {"owed_paths": len(self.archiver.owed)}
         health = self.settings.health
         gauges |= {"forget_failures": self.forgetting.num_failed, "store_lost": list(health.lost)}
-        refused = {link.value: count for link, count in health.refused.items()}
+        refused = {link.name: count for link, count in health.refused.items()}
         return {**self.counters.to_dict(), "host": hosts, **gauges, "store_refused": refused}
 
     @property
@@ -209,7 +209,7 @@ class Tiering(PageNames, DamagedPages):
 
     def save(
         self, namespace: Namespace, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
-    ) -> Move | None:
+    ) -> Transfer | None:
         """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
         end. `ends` are numbers of pages behind which requests may begin: what they read in part goes with it. What
         `WritePolicy.BACK` keeps for later is saved only where it `goes`.
@@ -245,7 +245,7 @@ class Tiering(PageNames, DamagedPages):
         if not parts:
             self._tree.unpin(lease)
             return None
-        move = self._submit(Link.SAVE, moving)
+        move = self._submit(Lane.SAVE, moving)
         if move is None and not goes:
             self._saves_wait = bool(self.moving)
             self._unsaved.add(node, ends)
@@ -362,7 +362,7 @@ class Tiering(PageNames, DamagedPages):
             found.append(part[~group.frames.resident(part)])
         return found
 
-    def load(self, namespace: Namespace, node: Node, pages: Ids, missing: Sequence[Ids]) -> Move | None:
+    def load(self, namespace: Namespace, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
         """Bring what the device lacks of a leased path to it; there is room for all of it. None where too much is on
         its way already."""
         lease = self._tree.pin(node)
@@ -374,7 +374,7 @@ class Tiering(PageNames, DamagedPages):
                 assert host.all(), "a page is loaded that is nowhere"
                 parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
         moving = Moving(lease, parts, self.scope(namespace), on_device=True, on_host=True)
-        move = self._submit(Link.LOAD, moving)
+        move = self._submit(Lane.LOAD, moving)
         if move is None:
             for part in parts:
                 self._groups[part.group].frames.drop(part.pages)
@@ -387,7 +387,7 @@ class Tiering(PageNames, DamagedPages):
         self._tree.arrive(lease, len(pages))
         return move
 
-    def loads_of(self, pages: Ids) -> list[Move]:
+    def loads_of(self, pages: Ids) -> list[Transfer]:
         """Loads that some of these pages come with."""
         if not self._loads:
             return []
@@ -440,13 +440,13 @@ class Tiering(PageNames, DamagedPages):
         for move in ended:
             self.counters.ended(move)
             self.settings.health.ended(move)
-            if move.link is Link.FORGET:
+            if move.lane is Lane.FORGET:
                 self.forgetting.ended(move)
-            elif move.link is Link.SAVE:
+            elif move.lane is Lane.SAVE:
                 self._saved(move)
-            elif move.link is Link.LOAD:
+            elif move.lane is Lane.LOAD:
                 self._loaded(move)
-            elif move.link is Link.ARCHIVE:
+            elif move.lane is Lane.ARCHIVE:
                 self.archiver.ended(move)
             else:
                 if move.marked:
@@ -458,7 +458,7 @@ class Tiering(PageNames, DamagedPages):
         self.archiver.go_on()
         return len(ended) + self._discard()
 
-    def _saved(self, move: Move) -> None:
+    def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
         self._saves_wait = False
         for part in moving.parts:
@@ -469,7 +469,7 @@ class Tiering(PageNames, DamagedPages):
                 self.hosts[part.group].untake(part.host)
             self._tree.unpin(moving.lease)
             return
-        self.break_even.moved(Link.SAVE, move.moved_bytes, move.seconds)
+        self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
             self._bind(part, moving.lease)
@@ -492,13 +492,13 @@ class Tiering(PageNames, DamagedPages):
         self.archiver.came(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
 
-    def _loaded(self, move: Move) -> None:
+    def _loaded(self, move: Transfer) -> None:
         moving = self._release(move)
         del self._loads[moving.serial]
         for part in moving.parts:
             self._arriving[part.group, part.pages] = 0
         if move.is_whole:
-            self.break_even.moved(Link.LOAD, move.moved_bytes, move.seconds)
+            self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
             self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
             self._tree.unpin(moving.lease)
@@ -519,30 +519,30 @@ class Tiering(PageNames, DamagedPages):
 
     # -- inside
 
-    def _submit(self, link: Link, moving: Moving) -> Move | None:
+    def _submit(self, link: Lane, moving: Moving) -> Transfer | None:
         """Start a move. None, and what was taken for it is given back, where too much is on its way."""
         move = self.move_of(link, moving.parts, moving.scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
-            if link is Link.SAVE:
+            if link is Lane.SAVE:
                 for part in moving.parts:
                     self.hosts[part.group].untake(part.host)
             self._tree.unpin(moving.lease)
             return None
-        if link is Link.SAVE:
+        if link is Lane.SAVE:
             for part in moving.parts:
                 self._saving[part.group, part.pages] = True
         moving.pin(self._groups, self.hosts)
         self.moving[move] = moving
         return move
 
-    def move_of(self, link: Link, parts: Sequence[Part], scope: bytes) -> Move:
+    def move_of(self, link: Lane, parts: Sequence[Part], scope: bytes) -> Transfer:
         """Of these pages, between the tiers of that link."""
         units = [Units(part.group, part.device, part.host, self.keys_of(part.pages)) for part in parts]
         num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in parts)
-        return Move(link, units, scope, num_bytes)
+        return Transfer(link, units, scope, num_bytes)
 
-    def _release(self, move: Move) -> Moving:
+    def _release(self, move: Transfer) -> Moving:
         """A move has ended; its frames may go, its path may not yet."""
         moving = self.moving.pop(move)
         moving.unpin(self._groups, self.hosts)
@@ -571,5 +571,5 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
 
 
-def _nobody(move: Move) -> None:
+def _nobody(move: Transfer) -> None:
     raise AssertionError("a fetch has ended that nobody asked for")

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.cache.prefix_hit import Choice
 from quire.prefix.match import Match
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 
 if TYPE_CHECKING:
     from quire.cache.tiering import Tiering
@@ -46,9 +46,9 @@ def stands(tiers: Tiering, choice: Choice) -> bool:
 def decide(tiers: Tiering, choice: Choice) -> None:
     """A request has begun with this choice: it counts."""
     even = tiers.break_even
-    if choice.weighed is not None and even.decide(Link.LOAD, *choice.weighed) and not choice.host_pages:
-        even.untried(Link.LOAD)
+    if choice.weighed is not None and even.decide(Lane.LOAD, *choice.weighed) and not choice.host_pages:
+        even.untried(Lane.LOAD)
 
 
 def _pays(tiers: Tiering, tokens: int, num_bytes: int) -> bool:
-    return tiers.break_even.pays(Link.LOAD, tokens, num_bytes, tiers.mover.in_flight(Link.LOAD))
+    return tiers.break_even.pays(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from quire.tiers.moves import Link
 from quire.tiers.rate import Rate
+from quire.tiers.transfer import LANES, Lane
 
 TINY_STEP: Final = 64
 """Tokens. Smaller steps are mostly launches, and say nothing about prompts."""
@@ -62,7 +62,7 @@ class BreakEven:
         losses: int = _ROW_OF_LOSSES,
         first_rest: float = _FIRST_REST,
         tiny_step: int = TINY_STEP,
-        on_change: Callable[[Link, str], None] | None = None,
+        on_change: Callable[[Lane, str], None] | None = None,
     ) -> None:
         self._seconds = seconds
         self._losses = losses
@@ -70,7 +70,7 @@ class BreakEven:
         self._tiny_step = tiny_step
         self._on_change = on_change
         self._computed = Rate()
-        self._links = {link: _LinkState(first_rest) for link in Link}
+        self._links = {link: _LinkState(first_rest) for link in LANES}
         self.turned_off_count = 0  # times that any link turned itself off, trials that failed counted in
 
     # -- what is measured
@@ -80,7 +80,7 @@ class BreakEven:
         if tokens >= self._tiny_step:
             self._computed.add(tokens, seconds)
 
-    def moved(self, link: Link, num_bytes: int, seconds: float) -> None:
+    def moved(self, link: Lane, num_bytes: int, seconds: float) -> None:
         """A move brought so many bytes, and took so long, without its wait in a queue."""
         if num_bytes > 0:
             state = self._links[link]
@@ -91,7 +91,7 @@ class BreakEven:
             state.failures, state.wasted = 0, 0.0
             state.is_fresh = True
 
-    def failed(self, link: Link, seconds: float) -> None:
+    def failed(self, link: Lane, seconds: float) -> None:
         """A move brought less than half of what was asked for, in so long."""
         state = self._links[link]
         state.failures += 1
@@ -108,9 +108,9 @@ class BreakEven:
 
     def looked(self, seconds: float) -> None:
         """A store has said what it has, after so long."""
-        self.moved(Link.LOOK, 1, seconds)
+        self.moved(Lane.LOOK, 1, seconds)
 
-    def knows(self, link: Link) -> bool:
+    def knows(self, link: Lane) -> bool:
         """Whether a link was measured, since it was last tried."""
         state = self._links[link]
         return state.rate.known and state.trial is not _Trial.UNDER_WAY
@@ -122,18 +122,18 @@ class BreakEven:
         rate = self._computed.mean
         return None if rate is None else tokens / rate
 
-    def load_seconds(self, link: Link, num_bytes: int, queued_bytes: int = 0) -> float | None:
+    def load_seconds(self, link: Lane, num_bytes: int, queued_bytes: int = 0) -> float | None:
         """What it takes until the bytes can be used on the device, behind others on the link. None: not known."""
         seconds = self._rate(link).seconds(num_bytes + queued_bytes)
         if seconds is None:
             return None
         return seconds + self._seconds_around(link, num_bytes)
 
-    def pays(self, link: Link, tokens: int, num_bytes: int, queued_bytes: int = 0) -> bool:
+    def pays(self, link: Lane, tokens: int, num_bytes: int, queued_bytes: int = 0) -> bool:
         """Whether so many tokens would be moved and not computed, if a request began now. Changes nothing."""
         return self._verdict(link, tokens, num_bytes, queued_bytes) in _MOVED
 
-    def decide(self, link: Link, tokens: int, num_bytes: int, queued_bytes: int = 0) -> bool:
+    def decide(self, link: Lane, tokens: int, num_bytes: int, queued_bytes: int = 0) -> bool:
         """The same for a request that begins. It counts, and may be the one that a link is tried with."""
         state = self._links[link]
         verdict = self._verdict(link, tokens, num_bytes, queued_bytes)
@@ -146,7 +146,7 @@ class BreakEven:
         self._tell(link, state)
         return verdict in _MOVED
 
-    def untried(self, link: Link) -> None:
+    def untried(self, link: Lane) -> None:
         """A request that a link was to be tried with moves nothing after all. Another one may."""
         state = self._links[link]
         if state.trial is _Trial.UNDER_WAY:
@@ -158,19 +158,19 @@ class BreakEven:
         compute = self.compute_seconds(tokens)
         if compute is None:
             return _LEARNING_WAIT
-        return max(0.0, compute - (self.load_seconds(Link.LOAD, num_bytes) or 0.0))
+        return max(0.0, compute - (self.load_seconds(Lane.LOAD, num_bytes) or 0.0))
 
-    def is_off(self, link: Link) -> bool:
+    def is_off(self, link: Lane) -> bool:
         """Whether it has lost or failed too often. What uses it may be left alone until it is on again."""
         return bool(self._links[link].why_off)
 
-    def why_off(self, link: Link) -> str:
+    def why_off(self, link: Lane) -> str:
         """In the reader's units; nothing where it is on."""
         return self._links[link].why_off
 
     # -- inside
 
-    def _verdict(self, link: Link, tokens: int, num_bytes: int, queued_bytes: int) -> _Verdict:
+    def _verdict(self, link: Lane, tokens: int, num_bytes: int, queued_bytes: int) -> _Verdict:
         state = self._links[link]
         compute, alone = self.compute_seconds(tokens), self.load_seconds(link, num_bytes)
         if alone is None and compute is not None and (least := self._seconds_around(link, num_bytes)) > compute:
@@ -184,34 +184,34 @@ class BreakEven:
             return _Verdict.WIN if load is not None and load <= (compute or 0.0) else _Verdict.LATE
         return _Verdict.TRY if self._is_due(link, state, compute, num_bytes) else _Verdict.LOSE
 
-    def _is_due(self, link: Link, state: _LinkState, compute: float | None, num_bytes: int) -> bool:
+    def _is_due(self, link: Lane, state: _LinkState, compute: float | None, num_bytes: int) -> bool:
         """Whether a link that is off is tried with this move."""
         now = self._seconds()
         if not state.why_off or state.trial is _Trial.MEASURED or now < state.next_trial:
             return False
         if compute is None:
             return True
-        if link is Link.LOAD and now < state.off_since + _LONGEST_REST:
+        if link is Lane.LOAD and now < state.off_since + _LONGEST_REST:
             # SAVE is measured all the time: if a LOAD as fast as that would not pay, there is no hurry.
-            saved = self._links[Link.SAVE].rate.seconds(num_bytes)
+            saved = self._links[Lane.SAVE].rate.seconds(num_bytes)
             if saved is not None and saved > compute:
                 return False
         lost = max(state.wasted, (self.load_seconds(link, num_bytes) or 0.0) - compute)
-        if link is Link.FETCH:
+        if link is Lane.FETCH:
             lost = min(lost, compute)  # nobody waits longer
         return now >= state.off_since + _PRICE * lost
 
-    def _rate(self, link: Link) -> Rate:
+    def _rate(self, link: Lane) -> Rate:
         """What is known of a link, or else of one like it."""
         rate = self._links[link].rate
-        return self._links[Link.SAVE].rate if link is Link.LOAD and not rate.known else rate
+        return self._links[Lane.SAVE].rate if link is Lane.LOAD and not rate.known else rate
 
-    def _seconds_around(self, link: Link, num_bytes: int) -> float:
+    def _seconds_around(self, link: Lane, num_bytes: int) -> float:
         """What comes before a move, and has to follow it before its bytes are on the device."""
-        if link is not Link.FETCH:
+        if link is not Lane.FETCH:
             return 0.0
-        looked = self._links[Link.LOOK].rate.seconds(1) or 0.0
-        return looked + (self.load_seconds(Link.LOAD, num_bytes) or 0.0)
+        looked = self._links[Lane.LOOK].rate.seconds(1) or 0.0
+        return looked + (self.load_seconds(Lane.LOAD, num_bytes) or 0.0)
 
     def _win(self, state: _LinkState) -> None:
         state.losses = 0
@@ -224,7 +224,7 @@ class BreakEven:
         if state.wins >= _ROW_OF_WINS:
             state.rest = self._first_rest
 
-    def _lose(self, link: Link, state: _LinkState, tokens: int, num_bytes: int) -> None:
+    def _lose(self, link: Lane, state: _LinkState, tokens: int, num_bytes: int) -> None:
         state.losses += 1
         has_to = state.trial is _Trial.MEASURED if state.why_off else state.losses >= self._losses
         compute = self.compute_seconds(tokens)
@@ -241,13 +241,13 @@ class BreakEven:
         state.rest = min(state.rest * 2, _LONGEST_REST)
         self.turned_off_count += 1
 
-    def _begin_trial(self, link: Link, state: _LinkState, num_bytes: int) -> None:
+    def _begin_trial(self, link: Lane, state: _LinkState, num_bytes: int) -> None:
         state.trial = _Trial.UNDER_WAY
         state.next_trial = self._seconds() + max(state.rest, _OVERDUE * (self.load_seconds(link, num_bytes) or 0.0))
-        if link is Link.FETCH:
-            self._links[Link.LOOK].trial = _Trial.UNDER_WAY  # is measured with it
+        if link is Lane.FETCH:
+            self._links[Lane.LOOK].trial = _Trial.UNDER_WAY  # is measured with it
 
-    def _why(self, link: Link, compute: float, num_bytes: int) -> str:
+    def _why(self, link: Lane, compute: float, num_bytes: int) -> str:
         """The bandwidth at which this move would take as long as computing."""
         rate = self._rate(link)
         others = (rate.start or 0.0) + self._seconds_around(link, num_bytes)
@@ -259,7 +259,7 @@ class BreakEven:
             )
         return f"recompute is cheaper below {_in_units(num_bytes / (compute - others))}; {measured}"
 
-    def _tell(self, link: Link, state: _LinkState) -> None:
+    def _tell(self, link: Lane, state: _LinkState) -> None:
         is_off, now = bool(state.why_off), self._seconds()
         if is_off is not state.told_off and now >= state.next_word:
             state.told_off, state.next_word = is_off, now + _QUIET

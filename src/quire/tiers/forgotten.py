@@ -21,8 +21,8 @@ import numpy as np
 
 from quire.errors import StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
-from quire.tiers.moves import Move
 from quire.tiers.store import SCOPE_BYTES, Answer, Entry, Store, StoreKey
+from quire.tiers.transfer import Transfer
 
 EDITION_BYTES = 8
 """What the scopes of all namespaces of one model begin with (`quire.prefix.hashing.scope_of`)."""
@@ -48,8 +48,8 @@ def marked_by(key: StoreKey) -> bytes | None:
     return next((part for part, mark in marks_over(key.scope) if mark == key), None)
 
 
-def forget_scope(store: Store, move: Move) -> Iterator[None]:
-    """Forget every record of `move.scope`, or of all scopes that begin so; `move.noted` once the store will not serve
+def forget_scope(store: Store, move: Transfer) -> Iterator[None]:
+    """Forget every record of `move.scope`, or of all scopes that begin so; `move.hidden` once the store will not serve
     them any more. Raises StoreError where the store cannot be listed, has kept what it was to forget, or the move was
     stopped; then the mark stays if there is one, and it can be begun again."""
     scope = move.scope
@@ -57,14 +57,14 @@ def forget_scope(store: Store, move: Move) -> Iterator[None]:
     try:
         first = list(islice(listed, 1))
     except StoreError:
-        move.noted = _write_mark(store, scope, _LEAST_BYTES)
+        move.hidden = _write_mark(store, scope, _LEAST_BYTES)
         raise
     if not first:
         return
-    move.noted = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
+    move.hidden = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
     yield
     total = left = 0
-    marks: set[StoreKey] = {mark_of(scope)} if move.noted else set()
+    marks: set[StoreKey] = {mark_of(scope)} if move.hidden else set()
     rest = chain(first, listed)
     while batch := [entry.key for entry in islice(rest, _AT_ONCE)]:
         if move.stopping:

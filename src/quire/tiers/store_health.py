@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from quire.tiers.moves import FAILED, GOOD, REFUSED, Link, Move
 from quire.tiers.store import Answer
+from quire.tiers.transfer import FAILED, GOOD, REFUSED, Lane, Transfer
 
 _FAILURES = 3
 """Moves in a row to which the store had no answer. One alone may have met another writer, or a busy index."""
@@ -19,7 +19,7 @@ class StoreHealth:
     """
 
     def __init__(self, on_change: Callable[[str, bool], None] | None = None) -> None:
-        self.refused: Counter[Link] = Counter(dict.fromkeys((Link.LOOK, Link.FETCH, Link.ARCHIVE), 0))
+        self.refused: Counter[Lane] = Counter(dict.fromkeys((Lane.LOOK, Lane.FETCH, Lane.ARCHIVE), 0))
         self._on_change = on_change
         self._failures = {"read": 0, "write": 0}
 
@@ -28,22 +28,22 @@ class StoreHealth:
         """For what the store is lost now: "read", "write", both, or nothing."""
         return tuple(kind for kind, count in self._failures.items() if count >= _FAILURES)
 
-    def ended(self, move: Move) -> None:
+    def ended(self, move: Transfer) -> None:
         """A move has ended."""
-        if move.link is Link.LOOK:
+        if move.lane is Lane.LOOK:
             answers = [answer for found in move.answers for answer in found]
             refused = sum(map(len, move.units)) if move.error else answers.count(Answer.RETRY)
             if answers or move.error:
                 self._heard("read", bool(move.error) or refused == len(answers))
-        elif move.link in (Link.FETCH, Link.ARCHIVE):
+        elif move.lane in (Lane.FETCH, Lane.ARCHIVE):
             defects = [defect for found in move.defects for defect in found]
             refused = defects.count(REFUSED) + defects.count(FAILED)
             if defects or move.error:
-                kind = "read" if move.link is Link.FETCH else "write"
+                kind = "read" if move.lane is Lane.FETCH else "write"
                 self._heard(kind, bool(move.error) or (bool(refused) and GOOD not in defects))
         else:
             return
-        self.refused[move.link] += refused
+        self.refused[move.lane] += refused
 
     def _heard(self, kind: str, failed: bool) -> None:
         before = self._failures[kind]

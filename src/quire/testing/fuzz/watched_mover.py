@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from quire.testing.fuzz.host_records import HostRecords
-from quire.tiers.moves import GOOD, MISSING, REFUSED, Link, Move
 from quire.tiers.store import Store
+from quire.tiers.transfer import GOOD, LANES, MISSING, REFUSED, Lane, Transfer
 from quire.tiers.virtual_mover import VirtualMover
 
 
@@ -31,10 +31,10 @@ class WatchedMover(VirtualMover):
         store: Store | None,
         clock: Clock,
         *,
-        bandwidths: Mapping[Link, float],
-        latency: Mapping[Link, float],
+        bandwidths: Mapping[Lane, float],
+        latency: Mapping[Lane, float],
         choose: Callable[[int], int] | None,
-        most_bytes: Mapping[Link, int],
+        most_bytes: Mapping[Lane, int],
         refuses: bool = False,
     ) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class WatchedMover(VirtualMover):
         self._clock = clock
         self._refuses = refuses
         self.wrong: list[str] = []
-        self.num_ended = dict.fromkeys(Link, 0)
+        self.num_ended = dict.fromkeys(LANES, 0)
 
     def wait(self, seconds: float) -> bool:
         """Time passes until something ends."""
@@ -58,27 +58,27 @@ class WatchedMover(VirtualMover):
             self._clock.now = max(self._clock.now, end)
         return super().wait(seconds)
 
-    def finished(self) -> list[Move]:
+    def finished(self) -> list[Transfer]:
         """What has ended keeps the laws."""
         ended = super().finished()
         for move in ended:
-            self.num_ended[move.link] += 1
-            if move.error and not (self._refuses and move.link is Link.FORGET):
-                self.wrong.append(f"a {move.link} failed: {move.error}")
-            elif move.link in (Link.ARCHIVE, Link.FETCH):
+            self.num_ended[move.lane] += 1
+            if move.error and not (self._refuses and move.lane is Lane.FORGET):
+                self.wrong.append(f"a {move.lane} failed: {move.error}")
+            elif move.lane in (Lane.ARCHIVE, Lane.FETCH):
                 self._check_pages(move)
         return ended
 
-    def _check_pages(self, move: Move) -> None:
+    def _check_pages(self, move: Transfer) -> None:
         """A page went in all of its groups or in none, and none went behind one that did not."""
         good: dict[bytes, bool] = {}
         for units, defects in zip(move.units, move.defects, strict=True):
             for page, defect in zip(units.pages, defects, strict=True):
                 if good.setdefault(page, defect == GOOD) != (defect == GOOD):
-                    self.wrong.append(f"a {move.link} moved a page in one group and not in another")
+                    self.wrong.append(f"a {move.lane} moved a page in one group and not in another")
             whole = [defect == GOOD for defect in defects]
             if whole != sorted(whole, reverse=True):
-                self.wrong.append(f"a {move.link} moved a page behind one that it did not move")
+                self.wrong.append(f"a {move.lane} moved a page behind one that it did not move")
         named = {defect for defects in move.defects for defect in defects} - {GOOD, MISSING, REFUSED}
         if named and all(good.values()):
-            self.wrong.append(f"a {move.link} found {named} and moved everything")
+            self.wrong.append(f"a {move.lane} found {named} and moved everything")
