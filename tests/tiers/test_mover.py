@@ -17,9 +17,12 @@ from quire.tiers.mover import CLOSED, LEFT, ThreadMover
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
-from tests.tiers.dict_store import DictStore
+from tests.tiers.dict_store import DictStore, WatchedPeer
 
 SCOPE = b"s" * 16
+SEND = Lane("send", Endpoint.HOST, Endpoint.PEER)
+RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST)
+WITH_PEER = (*LANES, SEND, RECEIVE)
 LONG = 60.0  # seconds, after which a wait is a failure
 
 
@@ -51,9 +54,11 @@ def pages(*numbers: int) -> tuple[Units, Units]:
     return units(0, numbers, numbers, numbers), units(1, numbers, numbers, numbers)
 
 
-def move_of(copies: ArrayCopies, link: Lane, moved: Sequence[Units], owner: object = None) -> Transfer:
+def move_of(
+    copies: ArrayCopies, link: Lane, moved: Sequence[Units], owner: object = None, deadline: float | None = None
+) -> Transfer:
     size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
-    return Transfer(link, moved, SCOPE, 0 if link in (Lane.LOOK, Lane.FORGET) else size, owner)
+    return Transfer(link, moved, SCOPE, size if link.carries else 0, owner, deadline_s=deadline)
 
 
 def collect(mover: ThreadMover, count: int = 1) -> list[Transfer]:
@@ -468,11 +473,15 @@ class ThreadMoverMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.copies, self.store = ArrayCopies(num_device=12, num_host=12), DictStore(most_bytes=900)
+        self.busy: set[int] = set()
+        self.peer = WatchedPeer(self.busy)
         self.mover = ThreadMover(
             self.copies,
             self.store,
+            peer=self.peer,
+            lanes=WITH_PEER,
             threads={Endpoint.STORE: 3},
-            most_bytes=dict.fromkeys((Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH), self.MOST),
+            most_bytes=dict.fromkeys((lane for lane in WITH_PEER if lane.carries), self.MOST),
             piece_bytes=100,
         )
         self.content = [device.copy() for device in self.copies.device]
@@ -481,41 +490,46 @@ class ThreadMoverMachine(RuleBasedStateMachine):
         self.under_way: list[Transfer] = []
         self.on_device = set(range(1, 13))
         self.on_host: set[int] = set()
-        self.busy: set[int] = set()
         self.may_stay_prepared = False  # a store whose `complete` raises does not keep its contract
 
-    @rule(link=st.sampled_from(list(LANES)), numbers=st.sets(st.integers(1, 12), min_size=1, max_size=5))
-    def submit(self, link: Lane, numbers: set[int]) -> None:
+    @rule(
+        link=st.sampled_from(WITH_PEER),
+        numbers=st.sets(st.integers(1, 12), min_size=1, max_size=5),
+        deadline=st.sampled_from([None, None, 0.0, 0.001]),
+    )
+    def submit(self, link: Lane, numbers: set[int], deadline: float | None) -> None:
         wanted = numbers - self.busy
         if link is Lane.SAVE:
             wanted &= self.on_device
-        elif link in (Lane.LOAD, Lane.ARCHIVE):
+        elif link in (Lane.LOAD, Lane.ARCHIVE, SEND):
             wanted &= self.on_host
         if not wanted:
             return
-        move = move_of(self.copies, link, pages(*sorted(wanted)), owner=wanted)
+        move = move_of(self.copies, link, pages(*sorted(wanted)), owner=wanted, deadline=deadline)
         before = self.mover.in_flight(link)
         fits = before + move.num_bytes <= self.MOST or not any(other.lane is link for other in self.under_way)
+        self.busy |= wanted  # before its threads begin
         assert self.mover.submit(move) == fits
         assert self.mover.in_flight(link) == before + move.num_bytes * fits
         if fits:
             self.under_way.append(move)
-            self.busy |= wanted
             if link is Lane.LOAD:
                 self.on_device -= wanted
-            elif link in (Lane.SAVE, Lane.FETCH):
+            elif link in (Lane.SAVE, Lane.FETCH, RECEIVE):
                 self.on_host -= wanted
+        else:
+            self.busy -= wanted
 
     @rule(call=st.sampled_from(["to_host", "to_device", "get", "put", "complete", "prepare"]))
     def fail_from_now(self, call: str) -> None:
-        self.copies.failing.add(call)
-        self.store.failing.add(call)
+        for calls in (self.copies, self.store, self.peer):
+            calls.failing.add(call)
         self.may_stay_prepared |= call == "complete"
 
     @rule()
     def heal(self) -> None:
-        self.copies.failing.clear()
-        self.store.failing.clear()
+        for calls in (self.copies, self.store, self.peer):
+            calls.failing.clear()
 
     @rule(number=st.integers(1, 12))
     def lose_a_device_page(self, number: int) -> None:
@@ -540,7 +554,8 @@ class ThreadMoverMachine(RuleBasedStateMachine):
                 self.on_device |= wanted
             if move.lane is Lane.SAVE and move.is_whole:
                 self.on_host |= wanted
-            if move.lane is Lane.FETCH:
+            assert move.expired == ("deadline" in move.error)
+            if move.lane in (Lane.FETCH, RECEIVE):
                 good = [page for page, defect in zip(sorted(wanted), move.defects[0], strict=True) if not defect]
                 assert move.defects[0].count("") == move.defects[1].count("")
                 assert good == sorted(wanted)[: len(good)]
@@ -548,7 +563,7 @@ class ThreadMoverMachine(RuleBasedStateMachine):
 
     @invariant()
     def in_flight_adds_up(self) -> None:
-        for link in LANES:
+        for link in WITH_PEER:
             assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.lane is link)
         assert self.mover.idle == (not self.under_way)
 
@@ -564,7 +579,8 @@ class ThreadMoverMachine(RuleBasedStateMachine):
             self._collect()
         self.mover.close()
         assert self.mover.finished() == []
-        assert self.may_stay_prepared or self.store.prepared == {}
+        assert self.may_stay_prepared or self.store.prepared == {} == self.peer.prepared
+        assert self.peer.wrong == []
         for name, record in self.store.visible.items():
             number = next(number for number in range(1, 13) if page_key(number) == name.page)
             payload = self.content[name.part][:, number].tobytes()

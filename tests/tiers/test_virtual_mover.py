@@ -12,26 +12,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.errors import MoveFailed
 from quire.tiers.mover import CLOSED
-from quire.tiers.transfer import LANES, Lane, Transfer, Units
+from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units
-from tests.tiers.dict_store import DictStore
+from tests.tiers.dict_store import DictStore, WatchedPeer
 
 SCOPE = b"s" * 16
 BANDWIDTHS = {Lane.SAVE: 1000.0, Lane.LOAD: 2000.0, Lane.ARCHIVE: 100.0, Lane.FETCH: 200.0}
-LATENCY = {Lane.ARCHIVE: 0.5, Lane.FETCH: 0.5, Lane.LOOK: 0.25}
+SEND = Lane("send", Endpoint.HOST, Endpoint.PEER, deadline_s=1.0)
+RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST, deadline_s=0.6)
+WITH_PEER = (*LANES, SEND, RECEIVE)
+LATENCY = {SEND: 0.3, RECEIVE: 0.3, Lane.ARCHIVE: 0.5, Lane.FETCH: 0.5, Lane.LOOK: 0.25}
 
 
 class World:
     """A clock, bytes, a store and the mover between them."""
 
-    def __init__(self, choose: st.DataObject | None = None, most: dict[Lane, int] | None = None) -> None:
+    def __init__(
+        self, choose: st.DataObject | None = None, most: dict[Lane, int] | None = None, peer: WatchedPeer | None = None
+    ) -> None:
         self.now = 0.0
         self.copies, self.store = ArrayCopies(), DictStore()
+        self.peer = peer or WatchedPeer(set())
         self.content = [self.copies.fill(group, ids(*range(17)), seed=group) for group in (0, 1)]
         self.mover = VirtualMover(
             self.copies,
             self.store,
+            peer=self.peer,
+            lanes=WITH_PEER,
             seconds=lambda: self.now,
             bandwidths=BANDWIDTHS,
             latency=LATENCY,
@@ -42,7 +50,7 @@ class World:
     def move(self, link: Lane, *numbers: int) -> Transfer:
         moved = self.pages(numbers)
         size = sum(self.copies.bytes_of(item.group) * len(item) for item in moved)
-        move = Transfer(link, moved, SCOPE, 0 if link in (Lane.LOOK, Lane.FORGET) else size)
+        move = Transfer(link, moved, SCOPE, size if link.carries else 0)
         assert self.mover.submit(move)
         return move
 
@@ -259,30 +267,30 @@ def test_who_waits_moves_the_time_where_the_mover_may() -> None:
 
 class VirtualMoverMachine(RuleBasedStateMachine):
     """Any legal order of ends, beside a list of what was submitted. A page's bytes never change, so that all that
-    arrives must be right; host frames are used by one move at a time."""
+    arrives must be right; host frames are used by one transfer at a time, and a peer that is late uses them too."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.world = World(data)
+        self.busy: set[int] = set()
+        self.world = World(data, peer=WatchedPeer(self.busy))
         self.mover = self.world.mover
         self.under_way: list[Transfer] = []
         self.on_host: set[int] = set()
         self.lost: set[int] = set()
-        self.busy: set[int] = set()
 
-    @rule(link=st.sampled_from(list(LANES)), numbers=st.sets(st.integers(1, 9), min_size=1, max_size=4))
+    @rule(link=st.sampled_from(WITH_PEER), numbers=st.sets(st.integers(1, 9), min_size=1, max_size=4))
     def submit(self, link: Lane, numbers: set[int]) -> None:
         wanted = sorted(numbers - self.busy)
         if link is Lane.SAVE:
             wanted = [page for page in wanted if page not in self.lost]
-        elif link in (Lane.LOAD, Lane.ARCHIVE):
+        elif link in (Lane.LOAD, Lane.ARCHIVE, SEND):
             wanted = [page for page in wanted if page in self.on_host]
         if not wanted:
             return
         self.under_way.append(self.world.move(link, *wanted))
         self.under_way[-1].owner = wanted
         self.busy |= set(wanted)
-        if link in (Lane.SAVE, Lane.FETCH):
+        if link in (Lane.SAVE, Lane.FETCH, RECEIVE):
             self.on_host -= set(wanted)
 
     @rule(number=st.integers(1, 9))
@@ -313,28 +321,29 @@ class VirtualMoverMachine(RuleBasedStateMachine):
                 assert np.array_equal(got[at, pages], want[at, pages])
 
     def collect(self, ended: list[Transfer]) -> None:
-        lanes: dict[Lane, list[int]] = {}
+        lanes: dict[object, list[int]] = {}
         for move in ended:
-            lane = Lane.ARCHIVE if move.lane is Lane.FORGET else move.lane
-            lanes.setdefault(lane, []).append(self.under_way.index(move))
+            if not move.expired:  # one that waits is given up before the one that it waits for has ended
+                lanes.setdefault(move.lane.queue, []).append(self.under_way.index(move))
         assert all(order == sorted(order) for order in lanes.values()), "a link does not change the order"
         for move in ended:
             self.under_way.remove(move)
-            assert move.error == ""
+            assert move.expired == ("deadline" in move.error) == bool(move.error)
+            assert not move.expired or (move.lane in (SEND, RECEIVE) and self.world.now >= move.expires_at)
             pages: list[int] = move.owner  # type: ignore[assignment]
             self.busy -= set(pages)
             if move.lane is Lane.LOAD:
                 assert move.is_whole
                 assert self.world.whole(*pages)
                 self.lost -= set(pages)
-            if move.lane in (Lane.SAVE, Lane.FETCH):
+            if move.lane in (Lane.SAVE, Lane.FETCH, RECEIVE):
                 self.on_host |= {page for page, defect in zip(pages, move.defects[0], strict=True) if not defect}
 
     @invariant()
     def in_flight_adds_up(self) -> None:
         if not hasattr(self, "mover"):
             return
-        for link in LANES:
+        for link in WITH_PEER:
             assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.lane is link)
         assert self.mover.idle == (not self.under_way) == (self.mover.next_end is None)
 
@@ -343,7 +352,8 @@ class VirtualMoverMachine(RuleBasedStateMachine):
             self.mover._choose = None  # no more choices can be drawn here
             self.collect(self.world.run())
             assert not self.under_way, "a move was lost"
-            assert self.world.store.prepared == {}
+            assert self.world.store.prepared == {} == self.world.peer.prepared
+            assert self.world.peer.wrong == []
 
 
 TestVirtualMover = VirtualMoverMachine.TestCase
