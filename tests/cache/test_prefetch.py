@@ -559,7 +559,7 @@ def test_a_fetch_is_as_fast_as_it_is_for_those_who_wait(
     while not prefetch.done:
         world.now += 10
         world.cache.settle_moves()
-    rate = tiers_of(world).break_even._links[Lane.FETCH].rate
+    rate = tiers_of(world).break_even._lanes[Lane.FETCH].rate
     assert rate.mean == 5 * world.copies.sizes[0] / seconds
     world.close()
 

@@ -574,8 +574,8 @@ def a_trial_is_won_by_a_save(patch: Patch) -> None:
 
     def begin_trial(even: Any, link: Lane, state: Any, num_bytes: int) -> None:
         real(even, link, state, num_bytes)
-        if link is Lane.LOAD and even._links[Lane.SAVE].rate.known:
-            state.rate, state.trial, state.rest = copy(even._links[Lane.SAVE].rate), _Trial.MEASURED, 1.0
+        if link is Lane.LOAD and even._lanes[Lane.SAVE].rate.known:
+            state.rate, state.trial, state.rest = copy(even._lanes[Lane.SAVE].rate), _Trial.MEASURED, 1.0
 
     patch.setattr(BreakEven, "_begin_trial", begin_trial)
 

@@ -26,7 +26,7 @@ class InFlight:
         if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= lane.most_transfers):
             return False
         self._bytes[lane], self._transfers[lane] = num_bytes, count + 1
-        transfer.expires_at = now + transfer.deadline_s
+        transfer.expires_at = now + transfer.limit_s
         if transfer.expires_at < math.inf:
             self._watched.add(transfer)
             self.next_deadline = min(self.next_deadline, transfer.expires_at)

@@ -195,13 +195,13 @@ class ThreadMover(Mover):
 
     def _run(self, channel: _Channel) -> None:
         while (task := self._next(channel)) is not None:
-            error, over = self._advance(task)
-            while not over and not self._pauses(channel, task):
-                error, over = self._advance(task)
+            self._advance(task)
+            while not task.over and not self._pauses(channel, task):
+                self._advance(task)
             with self._lock:
                 channel.running.remove(task)
-                if over or task.transfer.expired:
-                    self._end(task, error)
+                if task.over or task.transfer.expired:
+                    self._end(task, task.error)
                 else:
                     channel.put_back(task)
                 self._work.notify_all()
@@ -218,23 +218,15 @@ class ThreadMover(Mover):
         with self._lock:
             return task.transfer.expired or channel.pauses(task, closing=self._closing)
 
-    def _advance(self, task: _Task) -> tuple[str, bool]:
-        """Do the next piece. Returns the error, and whether that was the last piece."""
-        error, over = "", False
+    def _advance(self, task: _Task) -> None:
         began = time.perf_counter()
-        try:
-            next(task.pieces)
-        except StopIteration:
-            over = True
-        except Exception as raised:
-            error, over = described(raised), True
+        task.advance()
         task.seconds += time.perf_counter() - began
-        if task.transfer.checked and not over and not task.told:
+        if task.transfer.checked and not task.over and not task.told:
             task.told = True
             with self._lock:
                 self._has_news = True
                 self._news.notify_all()
-        return error, over
 
     def _end(self, task: _Task, error: str = "") -> None:
         """Under the lock: whoever sees that it is done finds it among those that have ended."""
@@ -319,18 +311,28 @@ class _Channel:
         return not running or not any(lane.alone for lane in (*running, self._outward[0].transfer.lane))
 
 
-class _Task:
-    """A transfer, the pieces that are left of it, and the seconds that the others took."""
-
-    __slots__ = ("pieces", "seconds", "told", "transfer")
+class Job:
+    """A transfer and the pieces of it that are left to do."""
 
     def __init__(self, transfer: Transfer, pieces: Iterator[None]) -> None:
         self.transfer = transfer
-        self.pieces = pieces
-        self.seconds = 0.0
-        self.told = False
+        self.over = False  # no piece is left
+        self.error = ""
+        self._pieces = pieces
+
+    def advance(self) -> None:
+        """Do the next piece. An error is the last one."""
+        try:
+            next(self._pieces)
+        except StopIteration:
+            self.over = True
+        except Exception as raised:
+            self.over = True
+            self.error = str(raised) if isinstance(raised, QuireError) else f"{type(raised).__name__}: {raised}"
 
 
-def described(error: Exception) -> str:
-    """Why a transfer failed, in one line."""
-    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+class _Task(Job):
+    """A job of threads."""
+
+    seconds = 0.0  # that its pieces took
+    told = False  # the submitter knows that it is checked

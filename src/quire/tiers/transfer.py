@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import ClassVar, Final, Protocol
 
@@ -137,6 +137,7 @@ class Units:
         return [StoreKey(scope, page, self.group) for page in self.pages]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Transfer:
     """Pages of one prefix, in one or several groups, that move together through one lane.
 
@@ -144,83 +145,50 @@ class Transfer:
     only then reads its results. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any
     thread and at any time.
 
-    `deadline_s` replaces the lane's deadline. When it has passed, the transfer has `expired`: it has failed, and
-    waiting for it is of no use. It is `done` when nothing touches its frames any more, which may be much later.
+    When its deadline has passed, the transfer has `expired`: it has failed, and waiting for it is of no use. It is
+    `done` when nothing touches its frames any more, which may be much later.
     """
 
-    __slots__ = (
-        "_arrived",
-        "_changed",
-        "_checked",
-        "answers",
-        "asked_bytes",
-        "deadline_s",
-        "defects",
-        "done",
-        "drive",
-        "error",
-        "expired",
-        "expires_at",
-        "hidden",
-        "kept_pages",
-        "lane",
-        "marked",
-        "moved_bytes",
-        "num_bytes",
-        "owner",
-        "scope",
-        "seconds",
-        "stopping",
-        "suspect",
-        "touches",
-        "units",
-        "whole",
-    )
+    lane: Lane
+    units: Sequence[Units]
+    scope: bytes = b""
+    num_bytes: int = 0  # of records; 0 where none move
+    owner: object = None
+    _: KW_ONLY
+    whole: Collection[int] = ()  # LOOK: groups that need every page, so that behind a missing one no page is of use
+    touches: Sequence[Units] = ()  # ARCHIVE: records that are stored already and were used
+    deadline_s: float | None = None  # from its submission; None: the lane's
 
-    def __init__(
-        self,
-        lane: Lane,
-        units: Sequence[Units],
-        scope: bytes = b"",
-        num_bytes: int = 0,
-        owner: object = None,
-        *,
-        whole: Collection[int] = (),
-        deadline_s: float | None = None,
-    ) -> None:
-        self.lane = lane
-        self.units = tuple(units)
-        self.scope = scope
-        self.num_bytes = num_bytes  # of records; 0 where none move
-        self.owner = owner
-        self.whole = whole  # LOOK: groups that need every page, so that behind a missing one no page is of use
-        self.touches: tuple[Units, ...] = ()  # ARCHIVE: records that are stored already and were used
-        self.deadline_s = lane.deadline_s if deadline_s is None else deadline_s  # from its submission
-        # Results.
-        self.defects: Defects = ()  # parallel to units and their pages
-        self.suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is at fault
-        self.answers: Answers = ()  # LOOK: parallel to units and their pages; ARCHIVE: to `touches` and theirs
-        self.marked: tuple[bytes, ...] = ()  # LOOK: scopes, or beginnings of scopes, whose deletion has not ended
-        self.hidden = False  # FORGET: no reader finds the records any more
-        self.asked_bytes = 0  # FETCH: bytes that the source was asked for
-        self.moved_bytes = 0  # bytes that really moved
-        self.seconds = 0.0  # of work, without the wait before it
-        self.error = ""  # why it failed as a whole
-        # State.
-        self.stopping = False  # asked to end early
-        self.expired = False
-        self.done = False  # nothing changes any more; it may have failed
-        # Set by movers.
-        self.expires_at = math.inf  # on the mover's clock
-        self.kept_pages = 0  # pages that a stopped transfer moves all the same
-        self.drive: Callable[[int], None] | None = None  # brings a layer when a step waits for it
-        self._changed = threading.Condition()
-        self._arrived: set[int] = set()
-        self._checked = False
+    # Results
+    defects: Defects = ()  # parallel to units and their pages
+    suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is at fault
+    answers: Answers = ()  # LOOK: parallel to units and pages; ARCHIVE: to `touches`
+    marked: tuple[bytes, ...] = ()  # LOOK: scopes, or beginnings of scopes, whose deletion has not ended
+    hidden: bool = False  # FORGET: no reader finds the records any more
+    asked_bytes: int = 0  # FETCH: bytes that the source was asked for
+    moved_bytes: int = 0  # bytes that really moved
+    seconds: float = 0.0  # of work, without the wait before it
+    error: str = ""  # why it failed as a whole
+
+    # State, which movers set
+    stopping: bool = False  # asked to end early
+    expired: bool = False
+    done: bool = False  # nothing changes any more; it may have failed
+    expires_at: float = math.inf  # on the mover's clock
+    kept_pages: int = 0  # pages that a stopped transfer moves all the same
+    drive: Callable[[int], None] | None = None  # brings a layer when a step waits for it
+    _checked: bool = False
+    _arrived: set[int] = field(default_factory=set)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __repr__(self) -> str:
         state = "done" if self.done else "expired" if self.expired else "checked" if self._checked else "waiting"
         return f"Transfer({self.lane}, {sum(map(len, self.units))} units, {self.num_bytes} bytes, {state} {self.error})"
+
+    @property
+    def limit_s(self) -> float:
+        """The deadline, in seconds from the submission."""
+        return self.lane.deadline_s if self.deadline_s is None else self.deadline_s
 
     @property
     def checked(self) -> bool:
@@ -271,7 +239,7 @@ class Transfer:
         """Its deadline has passed. It begins nothing more, and `end` follows when nothing touches its frames."""
         with self._changed:
             where = f"the {self.lane.far.value} hangs, or is too slow"
-            self.error = f"the {self.lane} did not end within its deadline of {self.deadline_s:g} s: {where}."
+            self.error = f"the {self.lane} did not end within its deadline of {self.limit_s:g} s: {where}."
             self.expired = self.stopping = True
             self._changed.notify_all()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from quire.tiers.carrier import Carrier
 from quire.tiers.in_flight import InFlight
-from quire.tiers.mover import CLOSED, Mover, described
+from quire.tiers.mover import CLOSED, Job, Mover
 from quire.tiers.rate import Rate
 from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
@@ -211,27 +211,13 @@ class VirtualMover(Mover):
         self._ended.append(transfer)
 
 
-class _Passage:
-    """A transfer in its queue: since when, until when, and how far it is."""
-
-    __slots__ = ("began", "begun", "end", "error", "over", "pieces", "stopped", "submitted", "transfer")
+class _Passage(Job):
+    """A job in its queue: since when, and until when."""
 
     def __init__(self, transfer: Transfer, pieces: Iterator[None], submitted: float) -> None:
-        self.transfer = transfer
-        self.pieces = pieces
-        self.submitted = submitted
-        self.began = self.end = submitted
-        self.begun = self.over = self.stopped = False
-        self.error = ""
-
-    def advance(self) -> None:
-        """Do the next piece, and keep whether that was the last one."""
-        try:
-            next(self.pieces)
-        except StopIteration:
-            self.over = True
-        except Exception as raised:
-            self.over, self.error = True, described(raised)
+        super().__init__(transfer, pieces)
+        self.submitted = self.began = self.end = submitted
+        self.begun = self.stopped = False
 
     def bring(self, layer: int) -> None:
         """A step waits for a layer: bytes move now, up to that one. Where they cannot, the transfer has failed."""
