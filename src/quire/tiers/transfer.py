@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import ClassVar, Final, Protocol
 
 import numpy as np
@@ -47,7 +48,7 @@ THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2,
 """Threads between the host and each other endpoint. One that hangs holds its own threads and no others."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Lane:
     """A row of the table of lanes: one kind of transfer, with its endpoints and its limits.
 
@@ -77,22 +78,22 @@ class Lane:
     def __str__(self) -> str:
         return self.name
 
-    @property
+    @cached_property
     def far(self) -> Endpoint:
         """The endpoint that is not the host."""
         return self.target if self.source is Endpoint.HOST else self.source
 
-    @property
+    @cached_property
     def is_remote(self) -> bool:
         """Whether the far endpoint is a store or a peer, which may be slow, refuse or hang."""
         return self.far in _REMOTES
 
-    @property
+    @cached_property
     def is_inward(self) -> bool:
         """Whether pages come closer to the device. A request waits for such a transfer, and for no other."""
         return self.source in _REMOTES or self.target is Endpoint.DEVICE
 
-    @property
+    @cached_property
     def queue(self) -> Lane | Endpoint:
         """What writes one store or one peer begins in the order of submission; any other lane has an order of its
         own."""

@@ -164,8 +164,8 @@ class VirtualMover(Mover):
     def _end_of(self, passage: _Passage, now: float) -> float:
         """When it ends, which is now for one that was stopped: it then keeps what would have come by now."""
         transfer = passage.transfer
-        stops = transfer.lane.is_remote and transfer.lane.carries and transfer.stopping and not transfer.expired
-        if stops and not passage.stopped:
+        may_stop = transfer.stopping and not transfer.expired and not passage.stopped
+        if may_stop and transfer.lane.is_remote and transfer.lane.carries:
             passage.stopped = True
             transfer.kept_pages = sum(map(len, transfer.units))
             if now < passage.end:
