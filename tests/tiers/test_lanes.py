@@ -290,6 +290,19 @@ def test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline() -> None:
     assert send.defects == receive.defects == (("failed",),) * 2
 
 
+def test_damage_that_a_late_call_has_found_keeps_its_name() -> None:
+    copies = saved(1, 2)
+    world = World(copies, 1.0)
+    for group in (0, 1):
+        for page in (1, 2):
+            record = copies.host[group][page, : copies.sizes[group]].tobytes()
+            world.peer.visible[StoreKey(SCOPE, page_key(page), group)] = record
+    world.peer.spoil(StoreKey(SCOPE, page_key(2), 1))
+    receive = world.submit(RECEIVE, 1, 2, shift=7)
+    assert world.run_until(2.0) == [receive] and receive.expired
+    assert receive.defects == (("failed", "failed"), ("failed", "digest"))
+
+
 def test_a_virtual_peer_that_hangs_ends_nothing_else() -> None:
     copies = saved(1, 2)
     world = World(copies, math.inf)

@@ -245,13 +245,15 @@ class Transfer:
             self._changed.notify_all()
 
     def end(self, error: str = "") -> None:
-        """Nothing changes any more. With an error, or behind a deadline, every unit has failed."""
+        """Nothing changes any more. With an error, or behind a deadline, every unit has failed; damage that was found
+        keeps its name."""
         with self._changed:
             self.error = self.error or error
+            found = self.defects or tuple((GOOD,) * len(units) for units in self.units)
             if self.error:
-                self.defects = tuple((FAILED,) * len(units) for units in self.units)
-            elif not self.defects:
-                self.defects = tuple((GOOD,) * len(units) for units in self.units)
+                undamaged = (GOOD, MISSING, REFUSED)
+                found = tuple(tuple(FAILED if each in undamaged else each for each in defects) for defects in found)
+            self.defects = found
             self.drive = None
             self.done = True
             self._changed.notify_all()

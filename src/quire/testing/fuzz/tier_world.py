@@ -67,6 +67,7 @@ class TierWorld:
             choose=drawn.below if choices.chance(60) else None,
             most_bytes={link: per_page * choices.between(1, 8) for link in LANES} if choices.chance(30) else {},
             refuses=bool(self.faults),
+            deadline_s=8.0 if slow and seed % 2 else None,
         )
         self.break_even = BreakEven(self.clock, losses=choices.between(1, 4), tiny_step=1)
         self.settings = TierSettings(

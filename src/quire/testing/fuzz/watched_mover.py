@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from quire.testing.fuzz.host_records import HostRecords
@@ -21,9 +22,8 @@ class Clock:
 
 
 class WatchedMover(VirtualMover):
-    """Whoever waits makes time pass until the next move ends. `wrong` has the laws that were broken, in words; `ended`
-    is called with each move that is handed back. What is to be forgotten may fail where the store `refuses`: it is
-    tried again."""
+    """A wait lets time pass until the next transfer ends. `wrong` has the laws that were broken, in words. A transfer
+    that forgets may fail where the store `refuses`: it is tried again. `deadline_s` replaces the deadlines of lanes."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class WatchedMover(VirtualMover):
         choose: Callable[[int], int] | None,
         most_bytes: Mapping[Lane, int],
         refuses: bool = False,
+        deadline_s: float | None = None,
     ) -> None:
         super().__init__(
             records,
@@ -48,8 +49,15 @@ class WatchedMover(VirtualMover):
         )
         self._clock = clock
         self._refuses = refuses
+        self._deadline_s = deadline_s
         self.wrong: list[str] = []
         self.num_ended = dict.fromkeys(LANES, 0)
+
+    def submit(self, move: Transfer) -> bool:
+        """Its deadline is what was drawn, where its lane has one."""
+        if move.lane.deadline_s < math.inf:
+            move.deadline_s = self._deadline_s
+        return super().submit(move)
 
     def wait(self, seconds: float) -> bool:
         """Time passes until something ends."""
@@ -63,7 +71,10 @@ class WatchedMover(VirtualMover):
         ended = super().finished()
         for move in ended:
             self.num_ended[move.lane] += 1
-            if move.error and not (self._refuses and move.lane is Lane.FORGET):
+            if move.expired:
+                if self._clock.now < move.expires_at:
+                    self.wrong.append(f"a {move.lane} expired before its deadline")
+            elif move.error and not (self._refuses and move.lane is Lane.FORGET):
                 self.wrong.append(f"a {move.lane} failed: {move.error}")
             elif move.lane in (Lane.ARCHIVE, Lane.FETCH):
                 self._check_pages(move)
