@@ -43,11 +43,11 @@ def nodes(cache: KVCache) -> list[Any]:
 
 
 def lose_a_page(cache: KVCache, kv: Any) -> None:
-    cache._rows[kv.row, 2] = 0
+    cache.rows.table.pages[kv.row, 2] = 0
 
 
 def own_a_page_twice(cache: KVCache, kv: Any) -> None:
-    cache._rows[kv.row, 2] = nodes(cache)[-1].pages[0]
+    cache.rows.table.pages[kv.row, 2] = nodes(cache)[-1].pages[0]
 
 
 def free_a_cached_page(cache: KVCache, kv: Any) -> None:
@@ -91,11 +91,11 @@ def miscount_the_shelf(cache: KVCache, kv: Any) -> None:
 
 
 def drop_a_frame_that_is_read(cache: KVCache, kv: Any) -> None:
-    cache.groups[1].frames.drop(cache.page_ids(kv)[-1:])
+    cache.groups[1].frames.drop(cache.rows.page_ids(kv)[-1:])
 
 
 def drop_a_frame_of_a_whole_group(cache: KVCache, kv: Any) -> None:
-    cache.groups[0].frames.drop(cache.page_ids(kv)[:1])
+    cache.groups[0].frames.drop(cache.rows.page_ids(kv)[:1])
 
 
 def carried(cache: KVCache) -> Any:
@@ -103,25 +103,25 @@ def carried(cache: KVCache) -> Any:
 
 
 def bind_a_frame_twice(cache: KVCache, kv: Any) -> None:
-    column = next(iter(cache.frames._columns.values()))
+    column = next(iter(cache.parts.frames._columns.values()))
     bound = np.flatnonzero(column)
     column[bound[0]] = column[bound[1]]
 
 
 def bind_the_padding_page(cache: KVCache, kv: Any) -> None:
-    next(iter(cache.frames._columns.values()))[0] = 1
+    next(iter(cache.parts.frames._columns.values()))[0] = 1
 
 
 def commit_beyond_what_is_allocated(cache: KVCache, kv: Any) -> None:
-    cache._committed[kv.row] = 9
+    cache.rows.table.committed[kv.row] = 9
 
 
 def commit_less_than_is_protected(cache: KVCache, kv: Any) -> None:
-    cache._committed[kv.row] = 1
+    cache.rows.table.committed[kv.row] = 1
 
 
 def read_another_page_than_is_pinned(cache: KVCache, kv: Any) -> None:
-    cache._rows[kv.row, :2] = cache._rows[kv.row, 1::-1].copy()
+    cache.rows.table.pages[kv.row, :2] = cache.rows.table.pages[kv.row, 1::-1].copy()
 
 
 def miscount_leases(cache: KVCache, kv: Any) -> None:

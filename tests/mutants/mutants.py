@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cache import worth_loading
 from quire.kernels import stored
 from quire.kernels.stored import StoredRows
 from quire.memory import frames as frame_table
@@ -29,6 +28,7 @@ from quire.memory.allocator import (
 )
 from quire.memory.allocator.free_list import FreeList, OutIds
 from quire.memory.frames import FrameTable
+from quire.offload import worth_loading
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache

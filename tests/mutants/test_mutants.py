@@ -11,15 +11,15 @@ from quire.errors import QuireError
 from quire.plan import planner
 from quire.testing import mutants as shipped
 from quire.testing.fuzz.run import run_lives
-from tests.cache import test_prefetch, test_worth_loading
-from tests.cache.test_never_slower import Clients, check_link
-from tests.cache.test_worth_loading import LOOKS
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.mutants import hybrid_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
+from tests.offload import test_prefetch, test_worth_loading
+from tests.offload.test_never_slower import Clients, check_link
+from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
 from tests.prefix.test_shelf import check_shelf_order

@@ -14,20 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from quire.cache.audit_tiers import below_device, tier_laws
-from quire.cache.picture import GroupPicture, Picture
+from quire.cache.picture import Audited, GroupPicture, Picture
 from quire.errors import AuditFailure
 from quire.prefix.node import Node
-
-if TYPE_CHECKING:
-    from quire.cache.kv_cache import KVCache
 
 TOKEN_BYTES = 4
 
 
-def audit(cache: KVCache, before: Picture | None = None) -> Picture:
+def audit(cache: Audited, before: Picture | None = None) -> Picture:
     """Check every law, and return what was seen. Raises AuditFailure naming each one that is broken.
 
     Laws about what is as it was in `before`, a picture that has passed, are not checked again. O(pages + nodes).
@@ -56,8 +51,8 @@ def audit(cache: KVCache, before: Picture | None = None) -> Picture:
             broken += _shelf(found, picture.tree.cached)
         if not found.whole and (group or rows):
             broken += _reads(picture, found)
-    if cache.tiers is not None:
-        broken += tier_laws(picture)
+    for law in cache.parts.audits.laws:
+        broken += law(picture)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
     return picture
@@ -101,8 +96,8 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
         if extra:
             yield f"{name}: page {extra[0]} is free and has a frame"
         missing = sorted(set(picture.out) - set(resident))
-        if picture.cache.tiers is not None:
-            gone = set(below_device(picture.tree))
+        if picture.is_tiered:
+            gone = {page for node, pages in picture.tree.edges if not node.here for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
             gone.update(picture.waits.pages)  # a duplicate may have given its frame to a page that was below only

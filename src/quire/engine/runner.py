@@ -90,8 +90,8 @@ class ModelRunner:
         rows = offsets[[work.samples for work in works]] - 1
         fence = self._cache.open_fence()
         try:
-            requests = self._cache.batch([work.kv for work in works])
-            self._tables.apply(self._cache.page_table_changes())
+            requests = self._cache.rows.batch([work.kv for work in works])
+            self._tables.apply(self._cache.rows.page_table_changes())
             loads = tuple({load for work in works for load in work.kv.loads})
             waits = not all(load.done for load in loads)
             for pool in self.pools:
@@ -126,7 +126,7 @@ class ModelRunner:
             query_starts=_starts(counts),
             context_lens=ends.astype(np.int32),
             frames=self._frames(requests, ends, group),
-            slots=self._cache.slots(requests, starts, ends, group),
+            slots=self._cache.rows.slots(requests, starts, ends, group),
             page_size=self._cache.page_size,
         )
 
@@ -134,7 +134,7 @@ class ModelRunner:
         """The page tables of a batch on the host, where reading is planned. Where that is the device, they are its own;
         a device elsewhere has its own too, for kernels that read pages by row, and is not waited for here."""
         if self._device.type != "cpu":
-            return self._cache.page_table(requests, ends, group)
+            return self._cache.rows.page_table(requests, ends, group)
         width = pages_for(int(ends.max(initial=1)), self._cache.page_size)
         frames: Ids = self._tables.rows(self._place[group], torch.from_numpy(requests.rows), width).numpy()
         return frames

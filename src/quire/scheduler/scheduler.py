@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
-from quire.cache.prefetch import Prefetch
 from quire.errors import InvalidInput, OutOfPages
+from quire.offload.prefetch import Prefetch
+from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.batch import Batch, Work
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.request import Request, RequestState
@@ -31,17 +32,27 @@ _NEXT = 32
 
 
 class Scheduler:
-    """The queues of one engine. Single-threaded, like the cache it allocates from."""
+    """The queues of one engine. Single-threaded, like the cache it allocates from. `ahead` is what brings prefixes from
+    tiers below the device (`Offloading.ahead`)."""
 
-    def __init__(self, cache: KVCache, policy: SchedulingPolicy, *, max_running: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        policy: SchedulingPolicy,
+        *,
+        max_running: int,
+        max_tokens: int,
+        ahead: ReadAhead = NOTHING_TO_READ_AHEAD,
+    ) -> None:
         self._cache = cache
+        self._ahead = ahead
         self._policy = policy
         self._max_running = max_running
         self._max_tokens = max_tokens
         self._waiting: list[Request] = []  # sorted by Request.order
         self._running: list[Request] = []  # sorted by Request.order
         self._requests: dict[str, Request] = {}
-        self._decoding = cache.batch([])
+        self._decoding = cache.rows.batch([])
         self._blocked_at: tuple[int, ...] | None = None
         self._arrivals = 0
         self.num_preemptions = 0
@@ -78,32 +89,32 @@ class Scheduler:
     def _read_ahead(self, request: Request, behind: Sequence[Request] = ()) -> None:
         """Have what is stored of its prompt fetched, once. Where too many do, the last of those `behind` it that holds
         something does so later."""
-        if request.read_ahead or self._cache.prefetcher is None:
+        if request.read_ahead or not self._ahead.stores:
             return
-        if behind and not self._cache.can_prefetch:
+        if behind and not self._ahead.can_prefetch:
             last = next((other for other in reversed(behind) if other.prefetch or other.prefetched), None)
             if last is not None:
                 self._let_go(last)
                 last.read_ahead = False
-        if self._cache.can_prefetch:
+        if self._ahead.can_prefetch:
             request.read_ahead = True
-            request.prefetch = self._cache.prefetch(request.tokens, request.namespace)
+            request.prefetch = self._ahead.prefetch(request.tokens, request.namespace)
 
     def _read_ahead_next(self) -> None:
         """Those that are next read ahead, as far as there is room for that."""
         for request in self._waiting[:_NEXT]:
             if not request.read_ahead:
-                if not self._cache.can_prefetch:
+                if not self._ahead.can_prefetch:
                     return
                 self._read_ahead(request)
 
     def _let_go(self, request: Request) -> None:
         """Nothing is fetched for it, or held, any more."""
         for prefetch in request.prefetched:
-            self._cache.stop_prefetch(prefetch)
+            self._ahead.stop_prefetch(prefetch)
         request.prefetched.clear()
         if request.prefetch is not None:
-            self._cache.stop_prefetch(request.prefetch)
+            self._ahead.stop_prefetch(request.prefetch)
             request.prefetch = None
 
     def _has_read_ahead(self, request: Request, prefetch: Prefetch) -> None:
@@ -130,7 +141,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
         batch = Batch()
-        self._cache.settle_moves()
+        self._ahead.settle_moves()
         self._read_ahead_next()
         preempted = self.num_preemptions
         decodes: list[Work] = []
@@ -160,7 +171,7 @@ class Scheduler:
         Commits what has settled and ends requests that are done. Returns the requests that got a token, in order.
         """
         advanced = []
-        size, at_every_page = self._cache.page_size, self._cache.gives_back_early
+        size, at_every_page = self._cache.page_size, self._cache.admission.gives_back_early
         for work, token in zip(batch.works, drawn, strict=True):
             request = work.request
             if request.state is RequestState.FINISHED:
@@ -182,18 +193,18 @@ class Scheduler:
     def _launchable(self) -> list[Request]:
         """Running requests whose prefix is there, or arriving layer by layer. Where one's cannot be had, it begins
         again."""
-        if not self._cache.loads:
+        if not self._ahead.loads:
             return self._running
         for request in list(self._running):
-            if request.kv is not None and self._cache.has_failed(request.kv) and not request.pending:
+            if request.kv is not None and request.kv.has_failed and not request.pending:
                 self._put_back(request, "a cached prefix turned out to be damaged")
-        return [request for request in self._running if request.kv is not None and self._cache.is_ready(request.kv)]
+        return [request for request in self._running if request.kv is not None and request.kv.is_ready]
 
     def _grant_decodes(self, batch: Batch, works: list[Work]) -> None:
         """As `_grant` for requests that go on by one token each, which are mostly those of the step before."""
         kvs = [work.kv for work in works]
         if kvs != self._decoding.kvs:
-            self._decoding = self._cache.batch(kvs)
+            self._decoding = self._cache.rows.batch(kvs)
         try:
             self._cache.extend(self._decoding, 1)
         except OutOfPages:
@@ -203,7 +214,7 @@ class Scheduler:
 
     def _work(self, request: Request, limit: int) -> Work:
         assert request.kv is not None
-        count = self._cache.at_once(request.kv, min(request.num_ready, limit))
+        count = self._cache.admission.at_once(request.kv, min(request.num_ready, limit))
         start = request.num_launched
         return Work(request, request.kv, start, count, samples=start + count == request.num_known)
 
@@ -213,7 +224,7 @@ class Scheduler:
             try:
                 self._cache.extend([work.kv for work in works], [work.count for work in works])
             except OutOfPages:
-                if self._cache.steps_in_flight:
+                if self._cache.fences.num_open:
                     works = works[:-1]
                     continue
                 victim = self._running[-1]
@@ -233,13 +244,13 @@ class Scheduler:
     def _put_back(self, request: Request, reason: str) -> None:
         """A running request waits again, without memory."""
         assert request.kv is not None and not request.pending
-        failed = self._cache.has_failed(request.kv)
+        failed = request.kv.has_failed
         self._cache.finish(request.kv, None if failed else request.tokens[: request.num_settled], returns=True)
         self._running.remove(request)
         request.kv = None
         request.read_ahead = False  # storage may have what was damaged, and what it leaves may go before its turn comes
         if failed:
-            self._cache.settle_moves()  # what was damaged is forgotten now, and can be fetched
+            self._ahead.settle_moves()  # what was damaged is forgotten now, and can be fetched
         request.state = RequestState.WAITING
         request.num_launched = request.num_settled = 0
         request.wait_reason = reason
@@ -259,7 +270,7 @@ class Scheduler:
 
         def match(request: Request) -> PrefixHit:
             hit = hits.get(request.request_id)
-            if hit is None or not self._cache.is_current(hit):
+            if hit is None or not self._cache.admission.is_current(hit):
                 hit = hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
             return hit
 
@@ -274,7 +285,7 @@ class Scheduler:
             if not request.read_ahead:
                 self._read_ahead(request, order[place + 1 :])
             if request.prefetch is not None:
-                if self._cache.is_awaited(request.prefetch):
+                if self._ahead.is_awaited(request.prefetch):
                     request.wait_reason = "waits for a part of its prompt that is in storage"
                     deferred += 1
                     continue
@@ -322,7 +333,7 @@ class Scheduler:
         request.state = RequestState.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
-        if self._cache.is_ready(request.kv):
+        if request.kv.is_ready:
             self._grant(batch, [self._work(request, limit)])
 
     def _commit_settled(self) -> None:
@@ -340,7 +351,7 @@ class Scheduler:
         are now, at the end of a page."""
         if not self._cache.share_prefixes:
             return []
-        early, size = self._cache.gives_back_early, self._cache.page_size
+        early, size = self._cache.admission.gives_back_early, self._cache.page_size
         return [other for other in self._running if other.in_prefill or (early and other.num_settled % size == 0)]
 
     def _leader(self, request: Request, hit: PrefixHit, leaders: Sequence[Request]) -> Request | None:
@@ -362,10 +373,10 @@ class Scheduler:
         running = [(other.kv, pages_for(other.num_known, size)) for other in self._running if other.kv is not None]
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
         spare = pages_for(plan.tokens_per_step, size)
-        request.wait_reason = self._cache.why_not(hit, needed, running, spare)
+        request.wait_reason = self._cache.admission.why_not(hit, needed, running, spare)
         # Who runs will end; what waiting requests hold for themselves could keep the first of them out for ever.
-        while request.wait_reason and not running and self._cache.take_back_prefetched():
-            request.wait_reason = self._cache.why_not(hit, needed, running, spare)
+        while request.wait_reason and not running and self._ahead.take_back_prefetched():
+            request.wait_reason = self._cache.admission.why_not(hit, needed, running, spare)
         return not request.wait_reason
 
     def _finish(self, request: Request) -> None:

@@ -66,14 +66,14 @@ class FakeModel:
             carried = self._cache.launch(index, kvs, ends)
             if carried is not None:
                 pieces[index] = carried
-            writes.append(self._cache.slots(kvs, starts, ends, index) if carried is None else NO_SLOTS)
+            writes.append(self._cache.rows.slots(kvs, starts, ends, index) if carried is None else NO_SLOTS)
             reads.append(self._reads(index, kvs, starts, ends) if carried is None else [])
         known = [work.request.tokens.copy() for work in batch.works]
         return FakeStep(batch, fence, previous, known, writes, reads, pieces)
 
     def _reads(self, index: int, kvs: list[RequestKV], starts: np.ndarray, ends: np.ndarray) -> list[Ids]:
         size, reach = self._cache.page_size, self._cache.groups[index].reach
-        table = self._cache.page_table(kvs, ends, index)
+        table = self._cache.rows.page_table(kvs, ends, index)
         firsts = [reach.needed(start // size).start for start in starts.tolist()]
         return [
             slots_of_frames(frames[first:], size)[: int(end) - first * size]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.cache.admission import Admission
 from quire.cache.carried import CarriedGroup
-from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.plan.budget import MemoryPlan
 from quire.prefix.shelf import Rank
@@ -74,7 +74,7 @@ def preemption_makes_output_prompt(patch: Patch) -> None:
 @mutant("scheduler", field.STUCK)
 def chunks_are_not_cut_to_the_window_pool(patch: Patch) -> None:
     """A prompt longer than the window pool waits for ever."""
-    patch.setattr(KVCache, "at_once", lambda self, kv, count: count)
+    patch.setattr(Admission, "at_once", lambda self, kv, count: count)
 
 
 @mutant("scheduler", field.STUCK)

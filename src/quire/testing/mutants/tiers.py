@@ -7,18 +7,21 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from quire.cache import page_names, prefetcher, tiering
-from quire.cache.archiver import Archiver
 from quire.cache.damaged import DamagedPages
-from quire.cache.host_groups import HostGroup
-from quire.cache.page_names import PageNames
-from quire.cache.prefetch import Prefetch
-from quire.cache.prefetcher import Prefetcher
-from quire.cache.sought import Sought
-from quire.cache.tier_counters import LinkCounters, TierCounters
-from quire.cache.tier_settings import WritePolicy
-from quire.cache.tiering import Tiering
+from quire.cache.request_kv import RequestKV
 from quire.memory import record
+from quire.offload import page_names, prefetcher, tiering
+from quire.offload.archiver import Archiver
+from quire.offload.below import Below
+from quire.offload.host_groups import HostGroup
+from quire.offload.owed_paths import path_of
+from quire.offload.page_names import PageNames
+from quire.offload.prefetch import Prefetch
+from quire.offload.prefetcher import Prefetcher
+from quire.offload.sought import Sought
+from quire.offload.tier_counters import LinkCounters, TierCounters
+from quire.offload.tier_settings import WritePolicy
+from quire.offload.tiering import Tiering
 from quire.prefix import hashing, lower_order
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
@@ -64,7 +67,7 @@ def write_back_does_not_wait(patch: Patch) -> None:
     def keep(tiers: Tiering, node: Any) -> int:
         if tiers.settings.write is not WritePolicy.BACK or node.kept == node.num_pages:
             return int(real(tiers, node))
-        pages = tiers.path(node)
+        pages = path_of(node)
         if tiers.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True) is None:
             return int(node.kept)
         tiers._tree._copied(node, node.num_pages)
@@ -76,7 +79,7 @@ def write_back_does_not_wait(patch: Patch) -> None:
 @mutant("tiers", field.AHEAD)
 def a_load_is_ready_before_its_check(patch: Patch) -> None:
     """A step is launched on a prefix that was asked for and has not come."""
-    patch.setattr(Tiering, "is_ready", lambda tiers, kv: not tiers.has_failed(kv))
+    patch.setattr(RequestKV, "is_ready", property(lambda kv: not kv.has_failed))
 
 
 @mutant("tiers", field.AHEAD)
@@ -199,16 +202,16 @@ def a_failed_store_is_visible(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
     """Pages are stored that nobody can find, since those before them are not."""
-    real = Tiering.move_of
+    real = Below.move_of
 
-    def make(tiers: Tiering, link: Lane, parts: Any, *args: Any) -> Transfer:
+    def make(below: Below, link: Lane, parts: Any, *args: Any) -> Transfer:
         if link is Lane.ARCHIVE:
             for part in parts:
                 if len(part.pages) > 1:
                     part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]
-        return real(tiers, link, parts, *args)
+        return real(below, link, parts, *args)
 
-    patch.setattr(Tiering, "move_of", make)
+    patch.setattr(Below, "move_of", make)
 
 
 @mutant("tiers", field.DEAD)
