@@ -101,12 +101,7 @@ class _Kept:
         self.known: Ids = np.zeros((0, 0), dtype=np.int32)  # page tables
         self.owns: list[_Own] = []
         self.tails = Tails(window, device)
-
-    @property
-    def num_kept(self) -> int:
-        """Gathered slots that are held for the next step."""
-        lengths = [len(source.index) for own in self.owns for source in own.sources if source.index is not None]
-        return self.tails.num_cells + sum(lengths)
+        self.num_kept = 0  # gathered slots that are held for the next step
 
     def planned(self, seqs: Sequences) -> StepPlan:
         """The plan of a step."""
@@ -246,8 +241,8 @@ class _Kept:
             self.owns[row] = _Own()
         self.ends[dirty], self.dated[dirty] = -1, False
         cut = self._cut(rows.contexts)
-        seen = rows.contexts - rows.queries + 1  # positions that all new tokens see
-        lows = np.where(cut, np.maximum(seen - self.window, 0), self.covers)
+        seen = rows.contexts - np.where(rows.queries > 1, rows.queries, 0)  # positions beyond those only in tails
+        lows = np.where(cut, np.maximum(rows.contexts - rows.queries + 1 - self.window, 0), self.covers)
         tails: dict[int, Slots] = {}
         whole = []
         for row in dirty.tolist():
@@ -275,8 +270,8 @@ class _Kept:
         self.tails.pack(tails, rows.queries, rows.contexts, ring, rows.starts)
 
     def _split(self, row: int, low: int, high: int) -> Slots:
-        """Cut positions `low:high`, which all new tokens see, into runs and gathers. Returns the tail, if there is one:
-        it is none where the last run goes on with the tokens to come."""
+        """Cut positions `low:high`, which all new tokens see, into runs and gathers. Returns the tail: the rest, and the
+        new tokens where they are several. It is empty where the last run goes on with the tokens to come."""
         rows = self.rows
         begins, ends = rows.slot_runs(row, low, high)
         in_place = ends - begins >= segments.MIN_RUN
@@ -322,6 +317,8 @@ class _Kept:
                 found += own.segments
         start_empty = self.tails.place_rows(self.rows.starts, fresh)
         found += [block.segment for block in self.tails.blocks]
+        gathered = [segment.source.index for segment in found if segment.source.index is not None]
+        self.num_kept = sum(map(len, gathered))
         if len(self.order) < len(seqs.ids):
             chunks = ChunkSegments(seqs, self.window, self.device)
             others = np.setdiff1d(np.flatnonzero(seqs.queries), self.order)
