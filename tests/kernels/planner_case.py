@@ -82,9 +82,7 @@ class Steps:
             other = self.running[self.random.integers(len(self.running))]
             pages = int(self.random.integers(0, len(other.keys) // self.page_size + 1))
             new.frames = other.frames[:pages]
-            new.keys, new.values = (
-                part[: pages * self.page_size].clone() for part in (other.keys, other.values)
-            )
+            new.keys, new.values = (part[: pages * self.page_size].clone() for part in (other.keys, other.values))
         self._write(new, int(self.random.choice([0, 3, 20, 60, 100])))
         self.running.insert(int(self.random.integers(len(self.running) + 1)), new)
 
@@ -154,7 +152,7 @@ class Steps:
     def _attend(self, query: Tensor, present: list[tuple[Sequence, int]], kept: AttentionPlanner | None) -> Tensor:
         size = self.page_size
         width = max(len(sequence.frames) for sequence, _ in present)
-        frames = self.random.integers(-5, 5, (len(present), width + 1)).astype(np.int32)  # what is behind them is stale
+        frames = self.random.integers(0, 5, (len(present), width + 1)).astype(np.int32)  # what is behind them is stale
         slots: list[int] = []
         for table, (sequence, count) in zip(frames, present, strict=True):
             table[: len(sequence.frames)] = sequence.frames

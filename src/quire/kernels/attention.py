@@ -211,8 +211,8 @@ class _Step:
         folded = query.view(count, rows, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = None if segment.mask is None else segment.mask.repeat(1, group, 1).unsqueeze(1)
         out, lse = self.attend(folded, key, value, mask=mask)
-        out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        return out, lse.unflatten(2, (group, rows)).permute(0, 3, 1, 2).flatten(0, 1)
+        out = out.reshape(count, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return out, lse.reshape(count, kv_heads, group, rows).permute(0, 3, 1, 2).flatten(0, 1)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """Rows that see different keys: KV heads are the batch, the heads of a group share keys by stride 0."""

@@ -124,7 +124,7 @@ class _Kept:
         self.tails.show_rows(rows.contexts)
         return self.plan
 
-    # What has changed --------------------------------------------------------------------------------------------------
+    # What has changed -------------------------------------------------------------------------------------------------
 
     def _is_same(self, seqs: Sequences) -> bool:
         """Whether the sequences are those of the last step, in their order, and all of them are rows."""
@@ -132,7 +132,7 @@ class _Kept:
             len(self.order) == len(seqs.ids)
             and np.array_equal(self.ids, seqs.ids)
             and np.array_equal(self.queries, seqs.queries)
-            and self._few(seqs).all()
+            and bool(self._few(seqs).all())
         )
 
     def _few(self, seqs: Sequences) -> Bools:
@@ -148,7 +148,7 @@ class _Kept:
         return cut
 
     def _match(self, seqs: Sequences) -> Sequences:
-        """Find the rows of this step among those of the last one; returns what they were then, -1 where they are new."""
+        """Find the rows of this step among those of the last one. Returns what they were then, -1 where new."""
         before = self.rows
         self.ids, self.queries = seqs.ids.copy(), seqs.queries
         self.order = np.flatnonzero(self._few(seqs))
@@ -164,7 +164,7 @@ class _Kept:
 
         self.tails.select(old)
         self.covers, self.limits, self.ends = matched(self.covers), matched(self.limits), matched(self.ends)
-        self.dated = matched(self.dated) == 1
+        self.dated = matched(self.dated.astype(np.int64)) == 1
         self.owns = [self.owns[row] if row >= 0 else _Own() for row in old.tolist()]
         known = np.full((len(old), self.known.shape[1]), -1, dtype=np.int32)
         known[~fresh] = self.known[old[~fresh]]
@@ -216,7 +216,7 @@ class _Kept:
             outgrown[grows] |= (counts > 1) | ((counts == 1) & ~goes_on)
         return outgrown
 
-    # The parts of a plan -----------------------------------------------------------------------------------------------
+    # The parts of a plan ----------------------------------------------------------------------------------------------
 
     def _append(self, before: Sequences, kept: Bools) -> None:
         """Let the rows that are `kept` read their new tokens."""
@@ -270,8 +270,11 @@ class _Kept:
         self.tails.pack(tails, rows.queries, rows.contexts, ring, rows.starts)
 
     def _split(self, row: int, low: int, high: int) -> Slots:
-        """Cut positions `low:high`, which all new tokens see, into runs and gathers. Returns the tail: the rest, and the
-        new tokens where they are several. It is empty where the last run goes on with the tokens to come."""
+        """Cut positions `low:high`, which all new tokens see, into runs and gathers.
+
+        Returns the tail: the rest, and new tokens where they are several. It is empty where the last run goes on with
+        the tokens to come.
+        """
         rows = self.rows
         begins, ends = rows.slot_runs(row, low, high)
         in_place = ends - begins >= segments.MIN_RUN
@@ -304,7 +307,12 @@ class _Kept:
         shared, tailed = self.covers > self.rows.lows, self.tails.has()
         fresh = ~shared
         each = zip(
-            self.owns, self.rows.starts.tolist(), self.rows.queries.tolist(), shared.tolist(), tailed.tolist(), strict=False
+            self.owns,
+            self.rows.starts.tolist(),
+            self.rows.queries.tolist(),
+            shared.tolist(),
+            tailed.tolist(),
+            strict=False,
         )
         for row, (own, start, queries, after, before) in enumerate(each):
             if own.sources:

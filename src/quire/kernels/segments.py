@@ -184,7 +184,7 @@ def gathered_sources(slots: Slots, device: torch.device) -> list[Source]:
     """`slots`, gathered."""
     if not len(slots):
         return []
-    return [Source(index=part) for part in to_device(slots, device).split(MAX_GATHER)]
+    return [Source(index=part) for part in torch.split(to_device(slots, device), MAX_GATHER)]
 
 
 def flatten_ranges(starts: Slots, stops: Slots) -> Slots:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from quire.kernels import segments
 from quire.kernels.segments import Segment, Slots, Source, buckets, row_index
@@ -67,8 +66,9 @@ class _Cells:
     def send(self, cells: slice) -> None:
         """Bring a range of cells to the device."""
         if self.mirrored:
-            for there, here in zip(self.on_device, (self.index, self.mask), strict=True):
-                there[cells].copy_(torch.from_numpy(here[cells]), non_blocking=True)
+            index, mask = self.on_device
+            index[cells].copy_(torch.from_numpy(self.index[cells]), non_blocking=True)
+            mask[cells].copy_(torch.from_numpy(self.mask[cells]), non_blocking=True)
 
 
 class Tails:
@@ -248,8 +248,9 @@ class Tails:
     def _reserve(self, count: int) -> int:
         """The first of `count` free cells. Where none are left, blocks move together into twice the cells they need."""
         if self._cells.used + count > len(self._cells.index):
-            old, self._cells = self._cells, _Cells(
-                2 * (self.num_cells + count) + 1024, self._device, mirrored=self._mirrored
+            old, self._cells = (
+                self._cells,
+                _Cells(2 * (self.num_cells + count) + 1024, self._device, mirrored=self._mirrored),
             )
             for block in self.blocks:
                 source, block.base = block.cells, self._cells.used
