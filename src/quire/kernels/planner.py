@@ -35,7 +35,7 @@ from quire.spec.ids import Bools, Ids
 if TYPE_CHECKING:
     from quire.kernels.batch import PagedBatch
 
-MAX_KEPT = 1 << 23
+MAX_KEPT = 1 << 24
 """Gathered slots, 8 bytes each, above which a plan is not kept for the next step."""
 
 
