@@ -157,6 +157,8 @@ class _Kept:
         old = np.array([place.get(number, -1) for number in ids.tolist()], dtype=np.int64)
         if len(before.ids):
             old[before.queries[old] != queries] = -1
+        if np.array_equal(old, np.arange(len(before.ids))):
+            return before
         fresh = old < 0
 
         def matched(array: Slots) -> Slots:
@@ -184,15 +186,16 @@ class _Kept:
             missing = width + width // 4 - self.known.shape[1]
             self.known = np.pad(self.known, ((0, 0), (0, missing)), constant_values=-1)
         reads = np.where(cut, rows.contexts - self.window, rows.lows) // size  # the first page that is still read
-        first = int(reads.min(initial=width))
-        differs = self.known[:, first:width] != rows.frames[:, first:]
+        planned = -(-before.contexts // size)
+        first, stop = int(reads.min(initial=width)), min(int(planned.max(initial=0)), width)
+        differs = self.known[:, first:stop] != rows.frames[:, first:stop]
         some = np.flatnonzero(differs.any(axis=1))
         if len(some):
             at, page = np.nonzero(differs[some])
             row, page = some[at], page + first
             self.known[row, page] = rows.frames[row, page]
-            planned = (page >= reads[row]) & (page * size < before.contexts[row])
-            changed[row[planned]] = True
+            changed[row[(page >= reads[row]) & (page < planned[row])]] = True
+        self.known[:, stop:width] = rows.frames[:, stop:]
         return changed
 
     def _share(self, seqs: Sequences) -> None:

@@ -34,6 +34,7 @@ class _Block:
     width: int
     base: int
     segment: Segment
+    starts: Slots | None = None  # the flat row of each one's first
     seen: npt.NDArray[np.float32] | None = None  # the mask of several rows each, on the host
 
     @property
@@ -172,15 +173,17 @@ class Tails:
 
         Returns whether some segment has rows of both kinds.
         """
+        has = self._block >= 0
+        new = np.bincount(self._block[has & fresh], minlength=len(self.blocks)).tolist()
         mixed = False
-        for block, members in zip(self.blocks, self.members, strict=True):
+        for block, members, count in zip(self.blocks, self.members, new, strict=True):
             flat = starts[members]
-            if block.queries > 1:
-                flat = (flat[:, None] + np.arange(block.queries)).reshape(-1)
-            block.segment.rows = row_index(flat, self._device)
-            new = fresh[members]
-            block.segment.first = bool(new.all())
-            mixed |= bool(new.any()) and not block.segment.first
+            if block.starts is None or not np.array_equal(block.starts, flat):
+                block.starts = flat
+                rows = flat if block.queries == 1 else (flat[:, None] + np.arange(block.queries)).reshape(-1)
+                block.segment.rows = row_index(rows, self._device)
+            block.segment.first = count == block.count
+            mixed |= 0 < count < block.count
         return mixed
 
     def _loosened(self, kinds: set[tuple[int, bool]], contexts: Slots) -> dict[int, Slots]:
