@@ -275,9 +275,10 @@ class Tails:
         if block.queries > 1:
             shape = (block.count, block.queries, block.width)
             if block.seen is None or block.seen.shape != shape:
-                block.seen = np.zeros(shape, dtype=np.float32)
-                segment.mask = torch.from_numpy(block.seen)
-                segment.mask = segment.mask.to(self._device).clone() if self._mirrored else segment.mask
+                with torch.inference_mode(False):
+                    seen = torch.zeros(shape, dtype=torch.float32)
+                    segment.mask = seen.to(self._device).clone() if self._mirrored else seen
+                block.seen = seen.numpy()
         elif not block.ring:
             segment.mask = mask.view(block.count, 1, block.width)
 
