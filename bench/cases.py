@@ -67,6 +67,16 @@ def _steps(sizes: Sizes, others: dict[str, Path]) -> Iterator[Case]:
     many = sizes.step_running[-2]
     for kind in KINDS:
         yield Case(
+            name=f"turnover-{kind}-{many}",
+            label=f"whole step of {many}, {kind}, in which one ends and another of {sizes.step_prompt} tokens begins",
+            operation="turnover",
+            arguments={"page": 16, "kind": kind, "running": many},
+            peers=("vllm",),
+            goals={"vllm": 5.0} if kind == "full" else {},
+            expect={"running": many},
+        )
+    for kind in KINDS:
+        yield Case(
             name=f"calls-{kind}-{many}",
             label=f"Python functions called in that step, {many} running, {kind}",
             operation="step_calls",

@@ -48,7 +48,7 @@ class Sizes:
     """Tokens of each sequence whose attention is planned."""
     llm_steps: int = 64
     llm_prompt: int = 8
-    pauses: int = 2_000
+    pauses: int = 500
     """Steps of one sample of the row that looks for the longest one."""
     admitted: int = 65_536
     admit_pool: int = 1_048_576
@@ -71,7 +71,7 @@ TOY = Sizes(
     extended=(4, 128),
     running=16,
     steps=16,
-    step_running=(1, 16),
+    step_running=(1, 8, 16),
     step_prompt=32,
     followers=8,
     led=5_000,

@@ -16,7 +16,7 @@ import numpy as np
 from engines import Quire
 from llm_rows import llm_steps
 from metadata_worker import Operation, Stopwatch, replay, trace_of
-from quire_step import AttentionPlan, Followers, StepCalls, Steps
+from quire_step import AttentionPlan, Followers, StepCalls, Steps, Turnover
 from step_rows import counted_calls, sample_of, timed_steps
 from workloads import Arrival, Sizes, Tokens, Tree, tokens
 
@@ -61,7 +61,16 @@ class System:
         (
             *("match", "match_edge", "insert", "insert_again", "evict", "evict_many"),
             *("free", "extend", "decode", "admit", "replay", "evict_pause"),
-            *("step", "step_calls", "engine_step", "followers", "attention_plan", "llm_step", "replay_command"),
+            *(
+                "step",
+                "turnover",
+                "step_calls",
+                "engine_step",
+                "followers",
+                "attention_plan",
+                "llm_step",
+                "replay_command",
+            ),
         )
     )
 
@@ -318,6 +327,11 @@ class System:
     def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """A whole decode step without the model: `Scheduler.schedule`, `ModelRunner.launch`, `Scheduler.settle`."""
         return timed_steps(Steps(kind, page, running, sizes), sizes)
+
+    def turnover(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """The same where one request ends and another begins in each step: `EngineCore.add`, chunks of its prompt, and
+        commits of all that has ended."""
+        return timed_steps(Turnover(kind, page, running, sizes), sizes)
 
     def step_calls(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """Python functions that this step calls."""

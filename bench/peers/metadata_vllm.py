@@ -69,10 +69,10 @@ class Requests:
         self._params = SamplingParams(max_tokens=100_000)
         self._count = 0
 
-    def new(self, prompt: list[int]) -> Request:
+    def new(self, prompt: list[int], params: SamplingParams | None = None) -> Request:
         """A request that has computed nothing."""
         self._count += 1
-        return Request(str(self._count), prompt, self._params, None, block_hasher=self._hasher)
+        return Request(str(self._count), prompt, params or self._params, None, block_hasher=self._hasher)
 
 
 def admit(manager: KVCacheManager, request: Request) -> int:
@@ -87,7 +87,7 @@ def admit(manager: KVCacheManager, request: Request) -> int:
 class System:
     """Generators as `metadata_worker` describes them."""
 
-    OPERATIONS = frozenset(("match", "extend", "decode", "admit", "replay", "step", "step_calls"))
+    OPERATIONS = frozenset(("match", "extend", "decode", "admit", "replay", "step", "step_calls", "turnover"))
 
     def __init__(self) -> None:
         self._filled: tuple[tuple[Sizes, int], KVCacheManager, Requests] | None = None
@@ -168,6 +168,12 @@ class System:
         from vllm_step import Steps
 
         return timed_steps(Steps(kind, page, running, sizes), sizes)
+
+    def turnover(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """The same where one request ends and another begins in each step, `add_request` included."""
+        from vllm_step import Turnover
+
+        return timed_steps(Turnover(kind, page, running, sizes), sizes)
 
     def step_calls(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """Python functions that this step calls."""

@@ -172,6 +172,49 @@ class Steps:
             self.core.step()
 
 
+class Turnover:
+    """As `Steps`, with an end and a new request in every step: requests draw as many tokens as requests run."""
+
+    parts = ("add", "schedule", "launch", "settle")
+
+    def __init__(self, kind: str, page: int, running: int, sizes: Sizes) -> None:
+        self.running, self._first, self._count, self._due = running, sizes.step_prompt, 0, running
+        context = -(-(self._first + 64 + running) // 64) * 64
+        self.core, _ = new_core(kind, page, tokens=2 * running * (context + page), context=context, running=running)
+        self.core.runner = _runner_without_sampler(self.core)
+
+    def ready(self, steps: int) -> None:
+        """Begin, so that one request ends in each step."""
+        while self._count < 3 * self.running:
+            self.step()
+
+    def step(self) -> tuple[int, ...]:
+        """Add as many requests as ended in the step before, then a step: CPU nanoseconds of its parts."""
+        core, clock = self.core, time.process_time_ns
+        messages = [self._message() for _ in range(self._due)]
+        began = clock()
+        for message in messages:
+            core.add(message)
+        added = clock()
+        core.cache.retention.expire()
+        batch = core.scheduler.schedule()
+        scheduled = clock()
+        step = core.runner.launch(batch, None)
+        launched = clock()
+        advanced = core.scheduler.settle(step.batch, step.wait())
+        core.cache.close_fence(step.fence)
+        settled = clock()
+        self._due = sum(request.finish_reason is not None for request in advanced)
+        return added - began, scheduled - added, launched - scheduled, settled - launched
+
+    def _message(self) -> EngineRequest:
+        self._count += 1
+        prompt = tokens(self._first + self._count * 37 % 64, "turnover", self._count) % VOCABULARY
+        outputs = self._count if self._count <= self.running else self.running
+        params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
+        return EngineRequest(request_id=str(self._count), prompt=prompt.tobytes(), params=params)
+
+
 class Followers:
     """A leader that computes a long prompt, and requests behind it that begin with the same."""
 

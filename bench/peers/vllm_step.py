@@ -10,6 +10,7 @@ from typing import Any
 
 from metadata_vllm import Requests, specs
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -104,6 +105,47 @@ class Steps:
         output = _drawn(scheduled, self._scheduler)
         self._scheduler.update_from_output(scheduled, output)
         return sum(map(len, output.sampled_token_ids))
+
+
+class Turnover:
+    """As `Steps`, with an end and a new request in every step, as `quire_step.Turnover`."""
+
+    parts = ("add", "schedule", "update_from_output")
+
+    def __init__(self, kind: str, page: int, running: int, sizes: Sizes) -> None:
+        self.running, self._first, self._count, self._due = running, sizes.step_prompt, 0, running
+        context = -(-(self._first + 64 + running) // 64) * 64
+        pool = 2 * running * (context + page)
+        self._scheduler = new_scheduler(pool, page, context=context, running=running, kind=kind)
+        self._requests = Requests(page)
+
+    def ready(self, steps: int) -> None:
+        """Begin, so that one request ends in each step."""
+        while self._count < 3 * self.running:
+            self.step()
+
+    def step(self) -> tuple[int, ...]:
+        """Add as many requests as ended in the step before, then a step: CPU nanoseconds of its parts."""
+        scheduler, clock = self._scheduler, time.process_time_ns
+        prompts = [self._prompt() for _ in range(self._due)]
+        began = clock()
+        for prompt, params in prompts:
+            scheduler.add_request(self._requests.new(prompt, params))
+        added = clock()
+        scheduled = scheduler.schedule()
+        decided = clock()
+        output = _drawn(scheduled, scheduler)
+        before = len(scheduler.requests)
+        updating = clock()
+        scheduler.update_from_output(scheduled, output)
+        updated = clock()
+        self._due = before - len(scheduler.requests)
+        return added - began, decided - added, updated - updating
+
+    def _prompt(self) -> tuple[list[int], SamplingParams]:
+        self._count += 1
+        prompt = tokens(self._first + self._count * 37 % 64, "turnover", self._count)
+        return prompt.tolist(), SamplingParams(max_tokens=min(self._count, self.running))
 
 
 def _drawn(scheduled: Any, scheduler: Scheduler | None = None) -> ModelRunnerOutput:
