@@ -34,8 +34,6 @@ from cases import FAMILIES, Case, cases  # noqa: E402
 from metadata_report import console, plot, print_table  # noqa: E402
 from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
-from engine import TOY as TOY_MODEL  # noqa: E402
-from engine import save_model  # noqa: E402
 from quire.sim.trace import open_trace  # noqa: E402
 
 ENVIRONMENTS = {
@@ -134,7 +132,13 @@ def measure(
     failed: dict[str, str] = {}
     for system in list(chosen):
         try:
-            workers[system].ask("prepare", operation=case.operation, sizes=asdict(options.sizes), **case.arguments)
+            workers[system].ask(
+                "prepare",
+                operation=case.operation,
+                sizes=asdict(options.sizes),
+                collect=not options.toy,
+                **case.arguments,
+            )
         except RuntimeError as error:
             failed[system] = str(error)
             chosen.remove(system)
@@ -268,8 +272,6 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     workers, about, absent = start(options, folder)
     others = {"model": folder / "model"} | ({"mooncake": options.mooncake} if options.mooncake.exists() else {})
     every = [case for case in cases(options.sizes, paths, others) if any(part in case.name for part in options.only)]
-    if any(case.operation == "llm_step" for case in every):
-        save_model(replace(TOY_MODEL, requests=options.sizes.running), others["model"])
     rows: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     ideals: dict[str, float] = {}
