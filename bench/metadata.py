@@ -211,7 +211,8 @@ def summarise(case: Case, measured: dict[str, Any], rows: dict[str, dict[str, An
 
 def _fastest(row: dict[str, Any], system: str = "quire") -> float:
     """The lowest sample: what is left where nothing else was busy."""
-    return min(row["systems"][system]["samples"])
+    samples: list[float] = row["systems"][system]["samples"]
+    return min(samples)
 
 
 def _parts(taken: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -236,7 +236,7 @@ class System:
             checkpoint_interval=most * 9,
             **StepCalls.DEFAULTS,
         )
-        calls, step, kvs = StepCalls(cache), most, []
+        calls, step, kvs = StepCalls(cache), most, list[RequestKV]()
         known = [tokens(most + count + first, "decode", i) for i in range(count)]
         yield {}
         while True:
@@ -365,11 +365,22 @@ class System:
         return llm_steps(Quire(), sizes, folder)
 
     def replay_command(self, sizes: Sizes, page: int, trace: str) -> Operation:
-        """`quire replay` of a trace, a process of its own, with its own defaults; per run."""
+        """`quire replay` of a trace with the policy that engines have by default, a process of its own; per run."""
         yield {}
         while True:
             before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            command = [sys.executable, "-m", "quire", "replay", trace, "--page-size", str(page), "--json"]
+            command = [
+                sys.executable,
+                "-m",
+                "quire",
+                "replay",
+                trace,
+                "--policy",
+                "density",
+                "--page-size",
+                str(page),
+                "--json",
+            ]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -8,7 +8,7 @@ call of the cache is picked out by hand.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -27,6 +27,7 @@ from quire.kernels.batch import PagedBatch
 from quire.memory.page_table import DevicePageTables
 from quire.models.hf import LoadedModel
 from quire.plan.planner import make_plan
+from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 from quire.spec.model import ModelSpec
@@ -106,12 +107,29 @@ class FixedSampler:
         return Drawn(torch.ones(len(requests), dtype=torch.int64), {})
 
 
+def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
+    """What `EngineCore.step` does, one by one: the requests that got a token, and the CPU nanoseconds of `schedule`,
+    `launch` and `settle`."""
+    clock = time.process_time_ns
+    began = clock()
+    core.cache.retention.expire()
+    batch = core.scheduler.schedule()
+    scheduled = clock()
+    step = core.runner.launch(batch, None)
+    launched = clock()
+    advanced = core.scheduler.settle(step.batch, step.wait())
+    core.cache.close_fence(step.fence)
+    return advanced, (scheduled - began, launched - scheduled, clock() - launched)
+
+
 class Steps:
     """An engine whose requests all decode, at different places of their pages.
 
     `whole` runs `EngineCore.step` with its own sampler, outputs and the plan of attention; without it, steps are
     scheduled, launched and settled one by one with a sampler that costs nothing.
     """
+
+    own_calls = 2
 
     def __init__(self, kind: str, page: int, running: int, sizes: Sizes, *, whole: bool = False) -> None:
         self.running, self._first, self._room = running, sizes.step_prompt, 16 * sizes.steps
@@ -125,7 +143,7 @@ class Steps:
         if not whole:
             self.core.runner = _runner_without_sampler(self.core)
         self._whole = whole
-        self.parts = ("step",) if whole else ("schedule", "launch", "settle")
+        self.parts: Sequence[str] = ("step",) if whole else ("schedule", "launch", "settle")
         self._left = 0
 
     def ready(self, steps: int) -> None:
@@ -145,26 +163,18 @@ class Steps:
         self._turn, self._left = self._turn + 1, self._room
         self._model.plans = self._whole
 
-    def step(self) -> tuple[int, ...]:
+    def step(self) -> Sequence[int]:
         """One decode step: CPU nanoseconds of each of its parts."""
         self._left -= 1
-        clock = time.process_time_ns
-        core = self.core
-        began = clock()
         if self._whole:
-            outputs = core.step()
-            taken: tuple[int, ...] = (clock() - began,)
+            began = time.process_time_ns()
+            advanced = len(self.core.step())
+            taken: Sequence[int] = (time.process_time_ns() - began,)
         else:
-            core.cache.retention.expire()
-            batch = core.scheduler.schedule()
-            scheduled = clock()
-            step = core.runner.launch(batch, None)
-            launched = clock()
-            outputs = core.scheduler.settle(step.batch, step.wait())
-            core.cache.close_fence(step.fence)
-            taken = scheduled - began, launched - scheduled, clock() - launched
-        if len(outputs) != self.running:
-            raise RuntimeError(f"{len(outputs)} of {self.running} requests got a token")
+            requests, taken = timed_step(self.core)
+            advanced = len(requests)
+        if advanced != self.running:
+            raise RuntimeError(f"{advanced} of {self.running} requests got a token")
         return taken
 
     def _drain(self) -> None:
@@ -175,7 +185,7 @@ class Steps:
 class Turnover:
     """As `Steps`, with an end and a new request in every step: requests draw as many tokens as requests run."""
 
-    parts = ("add", "schedule", "launch", "settle")
+    parts: Sequence[str] = ("add", "schedule", "launch", "settle")
 
     def __init__(self, kind: str, page: int, running: int, sizes: Sizes) -> None:
         self.running, self._first, self._count, self._due = running, sizes.step_prompt, 0, running
@@ -188,7 +198,7 @@ class Turnover:
         while self._count < 3 * self.running:
             self.step()
 
-    def step(self) -> tuple[int, ...]:
+    def step(self) -> Sequence[int]:
         """Add as many requests as ended in the step before, then a step: CPU nanoseconds of its parts."""
         core, clock = self.core, time.process_time_ns
         messages = [self._message() for _ in range(self._due)]
@@ -196,16 +206,9 @@ class Turnover:
         for message in messages:
             core.add(message)
         added = clock()
-        core.cache.retention.expire()
-        batch = core.scheduler.schedule()
-        scheduled = clock()
-        step = core.runner.launch(batch, None)
-        launched = clock()
-        advanced = core.scheduler.settle(step.batch, step.wait())
-        core.cache.close_fence(step.fence)
-        settled = clock()
+        advanced, taken = timed_step(core)
         self._due = sum(request.finish_reason is not None for request in advanced)
-        return added - began, scheduled - added, launched - scheduled, settled - launched
+        return added - began, *taken
 
     def _message(self) -> EngineRequest:
         self._count += 1
@@ -236,14 +239,9 @@ class Followers:
             self._add(f"follower-{number}", np.concatenate((prompt, own)))
         core.step()
         while core.scheduler.num_running == 1:
-            began = time.process_time_ns()
-            batch = core.scheduler.schedule()
-            taken = time.process_time_ns() - began
+            _, taken = timed_step(core)
             if core.scheduler.num_running == 1:
-                yield taken, len(core.scheduler.waiting)
-            step = core.runner.launch(batch, None)
-            core.scheduler.settle(step.batch, step.wait())
-            core.cache.close_fence(step.fence)
+                yield taken[0], len(core.scheduler.waiting)
         for name in ("leader", *(f"follower-{number}" for number in range(self.followers))):
             core.abort(name)
         while core.has_work():

@@ -18,8 +18,8 @@ _WARM = 3
 """Steps before the timed ones, because another process has just used the processor's caches."""
 
 
-class Steps(Protocol):
-    """An engine whose requests all decode."""
+class TimedSteps(Protocol):
+    """An engine in which a number of requests run."""
 
     running: int
     parts: Sequence[str]
@@ -29,7 +29,14 @@ class Steps(Protocol):
         """Have room for so many steps in which everybody decodes."""
 
     def step(self) -> Sequence[int]:
-        """One decode step; CPU nanoseconds of each of its parts."""
+        """One step; CPU nanoseconds of each of its parts."""
+
+
+class Steps(TimedSteps, Protocol):
+    """One whose requests all decode."""
+
+    own_calls: int
+    """Functions that `step` calls by itself, and `step`: they are not counted."""
 
 
 def sample_of(taken: Iterable[Sequence[int]], names: Sequence[str], wall: float, **found: Any) -> Sample:
@@ -49,7 +56,7 @@ def sample_of(taken: Iterable[Sequence[int]], names: Sequence[str], wall: float,
     }
 
 
-def timed_steps(steps: Steps, sizes: Sizes) -> Operation:
+def timed_steps(steps: TimedSteps, sizes: Sizes) -> Operation:
     """So many steps as requests reach new pages on average, fewer where many run. The figure is of one step."""
     count = steps_of(steps, sizes)
     steps.ready(count)
@@ -74,7 +81,7 @@ def counted_calls(steps: Steps, sizes: Sizes) -> Operation:
         yield {"cpu": python, "wall": python, "c_calls": others, "running": steps.running}
 
 
-def steps_of(steps: Steps, sizes: Sizes) -> int:
+def steps_of(steps: TimedSteps, sizes: Sizes) -> int:
     """Steps of one sample."""
     return max(4, min(sizes.steps, 16_384 // steps.running))
 
@@ -93,5 +100,4 @@ def calls_of(steps: Steps, count: int) -> tuple[float, float]:
             steps.step()
         finally:
             sys.setprofile(None)
-    own = 1  # of `step` itself
-    return counts["call"] / count - own, counts["c_call"] / count
+    return counts["call"] / count - steps.own_calls, counts["c_call"] / count

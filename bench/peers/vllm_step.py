@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def new_scheduler(pool: int, page: int, *, context: int, running: int, kind: str
 class Steps:
     """A scheduler whose requests all decode, at different places of their blocks, as `quire_step.Steps`."""
 
-    parts = ("schedule", "update_from_output")
+    parts: Sequence[str] = ("schedule", "update_from_output")
+    own_calls = 4
 
     def __init__(self, kind: str, page: int, running: int, sizes: Sizes) -> None:
         self.running, self._first, self._room = running, sizes.step_prompt, 16 * sizes.steps
@@ -110,7 +112,7 @@ class Steps:
 class Turnover:
     """As `Steps`, with an end and a new request in every step, as `quire_step.Turnover`."""
 
-    parts = ("add", "schedule", "update_from_output")
+    parts: Sequence[str] = ("add", "schedule", "update_from_output")
 
     def __init__(self, kind: str, page: int, running: int, sizes: Sizes) -> None:
         self.running, self._first, self._count, self._due = running, sizes.step_prompt, 0, running
