@@ -315,10 +315,9 @@ class StepCalls:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        following = [index for index, group in enumerate(cache.groups) if not group.reach.carried]
-        self._place = {group: place for place, group in enumerate(following)}
+        following = sum(not group.reach.carried for group in cache.groups)
         plan = cache.plan
-        self._tables = DevicePageTables(len(following), plan.max_requests, plan.pages_per_row, device=DEVICE)
+        self._tables = DevicePageTables(following, plan.max_requests, plan.pages_per_row, device=DEVICE)
         self._batch = cache.batch([])
 
     def extend(self, kvs: list[RequestKV]) -> None:
@@ -328,16 +327,14 @@ class StepCalls:
         self.cache.extend(self._batch, 1)
 
     def launch(self, kvs: list[RequestKV], starts: Lengths, ends: Lengths) -> Ids:
-        """Changes of page tables, then for each group its states, or its frames and the slots to write; the last
-        group's slots."""
+        """Changes of page tables, then for each group its states, or the slots to write; the last group's slots. What
+        attention reads is of the whole steps, not of the cache."""
         cache, slots = self.cache, np.empty(0, dtype=np.int32)
         fence = cache.open_fence()
         requests = cache.batch(kvs)
         self._tables.apply(cache.page_table_changes())
-        width = -(-int(ends.max()) // cache.page_size)
         for group in range(len(cache.groups)):
             if cache.launch(group, requests, ends) is None:
-                self._tables.rows(self._place[group], torch.from_numpy(requests.rows), width)
                 slots = cache.slots(requests, starts, ends, group)
         cache.close_fence(fence)
         return slots
