@@ -1,6 +1,7 @@
 """The cache as a library, without a model or torch: plan, begin, extend, commit, finish; a hit, an eviction, events.
 
-The caller plays the engine: where a comment says "forward", a model would write keys and values to `cache.slots(...)`.
+The caller plays the engine: where a comment says "forward", a model would write keys and values to
+`cache.rows.slots(...)`.
 """
 
 import numpy as np
@@ -37,7 +38,7 @@ def prefill(tokens: np.ndarray):
     cache.extend([kv], [len(tokens) - kv.num_cached])
     # forward: the model reads pages before `num_cached` and writes the slots after it
     cache.commit(kv, tokens)
-    print(f"  {len(tokens)} tokens: {kv.num_cached} from the cache, pages {cache.page_ids(kv).tolist()}")
+    print(f"  {len(tokens)} tokens: {kv.num_cached} from the cache, pages {cache.rows.page_ids(kv).tolist()}")
     return kv
 
 
@@ -49,7 +50,7 @@ second, third = prefill(prompt(2000)), prefill(prompt(3000))
 print(f"  shared now: {cache.statistics().shared_pages} pages")
 
 print("\n3. A request that needs more than is free evicts what no request holds.")
-print(f"  before: {cache.num_free_pages} free, {cache.num_available_pages} available with eviction")
+print(f"  before: {cache.pages.num_free_pages} free, {cache.admission.num_available_pages} available with eviction")
 fourth = prefill(np.arange(5000, 5080, dtype=np.int32))  # 80 tokens of its own: 5 pages
 print(f"  evicted: {cache.statistics().evicted_pages} page(s)")
 

@@ -23,16 +23,16 @@ for number, prompt in enumerate(prompts):
 print(f"  {cache.statistics().hit_tokens} of {cache.statistics().prompt_tokens} prompt tokens were cached")
 
 print("Decode 100 steps: one call for all of them")
-batch = cache.batch(requests)
+batch = cache.rows.batch(requests)
 for _ in range(100):
     cache.extend(batch, 1)  # arithmetic; only requests that reach a new page take an id
-    slots = cache.next_slots(batch)  # where the step writes their keys and values: frame * page_size + offset
-print(f"  the last step wrote to slots {slots[:4].tolist()} ...; {cache.num_free_pages} pages are free")
+    slots = cache.rows.next_slots(batch)  # where the step writes their keys and values: frame * page_size + offset
+print(f"  the last step wrote to slots {slots[:4].tolist()} ...; {cache.pages.num_free_pages} pages are free")
 
 print("End them; what they said can be reused by their next turns")
 for request, prompt in zip(requests, prompts, strict=True):
     cache.finish(request, np.concatenate((prompt, np.full(100, 7, dtype=np.int32))))
 following = np.concatenate((prompts[5], np.full(100, 7, dtype=np.int32), np.array([1, 2, 3], dtype=np.int32)))
-for reason in cache.explain(following).reasons:
+for reason in cache.admission.explain(following, cache.match(following)).reasons:
     print(f"  tokens {reason.start}..{reason.start + reason.tokens - 1}: {reason.cause} {reason.detail}")
 cache.audit()  # every law holds

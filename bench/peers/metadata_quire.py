@@ -119,10 +119,10 @@ class System:
         while True:
             kv = cache.begin(chain, hit=cache.match(chain[:1]))
             cache.extend([kv], [len(chain)])
-            before = cache.num_free_pages
+            before = cache.pages.num_free_pages
             with (watch := Stopwatch()):
                 cache.commit(kv, chain)
-            given = cache.num_free_pages - before
+            given = cache.pages.num_free_pages - before
             cache.finish(kv)
             yield watch.sample(1, tokens=given * page)
 
@@ -132,7 +132,7 @@ class System:
         filled = 0
         yield {}
         while True:
-            while cache.num_free_pages * page >= sizes.node:
+            while cache.pages.num_free_pages * page >= sizes.node:
                 filled += 1
                 store(
                     cache,
@@ -170,7 +170,7 @@ class System:
         prompt = tokens(sizes.freed, "free")
         yield {}
         while True:
-            before = cache.num_free_pages
+            before = cache.pages.num_free_pages
             if verb == "finish":
                 kvs = [cache.begin(prompt) for _ in range(8)]
                 cache.extend(kvs, [sizes.freed] * 8)
@@ -182,7 +182,7 @@ class System:
                 with (watch := Stopwatch()):
                     for pages in taken:
                         cache.pages.free_pages(pages)
-            yield watch.sample(8, lost=before - cache.num_free_pages)
+            yield watch.sample(8, lost=before - cache.pages.num_free_pages)
 
     def extend(self, sizes: Sizes, page: int) -> Operation:
         """Room for the prompts of a batch, rows written, and the slot of every token."""
@@ -194,9 +194,9 @@ class System:
         while True:
             kvs = [cache.begin(prompt) for prompt in prompts]
             with (watch := Stopwatch()):
-                batch = cache.batch(kvs)
+                batch = cache.rows.batch(kvs)
                 cache.extend(batch, ends)
-                slots = cache.slots(batch, starts, ends)
+                slots = cache.rows.slots(batch, starts, ends)
             for kv in kvs:
                 cache.finish(kv)
             yield watch.sample(1, tokens=len(np.unique(slots)))
@@ -221,7 +221,7 @@ class System:
                     cache.finish(kv)
                 kvs = self._running(cache, count, first)
                 lengths, step = first + np.arange(count, dtype=np.int64), 0
-                batch = cache.batch(kvs)
+                batch = cache.rows.batch(kvs)
             watch = Stopwatch()
             for _ in range(sizes.steps):
                 ends = lengths + 1
@@ -230,7 +230,7 @@ class System:
                     fence = cache.open_fence()
                     for group in groups:
                         if cache.launch(group, batch, ends) is None:
-                            slots = cache.next_slots(batch, group)
+                            slots = cache.rows.next_slots(batch, group)
                     cache.close_fence(fence)
                 lengths = ends
             step += sizes.steps
@@ -257,7 +257,7 @@ class System:
         emit = {} if events == "off" else {"emit": taken.append}
         cache = new_cache(sizes.admit_pool, page, context=2 * sizes.admitted, requests=4, **emit)
         count = 0
-        while cache.num_free_pages * page >= sizes.admitted:
+        while cache.pages.num_free_pages * page >= sizes.admitted:
             count += 1
             store(cache, tokens(sizes.admitted, "admit", count))
         yield {}
@@ -309,7 +309,7 @@ class Serving:
         except OutOfPages:
             cache.finish(kv)
             return -1
-        cache.slots([kv], np.array([start]), np.array([end]))
+        cache.rows.slots([kv], np.array([start]), np.array([end]))
         cache.commit(kv, prompt)
         self._kvs[index] = kv
         return start
@@ -318,10 +318,10 @@ class Serving:
         """Extend by one, slots; the batch is made anew when other requests run."""
         cache = self._cache
         if running != self._running:
-            self._batch = cache.batch([self._kvs[index] for index in running])
+            self._batch = cache.rows.batch([self._kvs[index] for index in running])
             self._running = list(running)
         cache.extend(self._batch, 1)
-        cache.next_slots(self._batch)
+        cache.rows.next_slots(self._batch)
 
     def finish(self, indices: Sequence[int]) -> None:
         """Commit all tokens and end."""

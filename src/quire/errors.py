@@ -80,6 +80,13 @@ class InvalidFree(QuireError, ValueError):
     exit_code = 4
 
 
+class MissingFrame(QuireError, RuntimeError):
+    """A page that a step reads has no frame in a group. Without this its reader would be given the padding frame."""
+
+    code = "QUIRE-PAGES-03"
+    exit_code = 4
+
+
 class LeaseError(QuireError, RuntimeError):
     """A lease or request record used after it was given back."""
 

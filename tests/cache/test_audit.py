@@ -12,6 +12,7 @@ from quire.cache import KVCache
 from quire.cache.audit import audit
 from quire.errors import AuditFailure
 from quire.spec.group import ReachSpec
+from quire.spec.ids import Tier
 from quire.testing import small_plan
 
 
@@ -43,11 +44,11 @@ def nodes(cache: KVCache) -> list[Any]:
 
 
 def lose_a_page(cache: KVCache, kv: Any) -> None:
-    cache._rows[kv.row, 2] = 0
+    cache.rows.table.pages[kv.row, 2] = 0
 
 
 def own_a_page_twice(cache: KVCache, kv: Any) -> None:
-    cache._rows[kv.row, 2] = nodes(cache)[-1].pages[0]
+    cache.rows.table.pages[kv.row, 2] = nodes(cache)[-1].pages[0]
 
 
 def free_a_cached_page(cache: KVCache, kv: Any) -> None:
@@ -72,30 +73,30 @@ def carry_a_page_s_frame(cache: KVCache, kv: Any) -> None:
 
 
 def forget_a_pin(cache: KVCache, kv: Any) -> None:
-    shelf = cache.groups[1].shelf
-    shelf._pins[np.flatnonzero(shelf._pins)[0]] -= 1
+    pins = cache.groups[1].table.idle.pins
+    pins[np.flatnonzero(pins)[0]] -= 1
 
 
 def pin_twice(cache: KVCache, kv: Any) -> None:
-    shelf = cache.groups[1].shelf
-    shelf._pins[np.flatnonzero(shelf._pins)[0]] += 1
+    pins = cache.groups[1].table.idle.pins
+    pins[np.flatnonzero(pins)[0]] += 1
 
 
-def lose_a_place_on_the_shelf(cache: KVCache, kv: Any) -> None:
-    shelf = cache.groups[2].shelf
-    shelf._ticket[np.flatnonzero(shelf._ticket)[0]] = 0
+def forget_that_a_frame_is_idle(cache: KVCache, kv: Any) -> None:
+    ticket = cache.groups[2].table.idle.ticket
+    ticket[np.flatnonzero(ticket)[0]] = 0
 
 
-def miscount_the_shelf(cache: KVCache, kv: Any) -> None:
-    cache.groups[2].shelf.num_evictable += 1
+def miscount_idle_frames(cache: KVCache, kv: Any) -> None:
+    cache.groups[2].table.idle.num_idle += 1
 
 
 def drop_a_frame_that_is_read(cache: KVCache, kv: Any) -> None:
-    cache.groups[1].frames.drop(cache.page_ids(kv)[-1:])
+    cache.groups[1].frames.drop(cache.rows.page_ids(kv)[-1:])
 
 
 def drop_a_frame_of_a_whole_group(cache: KVCache, kv: Any) -> None:
-    cache.groups[0].frames.drop(cache.page_ids(kv)[:1])
+    cache.groups[0].frames.drop(cache.rows.page_ids(kv)[:1])
 
 
 def carried(cache: KVCache) -> Any:
@@ -103,25 +104,25 @@ def carried(cache: KVCache) -> Any:
 
 
 def bind_a_frame_twice(cache: KVCache, kv: Any) -> None:
-    column = next(iter(cache.frames._columns.values()))
+    column = cache.parts.frames.of(Tier.DEVICE, 0).frame
     bound = np.flatnonzero(column)
     column[bound[0]] = column[bound[1]]
 
 
 def bind_the_padding_page(cache: KVCache, kv: Any) -> None:
-    next(iter(cache.frames._columns.values()))[0] = 1
+    cache.parts.frames.of(Tier.DEVICE, 0).frame[0] = 1
 
 
 def commit_beyond_what_is_allocated(cache: KVCache, kv: Any) -> None:
-    cache._committed[kv.row] = 9
+    cache.rows.table.committed[kv.row] = 9
 
 
 def commit_less_than_is_protected(cache: KVCache, kv: Any) -> None:
-    cache._committed[kv.row] = 1
+    cache.rows.table.committed[kv.row] = 1
 
 
 def read_another_page_than_is_pinned(cache: KVCache, kv: Any) -> None:
-    cache._rows[kv.row, :2] = cache._rows[kv.row, 1::-1].copy()
+    cache.rows.table.pages[kv.row, :2] = cache.rows.table.pages[kv.row, 1::-1].copy()
 
 
 def miscount_leases(cache: KVCache, kv: Any) -> None:
@@ -143,11 +144,11 @@ def hang_a_child_elsewhere(cache: KVCache, kv: Any) -> None:
 
 
 def forget_to_queue(cache: KVCache, kv: Any) -> None:
-    cache.tree._policy._heap.clear()
+    cache.tree._policy._queue.clear()
 
 
 def keep_a_root(cache: KVCache, kv: Any) -> None:
-    cache.tree._root(kv.namespace.__class__("unused"))
+    cache.tree.roots.make(kv.namespace.__class__("unused"), 0)
 
 
 BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [
@@ -160,8 +161,8 @@ BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [
     (carry_a_page_s_frame, "serves two"),
     (forget_a_pin, "pins and"),
     (pin_twice, "pins and"),
-    (lose_a_place_on_the_shelf, "on the shelf"),
-    (miscount_the_shelf, "miscounts"),
+    (forget_that_a_frame_is_idle, "idle"),
+    (miscount_idle_frames, "miscounts"),
     (drop_a_frame_that_is_read, "reads a page that has no frame"),
     (drop_a_frame_of_a_whole_group, "is out and has no frame"),
     (bind_a_frame_twice, "serves two"),

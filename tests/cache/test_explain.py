@@ -12,6 +12,7 @@ from quire.cache import KVCache
 from quire.observe.explain import Cause, Explanation
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
+from quire.spec.ids import Ids
 from quire.testing import small_plan
 
 
@@ -29,6 +30,10 @@ def serve(cache: KVCache, tokens: np.ndarray, namespace: Namespace = Namespace()
 
 def causes(explanation: Explanation) -> list[tuple[str, int]]:
     return [(str(reason.cause), reason.tokens) for reason in explanation.reasons]
+
+
+def explained(cache: KVCache, tokens: Ids) -> Explanation:
+    return cache.admission.explain(tokens, cache.match(tokens))
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def test_a_prompt_that_was_just_sent_was_seen_to_its_last_token(cache: KVCache) 
     assert "only whole pages" in again.reasons[1].detail
     assert causes(serve(cache, ids([*range(6), 60, 61]))) == [("hit", 4), ("page", 2), ("new", 2)]
     serve(cache, ids(range(100, 132)))
-    assert causes(cache.explain(ids([*range(4), 4, 5]))) == [("evicted", 4), ("page", 2)], "an evicted page's, too"
+    assert causes(explained(cache, ids([*range(4), 4, 5]))) == [("evicted", 4), ("page", 2)], "an evicted page's, too"
 
 
 def test_what_was_evicted_says_for_whom_and_when(cache: KVCache, clock: list[float]) -> None:
@@ -79,12 +84,12 @@ def test_what_was_evicted_says_for_whom_and_when(cache: KVCache, clock: list[flo
     clock[0] = 5.0
     serve(cache, ids(range(100, 124)), label="greedy")
     clock[0] = 12.0
-    found = cache.explain(ids(range(16)))
+    found = explained(cache, ids(range(16)))
     assert causes(found) == [("hit", 8), ("evicted", 8)]
     gone = found.reasons[1]
     assert (gone.by, gone.seconds_ago) == ("greedy", 7.0) and "evicted 7.0 s ago for greedy" in gone.detail
     serve(cache, ids(range(200, 232)), label="greedier")
-    again = cache.explain(ids([*range(16), 7]))
+    again = explained(cache, ids([*range(16), 7]))
     assert causes(again) == [("evicted", 8), ("evicted", 8), ("new", 1)]
     assert [reason.by for reason in again.reasons[:-1]] == ["greedier", "greedy"]
 
@@ -93,7 +98,7 @@ def test_what_comes_back_is_no_longer_said_to_be_evicted(cache: KVCache) -> None
     serve(cache, ids(range(16)))
     serve(cache, ids(range(100, 132)))
     assert causes(serve(cache, ids(range(16)))) == [("evicted", 16)]
-    assert causes(cache.explain(ids(range(17)))) == [("hit", 16), ("new", 1)]
+    assert causes(explained(cache, ids(range(17)))) == [("hit", 16), ("new", 1)]
 
 
 def test_another_namespace_is_named(cache: KVCache) -> None:
@@ -108,7 +113,7 @@ def test_a_group_that_lost_its_frames_is_named() -> None:
     cache = KVCache(plan, explains=True)
     serve(cache, ids(range(8)))
     serve(cache, ids(range(100, 112)))
-    found = cache.explain(ids(range(12)))
+    found = explained(cache, ids(range(12)))
     assert causes(found) == [("group", 8), ("new", 4)]
     assert "'near'" in next(reason.detail for reason in found.reasons if reason.cause is Cause.GROUP)
 
@@ -118,7 +123,7 @@ def test_memory_of_what_was_evicted_is_bounded() -> None:
     for start in range(0, 4000, 100):
         serve(cache, ids(range(start, start + 32)))
         assert cache.tree.ghosts.num_bytes <= 16 * 4
-    assert causes(cache.explain(ids(range(32)))) == [("new", 32)], "forgotten long ago"
+    assert causes(explained(cache, ids(range(32)))) == [("new", 32)], "forgotten long ago"
 
 
 def test_causes_add_up_and_agree_with_a_plain_memory() -> None:

@@ -29,7 +29,7 @@ def test_a_second_request_reuses_the_first_ones_pages() -> None:
     first = compute(cache, ids(1, 2, 3, 4, 5))
     second = cache.begin(ids(1, 2, 3, 4, 9))
     assert second.num_cached == 4
-    assert cache.page_ids(second).tolist() == cache.page_ids(first)[:2].tolist()
+    assert cache.rows.page_ids(second).tolist() == cache.rows.page_ids(first)[:2].tolist()
     found = cache.statistics()
     assert (found.prompt_tokens, found.hit_tokens, found.shared_pages, found.peak_shared_pages) == (10, 4, 2, 2)
     audit(cache)
@@ -55,7 +55,7 @@ def test_finishing_keeps_whole_pages_and_frees_the_tail() -> None:
     kv = cache.begin(tokens)
     cache.extend([kv], [18])
     cache.finish(kv, tokens)
-    assert (cache.tree.num_pages, cache.num_free_pages) == (2, 6)
+    assert (cache.tree.num_pages, cache.pages.num_free_pages) == (2, 6)
     audit(cache)
 
 
@@ -64,14 +64,14 @@ def test_an_abort_keeps_what_was_committed_before() -> None:
     kv = compute(cache, ids(1, 2, 3))
     cache.extend([kv], [5])
     cache.finish(kv)
-    assert (cache.tree.num_pages, cache.num_free_pages) == (1, 7)
+    assert (cache.tree.num_pages, cache.pages.num_free_pages) == (1, 7)
 
 
 def test_a_finished_request_is_dead() -> None:
     cache = KVCache(small_plan(4, 2))
     kv = compute(cache, ids(1, 2))
     cache.finish(kv)
-    for use in (cache.finish, cache.allocated, cache.page_ids, lambda kv: cache.extend([kv], [1])):
+    for use in (cache.finish, cache.rows.allocated, cache.rows.page_ids, lambda kv: cache.extend([kv], [1])):
         with pytest.raises(LeaseError, match="finished"):
             use(kv)
     audit(cache)
@@ -106,7 +106,7 @@ def test_a_request_beyond_its_row_is_refused_and_nothing_leaks() -> None:
     kv = cache.begin(ids(1))
     with pytest.raises((AssertionError, InvalidInput)):
         cache.extend([kv], [5])
-    assert cache.allocated(kv) == 0
+    assert cache.rows.allocated(kv) == 0
     audit(cache)
 
 
@@ -126,7 +126,7 @@ def test_extending_nobody_is_nothing() -> None:
     cache.extend([], [])
     kv = cache.begin(ids(1))
     cache.extend([kv], [0])
-    assert cache.num_free_pages == 4
+    assert cache.pages.num_free_pages == 4
 
 
 def test_rows_run_out_by_name() -> None:
@@ -152,11 +152,11 @@ def test_two_requests_that_compute_one_prefix_end_on_one_copy() -> None:
     first, second = cache.begin(tokens), cache.begin(tokens)
     cache.extend([first, second], [5, 5])
     cache.commit(first, tokens)
-    assert cache.num_free_pages == 2
+    assert cache.pages.num_free_pages == 2
     cache.commit(second, tokens)
-    assert cache.num_free_pages == 4
-    assert cache.page_ids(second)[:2].tolist() == cache.page_ids(first)[:2].tolist()
-    assert cache.page_ids(second)[2] != cache.page_ids(first)[2]
+    assert cache.pages.num_free_pages == 4
+    assert cache.rows.page_ids(second)[:2].tolist() == cache.rows.page_ids(first)[:2].tolist()
+    assert cache.rows.page_ids(second)[2] != cache.rows.page_ids(first)[2]
     assert (cache.statistics().duplicate_pages, cache.statistics().shared_pages) == (2, 2)
     audit(cache)
 
@@ -173,7 +173,7 @@ def test_what_is_given_up_in_flight_moves_until_the_step_settles() -> None:
     audit(cache)
     cache.close_fence(fence)
     assert cache.evict(9) == 3
-    assert cache.num_free_pages == 4
+    assert cache.pages.num_free_pages == 4
 
 
 def test_without_sharing_nothing_is_cached() -> None:
@@ -181,7 +181,7 @@ def test_without_sharing_nothing_is_cached() -> None:
     tokens = ids(1, 2, 3)
     cache.finish(compute(cache, tokens), tokens)
     assert cache.match(tokens).num_tokens == 0
-    assert cache.num_free_pages == 4
+    assert cache.pages.num_free_pages == 4
 
 
 def test_namespaces_do_not_share() -> None:
@@ -196,10 +196,10 @@ def test_namespaces_do_not_share() -> None:
 def test_page_table_and_slots_agree() -> None:
     cache = KVCache(small_plan(8, 4))
     kvs = [compute(cache, ids(*range(6))), compute(cache, ids(*range(20, 23)))]
-    table = cache.page_table(kvs, np.array([6, 3]))
+    table = cache.rows.page_table(kvs, np.array([6, 3]))
     assert table.shape == (2, 2)
     assert table[1, 1] == 0
-    slots = cache.slots(kvs, np.array([3, 1]), np.array([6, 3]))
+    slots = cache.rows.slots(kvs, np.array([3, 1]), np.array([6, 3]))
     expected = [table[0, 0] * 4 + 3, table[0, 1] * 4, table[0, 1] * 4 + 1, table[1, 0] * 4 + 1, table[1, 0] * 4 + 2]
     assert slots.tolist() == expected
     assert slots.dtype == np.int32
@@ -208,7 +208,7 @@ def test_page_table_and_slots_agree() -> None:
 def test_a_batch_names_each_request_once() -> None:
     cache = KVCache(small_plan(8, 4))
     kv = cache.begin(np.arange(4, dtype=np.int32))
-    for verb in (lambda: cache.batch([kv, kv]), lambda: cache.extend([kv, kv], [1, 1])):
+    for verb in (lambda: cache.rows.batch([kv, kv]), lambda: cache.extend([kv, kv], [1, 1])):
         with pytest.raises(InvalidInput, match="twice"):
             verb()
     cache.audit()

@@ -13,6 +13,7 @@ import torch
 from quire.engine.llm import LLM
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
+from quire.offload import offload_of
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.tiny_model import make_tiny_model
@@ -54,7 +55,7 @@ def settle(llm: LLM) -> None:
     """Until nothing is on its way between tiers."""
     engine = llm.engine
     while engine.has_moves():
-        engine.cache.wait_moves(1.0)
+        offload_of(engine.cache).ahead.wait_moves(1.0)
         engine.step()
 
 
@@ -119,7 +120,7 @@ def test_requests_go_on_across_it_and_leave_nothing(llms: Any, tiers: bool, over
             engine.audit()
         assert tokens == drawn, "whoever runs keeps what it has"
         settle(llm)
-        assert not engine.cache.tree.orphans and engine.cache.tree.num_pages == 0
+        assert not engine.cache.tree.roots.hidden and engine.cache.tree.num_pages == 0
         assert ask(llm)[0] == 0
         llm.flush()
 
@@ -179,7 +180,7 @@ def test_an_idle_engine_tries_again_to_have_the_store_forget(llms: Any, monkeypa
     llm = llms()
     ask(llm)
     settle(llm)
-    tiers = llm.engine.cache.tiers
+    tiers = offload_of(llm.engine.cache).tiers
     assert tiers is not None and llm.engine.tiers is not None and llm.engine.tiers.store is not None
     with monkeypatch.context() as patch:
         patch.setattr(type(llm.engine.tiers.store), "remove", lambda store, keys: 0)

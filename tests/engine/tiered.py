@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.engine.core import EngineCore
 from quire.models.hf import LoadedModel
+from quire.offload import offload_of
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
 from tests.engine.running import generated, run, shared_prompts, tiered_core
@@ -72,30 +73,33 @@ def small(model: LoadedModel, page_size: int = 4, **settings: Any) -> EngineCore
 
 def settle(core: EngineCore) -> None:
     """Wait for all that moves."""
-    tiers = core.cache.tiers
+    tiers = offload_of(core.cache).tiers
     assert tiers is not None
-    core.cache.settle_moves()
+    offload_of(core.cache).ahead.settle_moves()
     while core.has_moves() or tiers.moving:
-        core.cache.wait_moves(1.0)
-        core.cache.settle_moves()
+        offload_of(core.cache).ahead.wait_moves(1.0)
+        offload_of(core.cache).ahead.settle_moves()
 
 
 def at_rest(core: EngineCore) -> dict[str, Any]:
     """Wait for all that moves, and check that nothing is held: the tiers' statistics."""
     settle(core)
     core.audit()
-    tiers = core.cache.tiers
+    tiers = offload_of(core.cache).tiers
     assert tiers is not None
-    assert not tiers.moving and not tiers.condemned and not tiers.num_bad
-    assert core.cache.prefetcher is None or not core.cache.prefetcher.in_flight
+    assert not tiers.moving and not tiers.condemned and not tiers.damaged.num_bad
+    assert offload_of(core.cache).prefetcher is None or not offload_of(core.cache).prefetcher.in_flight
     assert core.cache.tree.num_protected == 0
     for group, host in zip(core.cache.groups, tiers.hosts, strict=True):
-        assert group.shelf is None or group.shelf.num_pinned == 0
-        assert host.shelf is None or host.shelf.num_pinned == 0
+        assert group.table.idle is None or group.table.idle.num_pinned == 0
+        assert host.table.idle is None or host.table.idle.num_pinned == 0
         assert not host.left
     found = core.statistics()
     assert all(frames["private"] == frames["moving"] == 0 for frames in found["frames"].values())
-    assert core.cache.num_free_pages == core.cache.pages.num_pages - found["cached_pages"] - core.cache.tree.num_below
+    assert (
+        core.cache.pages.num_free_pages
+        == core.cache.pages.num_pages - found["cached_pages"] - core.cache.tree.num_below
+    )
     assert found["failed_requests"] == 0
     return dict(found["tiers"])
 
@@ -119,8 +123,8 @@ def end_all() -> None:
 
 def below_only(core: EngineCore, group: int = 0) -> list[tuple[int, int]]:
     """Pages of a group that the host has and the device has not, and their host frames."""
-    assert core.cache.tiers is not None
-    column = core.cache.tiers.hosts[group].column
+    assert offload_of(core.cache).tiers is not None
+    column = offload_of(core.cache).tiers.hosts[group].column
     pages = np.flatnonzero((column > 0) & (core.cache.groups[group].frames.column == 0))
     return [(int(page), int(column[page])) for page in pages]
 

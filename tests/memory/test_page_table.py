@@ -30,32 +30,32 @@ def test_tables_follow_requests_that_begin_grow_share_and_end(device: str) -> No
     for _ in range(3_000):
         if live and (len(live) == 5 or choices.chance(40)):
             kv, tokens = live.pop(choices.below(len(live)))
-            cache.finish(kv, tokens[: cache.allocated(kv)])
+            cache.finish(kv, tokens[: cache.rows.allocated(kv)])
         elif len(live) < 5:
             tokens = np.array([choices.below(2) for _ in range(choices.between(1, 20))], dtype=np.int32)
             kv = cache.begin(tokens)
-            if len(tokens) - kv.num_cached <= cache.num_available_pages * size - size:
+            if len(tokens) - kv.num_cached <= cache.admission.num_available_pages * size - size:
                 cache.extend([kv], [len(tokens) - kv.num_cached])
             live.append((kv, tokens))
         if live and choices.chance(50):
             kv, tokens = choices.one_of(live)
-            cache.commit(kv, tokens[: cache.allocated(kv)])
-        changes = cache.page_table_changes()
+            cache.commit(kv, tokens[: cache.rows.allocated(kv)])
+        changes = cache.rows.page_table_changes()
         sent += len(changes)
         tables.apply(changes)
         if live:
             kvs = [kv for kv, _ in live]
-            batch = cache.batch(kvs)
-            lengths = np.array([cache.allocated(kv) for kv in kvs])
+            batch = cache.rows.batch(kvs)
+            lengths = np.array([cache.rows.allocated(kv) for kv in kvs])
             for group in range(2):
-                expected = cache.page_table(batch, lengths, group)
+                expected = cache.rows.page_table(batch, lengths, group)
                 found = tables.rows(group, torch.from_numpy(batch.rows).to(device), expected.shape[1]).cpu().numpy()
                 for row, length in enumerate(lengths.tolist()):
                     pages = -(-length // size)
                     assert found[row, :pages].tolist() == expected[row, :pages].tolist()
         duplicates = cache.statistics().duplicate_pages
     assert duplicates > 50 and cache.statistics().evicted_pages > 50
-    assert cache.page_table_changes().frames.shape == (2, 0) and sent > 1_000
+    assert cache.rows.page_table_changes().frames.shape == (2, 0) and sent > 1_000
 
 
 def test_a_buffer_is_not_written_again_while_a_step_may_read_it() -> None:

@@ -8,8 +8,7 @@ import pytest
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from quire.memory.allocator.swa import UNLIMITED
-from quire.memory.frames import FrameTable
-from quire.spec.ids import Tier
+from quire.memory.residency import Column
 from quire.spec.pages import floor_to_page
 
 PAGE_SIZES = (1, 2, 3, 4, 16, 64)
@@ -131,17 +130,17 @@ def test_no_slot_translates_to_no_slot(page_size: int) -> None:
             allocator.translate([wrong])
 
 
-def test_the_map_is_a_column_of_the_frame_table() -> None:
-    frames = FrameTable(6, 3)
+def test_the_map_is_a_column_of_the_residency_table() -> None:
+    table = Column("local", 6, reclaims=True)
     full, swa = PagedTokenToKVPoolAllocator(12, 2), PagedTokenToKVPoolAllocator(8, 2, name="local")
-    allocator = SWATokenToKVPoolAllocator.over(full, frames, Tier.DEVICE, 2, swa)
+    allocator = SWATokenToKVPoolAllocator.over(full, table, swa)
     assert (allocator.name, allocator.page_size, allocator.size, allocator.size_swa) == ("local", 2, 12, 8)
     slots = allocator.alloc(4)
-    assert np.shares_memory(allocator.full_to_swa_index_mapping, frames.mapping(Tier.DEVICE, 2))
-    assert frames.column(Tier.DEVICE, 2).tolist() == [0, 1, 2, 0, 0, 0, 0]
+    assert np.shares_memory(allocator.full_to_swa_index_mapping, table.mapping)
+    assert table.frame.tolist() == [0, 1, 2, 0, 0, 0, 0]
     others = full.alloc_pages(3)
     allocator.take(others[:2])
-    assert frames.column(Tier.DEVICE, 2).tolist() == [0, 1, 2, 3, 4, 0, 0]
+    assert table.frame.tolist() == [0, 1, 2, 3, 4, 0, 0]
     with pytest.raises(OutOfPages, match="local"):
         allocator.take(others[2:])
     allocator.free(slots)

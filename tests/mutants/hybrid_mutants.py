@@ -5,23 +5,24 @@ from __future__ import annotations
 from quire.cache.carried import CarriedGroup
 from quire.cache.groups import PassingGroup
 from quire.cache.request_kv import RequestKV
-from quire.prefix.shelf import Rank, Shelf
+from quire.memory.residency import Column, _Idle
 from quire.scheduler.followers import Leaders
+from quire.spec.rank import Rank
 from tests.mutants.mutants import Patch, mutant
 
 # -- windows
 
 
-@mutant("shelf", "windows are dropped tail first, so that every conversation loses the end it would resume on")
+@mutant("idle", "windows are dropped tail first, so that every conversation loses the end it would resume on")
 def windows_go_tail_first(patch: Patch) -> None:
-    real = Shelf.unpin
-    patch.setattr(Shelf, "unpin", lambda self, pages, rank: real(self, pages[::-1], rank))
+    real = Column.unpin
+    patch.setattr(Column, "unpin", lambda self, pages, rank=Rank.PASSED: real(self, pages[::-1], rank))
 
 
-@mutant("shelf", "what a long prompt has passed outlives the ends of all other conversations")
+@mutant("idle", "what a long prompt has passed outlives the ends of all other conversations")
 def all_windows_are_worth_the_same(patch: Patch) -> None:
-    real = Shelf._raise_rank
-    patch.setattr(Shelf, "_raise_rank", lambda self, pages, rank: real(self, pages, Rank.MARKED))
+    real = _Idle._raise_rank
+    patch.setattr(_Idle, "_raise_rank", lambda self, pages, rank: real(self, pages, Rank.MARKED))
 
 
 @mutant("reuse", "a window pool that is full of cached windows admits nobody")

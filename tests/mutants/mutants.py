@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cache import worth_loading
 from quire.kernels import stored
 from quire.kernels.stored import StoredRows
-from quire.memory import frames as frame_table
+from quire.memory import residency
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
     MambaSlotAllocator,
@@ -28,7 +27,8 @@ from quire.memory.allocator import (
     SWATokenToKVPoolAllocator,
 )
 from quire.memory.allocator.free_list import FreeList, OutIds
-from quire.memory.frames import FrameTable
+from quire.memory.residency import Column
+from quire.offload import worth_loading
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache
@@ -186,7 +186,7 @@ def full_side_is_freed_first(patch: Patch) -> None:
     def free(both: SWATokenToKVPoolAllocator, free_index: Any) -> None:
         pages = both._pages_out(free_index)
         both.full_attn_allocator.free_pages(pages)
-        both.frames.unbind(both.tier, both.group, pages)
+        both.table.unbind(pages)
         real(both, pages)
 
     patch.setattr(SWATokenToKVPoolAllocator, "free", free)
@@ -230,7 +230,7 @@ def tokens_without_a_window(patch: Patch) -> None:
 
 @mutant("windows", "no slot translates to the padding page, where it is read as if it were a token")
 def no_slot_is_a_slot(patch: Patch) -> None:
-    patch.setattr(frame_table, "_nothing", lambda num_pages: np.zeros(num_pages + 2, dtype=np.int32))
+    patch.setattr(residency, "_nowhere", lambda num_pages: np.zeros(num_pages + 2, dtype=np.int32))
 
 
 @mutant("windows", "windows freed since a snapshot stay gone after it is restored, though their pages are out")
@@ -252,14 +252,14 @@ def only_the_full_side_counts(patch: Patch) -> None:
 
 @mutant("windows", "a frame handed to another page is still the first one's too, and is freed twice")
 def a_frame_moves_and_stays(patch: Patch) -> None:
-    real = FrameTable.move
+    real = Column.move
 
-    def move(table: FrameTable, tier: Any, group: int, old_pages: Any, new_pages: Any) -> None:
-        frames = table.column(tier, group)[old_pages]
-        real(table, tier, group, old_pages, new_pages)
-        table.column(tier, group)[old_pages] = frames
+    def move(table: Column, old_pages: Any, new_pages: Any) -> None:
+        frames = table.frame[old_pages]
+        real(table, old_pages, new_pages)
+        table.frame[old_pages] = frames
 
-    patch.setattr(FrameTable, "move", move)
+    patch.setattr(Column, "move", move)
 
 
 # -- states

@@ -11,18 +11,18 @@ from quire.errors import QuireError
 from quire.plan import planner
 from quire.testing import mutants as shipped
 from quire.testing.fuzz.run import run_lives
-from tests.cache import test_prefetch, test_worth_loading
-from tests.cache.test_never_slower import Clients, check_link
-from tests.cache.test_worth_loading import LOOKS
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
+from tests.memory.test_idle_frames import check_idle_order
 from tests.mutants import hybrid_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
+from tests.offload import test_prefetch, test_worth_loading
+from tests.offload.test_never_slower import Clients, check_link
+from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
-from tests.prefix.test_shelf import check_shelf_order
 from tests.scheduler.test_hybrid_reuse import (
     check_one_state,
     check_shared_prefixes,
@@ -46,7 +46,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "policies": [check_eviction_orders],
-    "shelf": [check_shelf_order],
+    "idle": [check_idle_order],
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "never slower": [

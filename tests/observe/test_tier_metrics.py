@@ -6,8 +6,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.cache.tier_counters import TierCounters
 from quire.observe.metrics import ServerMetrics
+from quire.offload.tier_counters import TierCounters
 from quire.spec.ids import Tier
 from quire.tiers.moves import Link, Move
 

@@ -134,7 +134,7 @@ def test_the_queue_stays_short_when_leaves_are_hit_for_ever() -> None:
         store(tree, letter)
     for _ in range(2_000):
         hit(tree, "a")
-    assert len(policy._heap) < 200
+    assert len(policy._queue) < 200
     assert [int(tree.evict(1)[0]) for _ in range(3)] == [2, 3, 1]
 
 

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.errors import LeaseError
 from quire.prefix.evict import POLICIES, eviction_policy
 from quire.prefix.node import Lease, Node
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Bools, Ids, Tier
 
 NAMESPACE = Namespace()
 Prefix = tuple[int, ...]
@@ -58,13 +58,53 @@ class Model:
         return next(prefix for prefix, page in self.pages.items() if page.number == number)
 
 
+class Where:
+    """Which pages are on the device and which have copies below: what a residency table would say."""
+
+    has_lower = True
+
+    def __init__(self) -> None:
+        self.device: set[int] = set()
+        self.host: set[int] = set()
+
+    def on_device(self, page: int) -> bool:
+        return page in self.device
+
+    def have_copies(self, pages: Ids) -> Bools:
+        return np.array([page in self.host for page in pages.tolist()], dtype=np.bool_)
+
+    def copy(self, tree: RadixCache, lease: Lease, start: int, stop: int) -> int:
+        """Make copies of pages `start..stop - 1` of a pinned path, as far as they count."""
+        end = tree.countable(lease, start, stop)
+        fresh = [at for at in range(start, end) if int(tree.path_pages(lease)[at]) not in self.host]
+        self.host.update(tree.path_pages(lease)[start:end].tolist())
+        for at in fresh:
+            tree.copied(lease, at, at + 1)
+        return end
+
+    def leave_device(self, pages: Ids) -> None:
+        assert self.device >= set(pages.tolist())
+        self.device -= set(pages.tolist())
+
+    def leave_host(self, pages: Ids) -> None:
+        assert self.host >= set(pages.tolist())
+        self.host -= set(pages.tolist())
+
+    def forget(self, pages: Ids) -> None:
+        self.device -= set(pages.tolist())
+        self.host -= set(pages.tolist())
+
+
 class TieredTree(RuleBasedStateMachine):
     """Every verb of the tree, on leases of requests, which bring what they hold to the device, and on pins."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
         self.events: list[CacheEvent] = []
-        self.tree = TieredRadixCache(1, eviction_policy(policy), emit=self.events.append, remembered=100)
+        self.where = Where()
+        self.tree = RadixCache(
+            1, eviction_policy(policy), emit=self.events.append, remembered=100, placement=self.where
+        )
         self.model = Model()
         self.leases: list[tuple[Lease, Prefix, bool]] = []  # whether it is a pin
         self.told: dict[Tier, set[bytes]] = {Tier.DEVICE: set(), Tier.HOST: set()}
@@ -79,7 +119,8 @@ class TieredTree(RuleBasedStateMachine):
         assert match.pages.tolist() == [self.model.pages[tokens[: n + 1]].number for n in range(count)]
         assert match.num_here == sum(self.model.pages[tokens[: n + 1]].here for n in range(count))
         lease = self.tree.lease(match)
-        self.tree.arrive(lease, count)
+        self.tree.arrive(lease, match.num_here, count)
+        self.where.device.update(match.pages.tolist())
         self.leases.append((lease, tokens[:count], False))
         self.model.held[tokens[:count]] += 1
         for n in range(count):
@@ -111,8 +152,14 @@ class TieredTree(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.leases) - 1))
         lease, prefix, is_pin = self.leases[at]
         whole, numbers = prefix + tokens, self.model.fresh(len(tokens))
+        self.where.device.update(numbers if not is_pin else ())  # a request's own pages are there
         grown = (self.tree.graft if is_pin else self.tree.insert)(lease, ids(tokens), ids(numbers))
         duplicates = self.model.matched(whole) - len(prefix)
+        if is_pin:
+            self.where.host.update(grown.pages[duplicates:].tolist())
+        else:
+            self.where.device.difference_update(numbers)
+            self.where.device.update(grown.pages.tolist())
         assert grown.duplicates.tolist() == numbers[:duplicates]
         for n, number in enumerate(numbers):
             page = self.model.pages.setdefault(whole[: len(prefix) + n + 1], Page(number, not is_pin, is_pin))
@@ -130,14 +177,12 @@ class TieredTree(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(prefix)))
         stop = data.draw(st.integers(start, len(prefix)))
         before = [self.model.pages[prefix[: n + 1]].kept for n in range(len(prefix))]
-        end = self.tree.keep(lease, start, stop)
-        assert start <= end
+        end = self.where.copy(self.tree, lease, start, stop)
+        assert start <= end <= stop
         if start and before[start - 1]:
             assert end > start or start == stop, "a copy behind another one on the path does not count"
         for n in range(start, min(end, len(prefix))):
             self.model.pages[prefix[: n + 1]].kept |= n < stop
-        counted = self.tree.kept_on(lease).tolist()
-        assert counted == [self.model.pages[prefix[: n + 1]].kept for n in range(len(prefix))]
 
     # -- shrinking
 
@@ -148,13 +193,20 @@ class TieredTree(RuleBasedStateMachine):
 
         def keep(node: Node) -> int:
             lease = self.tree.pin(node)
-            self.tree.keep(lease, node.depth, node.depth + min(most, node.num_pages))
+            self.where.copy(self.tree, lease, node.depth, node.depth + min(most, node.num_pages))
             self.tree.unpin(lease)
-            return node.kept
+            return self.tree.num_copies(node)
 
-        evicted = self.tree.evict_device(count, "", keep)
+        left: list[int] = []
+
+        def leave(pages: Ids) -> None:
+            left.extend(pages.tolist())
+            self.where.leave_device(pages)
+
+        evicted = self.tree.demote(count, "", keep, leave)
         removed = self._forget(evicted.removed)
-        moved = [self.model.named(number) for number in evicted.moved.tolist()]
+        moved = [self.model.named(number) for number in left]
+        assert len(moved) == evicted.num_moved
         for prefix in moved:
             self.model.pages[prefix].here, self.model.pages[prefix].kept = False, True
         assert set(moved) <= set(idle)
@@ -163,8 +215,15 @@ class TieredTree(RuleBasedStateMachine):
     @rule(count=st.integers(0, 9))
     def evict_lower(self, count: int) -> None:
         copies = [prefix for prefix, page in self.model.pages.items() if page.kept and not self.model.is_held(prefix)]
-        evicted = self.tree.evict_lower(count)
-        moved = [self.model.named(number) for number in evicted.moved.tolist()]
+        left: list[int] = []
+
+        def leave(pages: Ids) -> None:
+            left.extend(pages.tolist())
+            self.where.leave_host(pages)
+
+        evicted = self.tree.evict_lower(count, leave)
+        moved = [self.model.named(number) for number in left]
+        assert len(moved) == evicted.num_moved
         for prefix in moved:
             assert self.model.pages[prefix].here
             self.model.pages[prefix].kept = False
@@ -194,6 +253,7 @@ class TieredTree(RuleBasedStateMachine):
         assert all(map(self.model.is_held, self.model.pages))
 
     def _forget(self, numbers: Ids) -> list[Prefix]:
+        self.where.forget(numbers)
         gone = [self.model.named(number) for number in numbers.tolist()]
         for prefix in gone:
             assert not self.model.is_held(prefix), "a page was evicted that a lease holds"
@@ -205,15 +265,20 @@ class TieredTree(RuleBasedStateMachine):
     @invariant()
     def what_the_tree_holds(self) -> None:
         found: dict[Prefix, Page] = {}
-        tokens: dict[Node, Prefix] = dict.fromkeys(self.tree.roots().values(), ())
+        tokens: dict[Node, Prefix] = dict.fromkeys(self.tree.roots.all(), ())
         for node in self.tree.nodes():
             assert node.parent is not None
             above = tokens[node.parent]
             tokens[node] = above + tuple(np.frombuffer(node.key, dtype=np.int32).tolist())
             for at, number in enumerate(node.pages.tolist()):
-                found[tokens[node][: len(above) + at + 1]] = Page(number, node.here, at < node.kept)
-            assert node.parent.here or not node.here, "a page is on the device and the one before it is not"
-            assert node.here or node.kept == node.num_pages, "a page is nowhere"
+                found[tokens[node][: len(above) + at + 1]] = Page(
+                    number, self.tree.is_here(node), at < self.tree.num_copies(node)
+                )
+            here = self.tree.is_here(node)
+            assert {page in self.where.device for page in node.pages.tolist()} == {here}, "half a node is on the device"
+            assert self.tree.is_here(node.parent) or not here, "a page is on the device and the one before it is not"
+            assert here or self.tree.num_copies(node) == node.num_pages, "a page is nowhere"
+        assert self.where.host == {page.number for page in found.values() if page.kept}
         assert found == self.model.pages
 
     @invariant()
@@ -223,18 +288,17 @@ class TieredTree(RuleBasedStateMachine):
         assert tree.num_pages == len(here)
         assert tree.num_below == len(model.pages) - len(here)
         assert tree.num_protected == sum(map(model.is_held, here))
-        for node in (*tree.roots().values(), *tree.nodes()):
-            children = list(node.children.values())
-            assert node.num_here == sum(child.here for child in children)
-            assert node.num_kept == sum(child.kept > 0 for child in children)
 
     @invariant()
     def whatever_can_go_is_queued(self) -> None:
         queued, lower = self.tree.queued(), self.tree.queued_lower()
         for node in self.tree.nodes():
-            if not node.level and node.here and not node.num_here:
+            here, copies = self.tree.is_here(node), self.tree.num_copies(node)
+            if not node.level and here and not any(map(self.tree.is_here, node.children.values())):
                 assert node in queued, "a leaf on the device can never be evicted"
-            if not node.level and node.kept and not node.num_kept:
+            else:
+                assert node not in queued, "what is held, or read by a child, is evicted"
+            if not node.level and copies and not any(map(self.tree.num_copies, node.children.values())):
                 assert node in lower, "copies can never be given up"
 
     @invariant()
@@ -261,18 +325,22 @@ TestTieredTree = TieredTree.TestCase
 # -- what random operations have found, once
 
 
-def tree_of(text: str, *, below: str = "") -> tuple[TieredRadixCache, list[CacheEvent]]:
+def tree_of(text: str, *, below: str = "") -> tuple[RadixCache, list[CacheEvent], Where]:
     """`text` is cached on the device, and `below` behind it on the host; nobody holds any of it."""
     events: list[CacheEvent] = []
-    tree = TieredRadixCache(1, eviction_policy("lru"), emit=events.append)
+    where = Where()
+    tree = RadixCache(1, eviction_policy("lru"), emit=events.append, placement=where)
     lease = tree.lease(tree.match(NAMESPACE, tokens_of(text)))
-    tree.insert(lease, tokens_of(text), np.arange(1, len(text) + 1, dtype=np.int32))
+    pages = np.arange(1, len(text + below) + 1, dtype=np.int32)
+    where.device.update(pages[: len(text)].tolist())
+    tree.insert(lease, tokens_of(text), pages[: len(text)])
     if below:
         pin = tree.pin(lease.node)
-        tree.graft(pin, tokens_of(below), np.arange(len(text) + 1, len(text + below) + 1, dtype=np.int32))
+        tree.graft(pin, tokens_of(below), pages[len(text) :])
+        where.host.update(pages[len(text) :].tolist())
         tree.unpin(pin)
     tree.release(lease)
-    return tree, events
+    return tree, events, where
 
 
 def tokens_of(text: str) -> Ids:
@@ -280,29 +348,29 @@ def tokens_of(text: str) -> Ids:
 
 
 def test_a_copy_above_pages_without_one_can_be_given_up_when_their_lease_ends() -> None:
-    tree, _ = tree_of("abcd")
+    tree, _, where = tree_of("abcd")
     lease = tree.lease(tree.match(NAMESPACE, tokens_of("ab")))
-    assert tree.keep(lease, 0, 2) == 2
+    assert where.copy(tree, lease, 0, 2) == 2
     longer = tree.lease(tree.match(NAMESPACE, tokens_of("abcd")))
     tree.release(lease)
     tree.release(longer)
-    assert sorted(tree.evict_lower(9).moved.tolist()) == [1, 2]
+    assert tree.evict_lower(9, where.leave_host).num_moved == 2 and not where.host
 
 
 def test_copies_above_and_below_a_gap_can_both_be_given_up() -> None:
-    tree, _ = tree_of("abc", below="d")
+    tree, _, where = tree_of("abc", below="d")
     lease = tree.lease(tree.match(NAMESPACE, tokens_of("a")))
-    tree.keep(lease, 0, 1)
+    where.copy(tree, lease, 0, 1)
     tree.release(lease)
     below = tree.pin_path(tree.match(NAMESPACE, tokens_of("abcd")), 4)
-    assert not len(tree.evict_lower(9).moved)  # both are held, and were candidates before
+    assert not tree.evict_lower(9, where.leave_host).num_moved  # both are held, and were candidates before
     tree.unpin(below)
-    evicted = tree.evict_lower(9)
-    assert (evicted.removed.tolist(), evicted.moved.tolist()) == ([4], [1])
+    evicted = tree.evict_lower(9, where.leave_host)
+    assert (evicted.removed.tolist(), evicted.num_moved, where.host) == ([4], 1, {4})
 
 
 def test_a_leaf_on_the_device_can_go_when_what_hangs_below_it_is_let_go_of() -> None:
-    tree, _ = tree_of("ab", below="c")
+    tree, _, _ = tree_of("ab", below="c")
     pin = tree.pin_path(tree.match(NAMESPACE, tokens_of("abc")), 3)
     assert not len(tree.evict(9))
     tree.unpin(pin)
@@ -310,10 +378,11 @@ def test_a_leaf_on_the_device_can_go_when_what_hangs_below_it_is_let_go_of() -> 
 
 
 def test_all_is_said_to_be_cleared_last() -> None:
-    tree, events = tree_of("ab", below="c")
-    tree.evict_device(2, "", lambda node: 0)
-    pin = tree.pin(tree._root(NAMESPACE))
+    tree, events, where = tree_of("ab", below="c")
+    where.forget(tree.demote(2, "", lambda node: 0, where.leave_device).removed)
+    pin = tree.pin(tree.roots.make(NAMESPACE, 0))
     tree.graft(pin, tokens_of("x"), ids([9]))
+    where.host.add(9)
     tree.unpin(pin)
     events.clear()
     assert tree.clear().tolist() == [9]

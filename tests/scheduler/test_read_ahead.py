@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from quire.cache import prefetcher as reading_ahead
+from quire.offload import prefetcher as reading_ahead
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.ids import Ids
-from tests.cache.cached_bytes import ALICE, PAGE, asking, tokens_of
-from tests.cache.tiered_cache import TieredCache
+from tests.offload.cached_bytes import ALICE, PAGE, asking, tokens_of
+from tests.offload.tiered_cache import TieredCache
 
 
 def prompt(number: int, pages: int = 3) -> Ids:
@@ -31,7 +31,11 @@ class Queue:
         before.drain()
         self.world = TieredCache(num_pages=num_pages, host=host, store=before.store)
         self.scheduler = Scheduler(
-            self.world.cache, scheduling_policy("fcfs"), max_running=max_running, max_tokens=16 * PAGE
+            self.world.cache,
+            scheduling_policy("fcfs"),
+            max_running=max_running,
+            max_tokens=16 * PAGE,
+            ahead=self.world.ahead,
         )
         self.begun: list[str] = []
 
@@ -57,13 +61,13 @@ class Queue:
         else:
             raise AssertionError([request.wait_reason for request in self.scheduler.waiting])
         self.world.drain()
-        prefetcher = self.world.cache.prefetcher
+        prefetcher = self.world.prefetcher
         assert prefetcher is not None and not prefetcher.leases() and not prefetcher.in_flight
         assert self.world.cache.tree.num_protected == 0
 
     def num_held(self) -> int:
-        assert self.world.cache.prefetcher is not None
-        return len(self.world.cache.prefetcher.leases())
+        assert self.world.prefetcher is not None
+        return len(self.world.prefetcher.leases())
 
 
 @pytest.fixture
@@ -157,8 +161,8 @@ def test_what_is_damaged_on_the_host_is_had_from_storage(place: int) -> None:
     world.damage(prompt(1), place)
     request = queue.add("a", prompt(1))
     queue.run()
-    assert world.cache.tiers is not None and request.kv is None
-    counters = world.cache.tiers.counters
+    assert world.tiers is not None and request.kv is None
+    counters = world.tiers.counters
     assert dict(counters.defects) == {("host", "digest"): 1}
     assert counters.fetched_frames == 3 + 3 - place, "what is behind the good pages comes again"
     world.close()

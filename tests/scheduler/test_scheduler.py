@@ -9,6 +9,8 @@ import pytest
 
 from quire.cache import KVCache
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
+from quire.offload import Offloads
+from quire.offload.flush import clear
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
@@ -21,7 +23,7 @@ class Engine:
     """A scheduler that runs to the end, one step after the other."""
 
     def __init__(self, num_pages: int, page_size: int, *, policy: str = "fcfs", **limits: Any) -> None:
-        self.cache = KVCache(small_plan(num_pages, page_size, context=limits.pop("context", 0)))
+        self.cache = KVCache(small_plan(num_pages, page_size, context=limits.pop("context", 0)), offload=Offloads())
         settings = {"max_running": 4, "max_tokens": 64} | limits
         self.scheduler = Scheduler(self.cache, scheduling_policy(policy), **settings)
         self.model = FakeModel(self.cache)
@@ -137,8 +139,8 @@ def test_an_abort_at_any_step_leaves_nothing_behind(steps: int) -> None:
     assert engine.scheduler.abort("a") is (None if ended else request)
     assert request.state is RequestState.FINISHED
     assert not engine.scheduler.has_requests
-    engine.cache.clear()
-    assert engine.cache.num_free_pages == 8
+    clear(engine.cache)
+    assert engine.cache.pages.num_free_pages == 8
     assert engine.scheduler.abort("a") is engine.scheduler.abort("unknown") is None
 
 

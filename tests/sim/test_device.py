@@ -23,7 +23,8 @@ TRACE = requests([(40, 12), (44, 12), (48, 12)], shared=16)
 
 def after(replay: Replay, step: int, verb: str, change: Callable[..., None]) -> None:
     """From that step on, `change` what a verb of the cache returns; it gets the result and the verb's arguments."""
-    original = getattr(replay.cache, verb)
+    owner = replay.cache if hasattr(replay.cache, verb) else replay.cache.rows
+    original = getattr(owner, verb)
 
     def changed(*arguments: Any, **named: Any) -> Any:
         result = original(*arguments, **named)
@@ -31,7 +32,7 @@ def after(replay: Replay, step: int, verb: str, change: Callable[..., None]) -> 
             change(result, *arguments, **named)
         return result
 
-    setattr(replay.cache, verb, changed)
+    setattr(owner, verb, changed)
 
 
 def runs(replay: Replay) -> None:
@@ -93,7 +94,7 @@ def test_a_page_of_another_request() -> None:
 def test_a_frame_that_was_given_to_another_too_early(groups: str) -> None:
     """Somebody's new tokens are written over the last whole page of somebody else."""
     replay = replay_of(groups=groups)
-    frames = replay.cache.page_table
+    frames = replay.cache.rows.page_table
 
     def overwrite(slots: Ids, kvs: Any, starts: Any, ends: Any, group: int) -> None:
         if group == group_of(groups) and len(kvs) > 1 and len(slots) == len(kvs):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cache.tier_settings import PrefetchPolicy, WritePolicy
 from quire.errors import InvalidInput, WrongContent
+from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.sim.clock import CostModel
 from quire.sim.copies import SimulatedCopies
 from quire.sim.pools import PoolRequest, plain_pools

@@ -119,6 +119,6 @@ def test_an_allocation_that_fails_in_any_group_changes_nothing(at: int) -> None:
     assert faults.take(caught.value)
     cache.audit()
     assert cache.statistics() == before
-    assert not cache.allocated(kv)
+    assert not cache.rows.allocated(kv)
     cache.extend([kv], [6])
     cache.audit()

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 WITHOUT_TORCH = ("quire.errors", "quire.spec.model", "quire.plan.budget", "quire.prefix.radix_cache")
-WITHOUT_TORCH += ("quire.memory.allocator", "quire.memory.frames", "quire.observe.events", "quire.cache")
+WITHOUT_TORCH += ("quire.memory.allocator", "quire.memory.residency", "quire.observe.events", "quire.cache")
 WITHOUT_TORCH += (
     "quire.sim.trace",
     "quire.sim.ideal",

@@ -1,14 +1,22 @@
-"""Whether one more request fits: what it claims in each group beside what running requests were promised."""
+"""Admission: whether one more request fits, beside what running requests were promised, and whether what it was matched
+with still holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from quire.cache.explain import explain_prompt
 from quire.cache.groups import GroupCache
+from quire.cache.offload import CacheParts, Kept
 from quire.cache.prefix_hit import PrefixHit
-from quire.cache.retention import Retention
+from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
+from quire.cache.running_tables import RunningTables
+from quire.observe.explain import Explanation
+from quire.spec.ids import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +32,71 @@ class Claim:
     pinned: int
 
 
+class Admission:
+    """What a scheduler asks before a request begins or grows. It changes nothing."""
+
+    def __init__(self, parts: CacheParts, rows: RunningTables, kept: Kept) -> None:
+        self._pages = parts.pages
+        self._tree = parts.tree
+        self._groups = parts.groups
+        self._seconds = parts.seconds
+        self._rows = rows
+        self._kept = kept
+        self._size = parts.plan.page_size
+        self.gives_back_early = any(not group.reach.whole for group in parts.groups)
+        """Whether what settles sets frames free, so that it is worth a commit at the end of every page."""
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that `extend` could find: free ones, evictable ones, and those that are kept until they are missed."""
+        return self._pages.num_free_pages + self._tree.num_evictable + self._kept.num_soft
+
+    @property
+    def num_dropped(self) -> int:
+        """Frames that cached pages have lost on the device since the start."""
+        return sum(group.dropped_frames for group in self._groups)
+
+    def is_current(self, hit: PrefixHit) -> bool:
+        """Whether a hit still holds: no edge was cut since, no page lost a frame, and what it would load is worth it as
+        before. It may have become longer."""
+        is_same = hit.match.version == self._tree.version and hit.num_dropped == self.num_dropped
+        return is_same and hit.choice.stands()
+
+    def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
+        """Why a prompt that hits `hit`, which is current, is cached as far as it is and not further: a cause for every
+        token."""
+        parting = self._tree.parting(hit.match.namespace, tokens)
+        return explain_prompt(len(tokens), self._size, hit, parting, self._seconds())
+
+    def at_once(self, kv: RequestKV, count: int) -> int:
+        """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
+        a request gives back what it has passed: the rest fits when these have settled."""
+        slack = -self._rows.allocated(kv) % self._size
+        passing = [
+            g.num_free + g.num_evictable + self._kept.num_soft_frames(g.index)
+            for g in self._groups
+            if not g.reach.whole and not g.reach.carried
+        ]
+        return max(1, min(count, slack + min(passing) * self._size)) if passing else count
+
+    def why_not(self, hit: PrefixHit, num_pages: int, running: Sequence[tuple[RequestKV, int]], reserve: int) -> str:
+        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
+
+        It must fit beside what `running` requests take beyond what they have until each has the pages that go with it,
+        and `reserve` pages more for each of them.
+        """
+        rows = self._rows.rows_of([kv for kv, _ in running])
+        reached = np.array([pages for _, pages in running], dtype=np.int64)
+        have = -(-self._rows.table.allocated[rows] // self._size)
+        kept = self._kept
+        claims = [group_claim(group, kept, hit, num_pages, rows, have, reached, reserve) for group in self._groups]
+        claims.append(pages_claim(self.num_available_pages, kept, hit, num_pages, have, reached, reserve))
+        return first_refusal(claims, len(running))
+
+
 def group_claim(
     group: GroupCache,
-    kept: Retention,
+    kept: Kept,
     hit: PrefixHit,
     num_pages: int,
     rows: Rows,
@@ -51,7 +121,7 @@ def group_claim(
 
 
 def pages_claim(
-    available: int, kept: Retention, hit: PrefixHit, num_pages: int, have: Lengths, reached: Lengths, reserve: int
+    available: int, kept: Kept, hit: PrefixHit, num_pages: int, have: Lengths, reached: Lengths, reserve: int
 ) -> Claim:
     """The same of the pages themselves."""
     owed = int((reached - have).sum())

@@ -3,7 +3,7 @@
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
 a row's protected pages are its lease's path                        what it reads is what it pinned
-a page's pins are its readers, and without any it is on the shelf   per group whose frames may go before their pages
+a page's pins are its readers, and without any its frame is idle    per group whose frames may go before their pages
 a node's level is that of the leases at or below it                 nothing pinned is evicted, nothing else is kept
 the tree's counters are the sums over its nodes
 
@@ -14,20 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from quire.cache.audit_tiers import below_device, tier_laws
-from quire.cache.picture import GroupPicture, Picture
+from quire.cache.picture import Audited, GroupPicture, Picture
 from quire.errors import AuditFailure
 from quire.prefix.node import Node
-
-if TYPE_CHECKING:
-    from quire.cache.kv_cache import KVCache
 
 TOKEN_BYTES = 4
 
 
-def audit(cache: KVCache, before: Picture | None = None) -> Picture:
+def audit(cache: Audited, before: Picture | None = None) -> Picture:
     """Check every law, and return what was seen. Raises AuditFailure naming each one that is broken.
 
     Laws about what is as it was in `before`, a picture that has passed, are not checked again. O(pages + nodes).
@@ -52,12 +47,12 @@ def audit(cache: KVCache, before: Picture | None = None) -> Picture:
         group = before is None or found is not before.groups[at]
         if group or pages:
             broken += _frames(picture, found)
-        if found.group.shelf is not None and (group or tree):
-            broken += _shelf(found, picture.tree.cached)
+        if not found.whole and (group or tree):
+            broken += _idle(found, picture.tree.cached)
         if not found.whole and (group or rows):
             broken += _reads(picture, found)
-    if cache.tiers is not None:
-        broken += tier_laws(picture)
+    for law in cache.parts.audits.laws:
+        broken += law(picture)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
     return picture
@@ -101,8 +96,9 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
         if extra:
             yield f"{name}: page {extra[0]} is free and has a frame"
         missing = sorted(set(picture.out) - set(resident))
-        if picture.cache.tiers is not None:
-            gone = set(below_device(picture.tree))
+        if picture.is_tiered:
+            here = picture.cache.tree.is_here
+            gone = {page for node, pages in picture.tree.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
             gone.update(picture.waits.pages)  # a duplicate may have given its frame to a page that was below only
@@ -122,8 +118,9 @@ def _reads(picture: Picture, found: GroupPicture) -> Iterator[str]:
             yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
 
 
-def _shelf(found: GroupPicture, cached: list[int]) -> Iterator[str]:
-    """Where frames may go before their pages: a page is pinned as often as requests read it, and else on the shelf."""
+def _idle(found: GroupPicture, cached: list[int]) -> Iterator[str]:
+    """Where frames may go before their pages: a page is pinned as often as requests read it, and else its frame
+    is idle."""
     name, pins, column = f"group '{found.group.name}'", found.pins, found.column
     readers = [0] * len(pins)
     for page in found.readers:
@@ -134,7 +131,7 @@ def _shelf(found: GroupPicture, cached: list[int]) -> Iterator[str]:
     idle = sorted([page for page in cached if column[page] and not readers[page]])
     if idle != found.shelved:
         page = min(set(idle) ^ set(found.shelved))
-        yield f"{name}: page {page} is {'not ' if page in idle else ''}on the shelf"
+        yield f"{name}: page {page} is {'not ' if page in idle else ''}idle"
     if found.num_evictable != len(idle) or found.num_pinned != len(readers) - readers.count(0):
         yield f"{name} miscounts: {found.num_evictable} evictable, {found.num_pinned} pinned"
 
@@ -174,7 +171,7 @@ def _tree(picture: Picture) -> Iterator[str]:
         if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
             yield "a child hangs in the wrong place"
         num_children += len(node.children)
-        if not node.here:
+        if not tree.is_here(node):
             num_below += length
         else:
             num_pages += length
@@ -196,8 +193,10 @@ def _tree(picture: Picture) -> Iterator[str]:
 
 def _queue(picture: Picture) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
+    tree = picture.cache.tree
     for node, pages in picture.tree.edges:
-        if not node.level and node.here and not node.num_here and node not in picture.queued:
+        leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
+        if not node.level and leaf and node not in picture.queued:
             yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 

@@ -22,8 +22,8 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
 from quire.prefix.reach import Reach
-from quire.prefix.shelf import Rank, Shelf
 from quire.spec.ids import Bools, Ids
+from quire.spec.rank import Rank
 
 
 @dataclass(slots=True)
@@ -43,7 +43,8 @@ class CarriedGroup(GroupCache):
     ) -> None:
         super().__init__(index, reach, frames)
         self._frames = frames
-        self.shelf: Shelf = Shelf(len(frames.column) - 1)
+        assert frames.table.idle is not None
+        self._idle = frames.table.idle
         self._page_size = page_size
         self._grid = max(page_size, grid - grid % page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
@@ -62,11 +63,11 @@ class CarriedGroup(GroupCache):
 
     @property
     def num_evictable(self) -> int:
-        return self.shelf.num_evictable
+        return self._idle.num_idle
 
     @property
     def num_cached(self) -> int:
-        return self.shelf.num_pages
+        return self._idle.num_pages
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return 0  # a page on the shelf is nobody's, so that its frame can be the request's own: see `wanted`
@@ -94,7 +95,7 @@ class CarriedGroup(GroupCache):
     def books(self) -> tuple[object, ...]:
         trails = (self._trail_frame.tobytes(), self._trail_pages.tobytes())
         behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
-        return self._frame.tobytes(), self._source.tobytes(), trails, behind, self.shelf.books()
+        return self._frame.tobytes(), self._source.tobytes(), trails, behind
 
     # -- requests
 
@@ -106,7 +107,7 @@ class CarriedGroup(GroupCache):
 
     def begin(self, row: int, pages: Ids) -> None:
         if len(pages):
-            self.shelf.pin(pages[-1:], Rank.USED)
+            self.table.pin(pages[-1:], Rank.USED)
             self._source[row] = pages[-1]
         self._position[row] = len(pages) * self._page_size
 
@@ -119,8 +120,7 @@ class CarriedGroup(GroupCache):
         if len(frames) < len(missing):
             for row in self._takeable(missing)[: len(missing) - len(frames)].tolist():
                 page = self._source[row : row + 1].copy()
-                self.shelf.unpin(page, Rank.PASSED)
-                self.shelf.remove(page)
+                self.table.unpin(page, Rank.PASSED)
                 self._frame[row] = self.frames.take_over(page)[0]
                 self._source[row] = 0
                 self.dropped_frames += 1
@@ -213,11 +213,10 @@ class CarriedGroup(GroupCache):
         return given
 
     def give_back(self, given: Given) -> None:
-        self.shelf.unpin(given.unpinned, given.rank)
+        self.table.unpin(given.unpinned, given.rank)
         self.frames.free(given.frames)
 
     def forget(self, pages: Ids) -> None:
-        self.shelf.remove(pages)
         self.frames.drop(pages)
 
     def evict(self, num_frames: int) -> int:
@@ -244,7 +243,7 @@ class CarriedGroup(GroupCache):
     def _takeable(self, rows: Rows) -> Rows:
         """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
         sources = self._source[rows]
-        found: Rows = rows[(sources != 0) & (self.shelf.pins(sources) == 1)]
+        found: Rows = rows[(sources != 0) & (self._idle.pins[sources] == 1)]
         return found
 
     def _pieces(
@@ -302,14 +301,14 @@ class CarriedGroup(GroupCache):
     def _spare(self, rank: Rank) -> int:
         """A frame that no request will miss, for something of that rank; 0 if there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0))
-        if self.num_free + self.shelf.num_evictable <= still_to_come:
+        if self.num_free + self._idle.num_idle <= still_to_come:
             return 0
         if not self.num_free and not self._drop(1, rank):
             return 0
         return int(self.frames.take(1)[0])
 
     def _drop(self, num_frames: int, most: Rank) -> int:
-        pages = self.shelf.evict(num_frames, most)
+        pages = self.table.reclaim(num_frames, most)
         self.frames.drop(pages)
         self.dropped_frames += len(pages)
         return len(pages)
@@ -325,6 +324,6 @@ class CarriedGroup(GroupCache):
             else:
                 self.frames.leave(page, frame)
                 self.left += 1
-            self.shelf.pin(page, trail.rank)  # a step in flight may read the frame still
+            self.table.pin(page, trail.rank)  # a step in flight may read the frame still
             given.append(Given(self.index, page, trail.rank))
         return given

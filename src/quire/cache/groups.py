@@ -18,10 +18,11 @@ import numpy as np
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import PageFrames, SlotFrames
+from quire.memory.residency import Column
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
-from quire.prefix.shelf import Rank, Shelf
 from quire.spec.ids import Ids
+from quire.spec.rank import Rank
 
 NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
@@ -30,7 +31,7 @@ NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 class Given:
     """What a request gives up in one group, once no launched step touches it any more.
 
-    `unpinned` cached pages it no longer reads go on the shelf with `rank`; of private pages in `dropped` it no longer
+    `unpinned` cached pages it no longer reads are idle with `rank`; of private pages in `dropped` it no longer
     reads the frames; `frames` were its own.
     """
 
@@ -83,8 +84,10 @@ class GroupCache(ABC):
         self.reach = reach
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
 
-    shelf: Shelf | None = None
-    """Cached frames that may go before their pages; None where none may."""
+    @property
+    def table(self) -> Column:
+        """Which pages have which of the group's frames."""
+        return self.frames.table
 
     @property
     @abstractmethod
@@ -107,7 +110,7 @@ class GroupCache(ABC):
         """Frames of cached pages."""
 
     def pinned(self, row: int, pages: Ids) -> Ids:
-        """Which of a row's cached `pages` it pins on the shelf."""
+        """Which of a row's cached `pages` it pins."""
         return NO_PAGES
 
     def frames_of(self, row: int) -> Ids:
@@ -277,7 +280,7 @@ class WholeGroup(GroupCache):
 
 
 class PassingGroup(WholeGroup):
-    """A request reads its last pages only. Cached frames it reads are pinned; what it passes goes on the shelf.
+    """A request reads its last pages only. Cached frames it reads are pinned; what it passes is idle.
 
     |-- passed: may be dropped --|-- read: pinned --|-- read: private --|
     0                            first[row]         protected           allocated
@@ -285,19 +288,20 @@ class PassingGroup(WholeGroup):
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache, max_requests: int) -> None:
         super().__init__(index, reach, frames, tree)
-        self.shelf: Shelf = Shelf(len(frames.column) - 1)
+        assert frames.table.idle is not None
+        self._idle = frames.table.idle
         self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
 
     @property
     def num_evictable(self) -> int:
-        return self.shelf.num_evictable
+        return self._idle.num_idle
 
     @property
     def num_cached(self) -> int:
-        return self.shelf.num_pages
+        return self._idle.num_pages
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        return self.shelf.num_on_shelf(pages[_slice(self.reach.needed(len(pages)))])
+        return self._idle.count_idle(pages[_slice(self.reach.needed(len(pages)))])
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         read = len(self.reach.needed(num_cached))  # it holds these from the start
@@ -310,11 +314,11 @@ class PassingGroup(WholeGroup):
     def begin(self, row: int, pages: Ids) -> None:
         needed = self.reach.needed(len(pages))
         self.first[row] = needed.start
-        self.shelf.pin(pages[_slice(needed)], Rank.USED)
+        self.table.pin(pages[_slice(needed)], Rank.USED)
 
     def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
         self._revive(ours, row.pages[start : start + len(ours)])
-        self.shelf.pin(row.pages[start : row.protected])
+        self.table.pin(row.pages[start : row.protected])
         first, after = self._advance(row)
         if first == after:
             return []
@@ -339,15 +343,11 @@ class PassingGroup(WholeGroup):
         return [Given(self.index, read.copy(), Rank.USED)] if len(read) else []
 
     def give_back(self, given: Given) -> None:
-        self.shelf.unpin(given.unpinned, given.rank)
+        self.table.unpin(given.unpinned, given.rank)
         self.frames.drop(given.dropped)
 
-    def forget(self, pages: Ids) -> None:
-        self.shelf.remove(pages)
-        self.frames.drop(pages)
-
     def evict(self, num_frames: int) -> int:
-        pages = self.shelf.evict(num_frames)
+        pages = self.table.reclaim(num_frames)
         self.frames.drop(pages)
         self.dropped_frames += len(pages)
         return len(pages)
@@ -356,7 +356,7 @@ class PassingGroup(WholeGroup):
         return pages[int(self.first[row]) :]
 
     def books(self) -> tuple[object, ...]:
-        return self.first.tobytes(), self.shelf.books()
+        return (self.first.tobytes(),)
 
     def _advance(self, row: RowPages) -> tuple[int, int]:
         """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""

@@ -19,54 +19,52 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cache.admission import first_refusal, group_claim, pages_claim
+from quire.cache.admission import Admission
 from quire.cache.audit import audit
 from quire.cache.build import build_groups
-from quire.cache.explain import explain_prompt, names_of
+from quire.cache.damaged import DamagedPages
+from quire.cache.explain import names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
-from quire.cache.kept_frames import KeptFrames
-from quire.cache.prefetch import Prefetch
-from quire.cache.prefetcher import Prefetcher
-from quire.cache.prefix_hit import Choice, PrefixHit
+from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
+from quire.cache.placement import PagePlacement
+from quire.cache.prefix_hit import PrefixHit
+from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
-from quire.cache.resuming import resume_point
-from quire.cache.retention import RETAIN_SHARE, Retention
-from quire.cache.room import Room
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.running_tables import RunningTables
-from quire.cache.statistics import CacheStatistics, cache_statistics
-from quire.cache.tier_settings import TierSettings
-from quire.cache.tiering import Tiering
-from quire.cache.worth_loading import choose, stands
+from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import in_order, page_allocator
-from quire.memory.frames import FrameTable
-from quire.observe.explain import Cause, Explanation
+from quire.memory.allocator import page_allocator
+from quire.memory.residency import Residency
+from quire.memory.runs import in_order
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
-from quire.prefix.flush import sweep
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
-from quire.prefix.shelf import Rank
-from quire.prefix.tiered import TieredRadixCache
+from quire.prefix.radix_cache import RadixCache
+from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
+from quire.spec.rank import Rank
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
 
 
-class KVCache(RunningTables):
+class KVCache:
     """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller.
 
     `plan` is the `memory` of what `quire.plan.planner.make_plan` returns, or made by hand (`quire.testing.small_plan`).
     With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
     and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
     the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
-    With `page_tables`, `page_table_changes` tells a device what it has to hear of. `retain_share` is what of the plan's
-    pages may be kept for callers (`retention`).
+    With `page_tables`, `rows.page_table_changes` tells a device what it has to hear of. `offload` makes what moves
+    pages to other tiers and keeps some for callers (`quire.offload.Offloads`); without it nothing does.
+
+    `rows` is what a step reads, `admission` what a scheduler asks before a request begins. `num_changes` counts how
+    often something came back or became cached: whom it was too full for may ask again.
     """
 
     def __init__(
@@ -82,58 +80,56 @@ class KVCache(RunningTables):
         remembered: int | None = None,
         page_tables: bool = False,
         seconds: Callable[[], float] = time.monotonic,
-        tiers: TierSettings | None = None,
-        retain_share: float = RETAIN_SHARE,
+        offload: OffloadFactory = NO_OFFLOAD,
     ) -> None:
-        num_pages = plan.num_pages + (tiers.num_pages(plan) if tiers is not None else 0)
-        below = (Tier.HOST,) if tiers is not None else ()
+        num_pages = plan.num_pages + offload.num_pages(plan)
         following = [index for index, group in enumerate(plan.groups) if not group.reach.carried]
-        table = FrameTable(num_pages, len(plan.groups), (Tier.DEVICE, *below))
-        super().__init__(plan, table, following, follows=page_tables)
+        names = [group.name for group in plan.groups]
+        reclaims = [not reach_of(group.reach, plan.page_size).whole for group in plan.groups]
+        table = Residency(num_pages, names, reclaims, (Tier.DEVICE, *offload.below))
+        self.plan = plan
+        self.page_size = plan.page_size
         self.explains = explains
-        self._seconds = seconds
         self.share_prefixes = share_prefixes
         identity = layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups])
-        self.tree = TieredRadixCache(
+        self.tree = RadixCache(
             plan.page_size,
             eviction_policy(eviction),
             emit=emit,
             identity=identity,
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
+            placement=PagePlacement(table) if offload.below else None,
         )
         self.pages = page_allocator(num_pages, plan.page_size, "pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
-        self.holders: list[Callable[[], Sequence[Lease]]] = []  # who else keeps prefixes, for audits
-        self.tiers = None
-        if tiers is not None:
-            self.tiers = Tiering(tiers, plan, table, self.groups, self.tree, identity, self._give_back, seconds)
-            self.holders.append(self.tiers.leases)
-        self.prefetcher = None
-        if self.tiers is not None and tiers is not None and tiers.stores:
-            self.prefetcher = Prefetcher(self.tiers, self.tree, self.groups, self.pages, seconds)
-            self.holders.append(self.prefetcher.leases)
-        self.retention = Retention(
-            self.tree,
-            plan,
-            KeptFrames(self.groups, self.tiers, largest=pages_for(plan.largest_request, plan.page_size)),
-            share=retain_share,
+        self.rows = RunningTables(plan, table, following, follows=page_tables)
+        self.fences = Fences(seconds)
+        self.counters = CacheCounters()
+        self.num_changes = 0
+        self.parts = CacheParts(
+            plan=plan,
+            frames=table,
+            pages=self.pages,
+            groups=self.groups,
+            tree=self.tree,
+            damaged=DamagedPages(num_pages, self.groups),
+            identity=identity,
             seconds=seconds,
-            on_let_go=self._room_came_back,
+            give_back=self._give_back,
+            sweep=self._sweep,
+            reclaim=lambda wanted, cause: self._reclaim.frames(wanted, cause),
+            changed=self._changed,
+            step_seconds=lambda: self.fences.step_seconds if self.rows.live else 0.0,
         )
-        self.holders.append(lambda: self.retention.leases)
-        self._room = Room(self)
+        self.offload = offload.make(self.parts)
+        self.admission = Admission(self.parts, self.rows, self.offload.kept)
+        self._reclaim = Reclaim(self.groups, self.pages, self.tree, self.offload, self.counters, self.rows.live)
+        self._table = self.rows.table
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
-        self._settling = self.groups if self.tiers is not None else self._partial  # those that hear of what settles
+        self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
         self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < num_pages)
-        self._fences = Fences(seconds)
-        self.num_changes = 0  # how often something came back or became cached: whom it was too full for may ask again
-        self._live: dict[int, RequestKV] = {}
-        self._prompt_tokens = self._hit_tokens = 0
-        self._causes = dict.fromkeys(map(str, Cause), 0)  # prompt tokens, while `explains`
-        self._committed_pages = self._duplicate_pages = 0
-        self._evicted_pages = self._evictions = self._peak_shared = 0
 
     # -- the verbs
 
@@ -143,20 +139,9 @@ class KVCache(RunningTables):
         At most all but one token: the last one is always computed, since its output is what the request came for.
         """
         found, size = self.tree.match(namespace, tokens), self.page_size
-        limit = min(found.num_pages, max(0, len(tokens) - 1) // size)
-        if self.tiers is not None and limit:
-            chosen = choose(self.tiers, found, limit, size)
-            held_back = (found.num_pages - chosen.num_pages) * size
-            return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, chosen)
-        num_pages, limited = resume_point(self._partial, found.pages[:limit])
-        held_back = (found.num_pages - num_pages) * size
-        return PrefixHit(found, size, held_back, self._num_dropped, self.num_changes, Choice(num_pages, limited))
-
-    def is_current(self, hit: PrefixHit) -> bool:
-        """Whether a hit still holds: no edge was cut since, no page lost a frame, and what it would load is worth it as
-        before. It may have become longer."""
-        is_same = hit.match.version == self.tree.version and hit.num_dropped == self._num_dropped
-        return is_same and (self.tiers is None or stands(self.tiers, hit.choice))
+        choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
+        held_back = (found.num_pages - choice.num_pages) * size
+        return PrefixHit(found, size, held_back, self.admission.num_dropped, self.num_changes, choice)
 
     def begin(
         self,
@@ -177,14 +162,19 @@ class KVCache(RunningTables):
         there is no room to load.
         """
         if not self._table.free:
-            raise OutOfPages(group="rows", wanted=1, free=0, held_by=f"{len(self._live)} running requests hold them")
+            holders = f"{len(self.rows.live)} running requests hold them"
+            raise OutOfPages(group="rows", wanted=1, free=0, held_by=holders)
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
-        if hit is None or grown or not self.is_current(hit):
+        if hit is None or grown or not self.admission.is_current(hit):
             hit = self.match(tokens, namespace)
-        explanation = self.explain(tokens, namespace, hit=hit) if self.explains and not resumed else None
+        explanation = self.admission.explain(tokens, hit) if self.explains and not resumed else None
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         pages = hit.pages
-        loads = self._room.bring(lease, namespace, pages, label) if self.tiers is not None else []
+        try:
+            loads = self.offload.bring(lease, hit, namespace, label)
+        except OutOfPages:
+            self.tree.release(lease)
+            raise
         row = self._table.free.pop()
         kv = RequestKV(
             row, namespace, lease, hit.num_tokens, len(tokens), label, explanation, shares=self.share_prefixes
@@ -195,31 +185,20 @@ class KVCache(RunningTables):
         self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)
-        if self.tiers is not None:
-            self.tiers.begun(hit.choice, namespace, lease.node, pages, resumed=resumed)
+        self.offload.begun(kv, hit, resumed=resumed)
         if self._partial:
             kv.mark_ends(hit.num_pages, hit.num_matched, max(0, len(tokens) - 1) // self.page_size)
-        self._allocated[row] = self._committed[row] = hit.num_tokens
-        self._live[row] = kv
+        self._table.allocated[row] = self._table.committed[row] = hit.num_tokens
+        self.rows.live[row] = kv
+        counters = self.counters
         if not resumed:
-            self._prompt_tokens += len(tokens)
-            self._hit_tokens += hit.num_tokens
+            counters.prompt_tokens += len(tokens)
+            counters.hit_tokens += hit.num_tokens
             if explanation is not None:
                 for reason in explanation.reasons:
-                    self._causes[reason.cause] += reason.tokens
-        self._peak_shared = max(self._peak_shared, self.tree.num_shared)
+                    counters.causes[reason.cause] += reason.tokens
+        counters.peak_shared_pages = max(counters.peak_shared_pages, self.tree.num_shared)
         return kv
-
-    def explain(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, hit: PrefixHit | None = None) -> Explanation:
-        """Why a prompt's prefix is cached as far as it is and not further: a cause for every token. Changes nothing."""
-        if hit is None or not self.is_current(hit):
-            hit = self.match(tokens, namespace)
-        parting = self.tree.parting(namespace, tokens)
-        return explain_prompt(len(tokens), self.page_size, hit, parting, self._seconds())
-
-    def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
-        """These requests as one, each once, for the verbs of a step. Make it again when one ends or another joins."""
-        return RunningBatch(kvs, self._distinct(self._rows_of(kvs)))
 
     def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int] | Lengths) -> None:
         """Make room for `counts[i]` more tokens in each request (one number: in every one), evicting cached pages if
@@ -232,8 +211,8 @@ class KVCache(RunningTables):
         if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
             self._extend_by_one(kvs)
             return
-        rows = self._rows_of(kvs) if isinstance(kvs, RunningBatch) else self._distinct(self._rows_of(kvs))
-        after = self._allocated[rows] + np.asarray(counts, dtype=np.int64)
+        rows = self._distinct_rows(kvs)
+        after = self._table.allocated[rows] + np.asarray(counts, dtype=np.int64)
         if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self.plan.context):
             raise self._beyond_context(int(after.max()))
         self._extend_to(kvs, rows, after)
@@ -242,13 +221,16 @@ class KVCache(RunningTables):
         """Make room for `lengths[i]` tokens in each request that has less: how far a step may run ahead of what has
         settled. As `extend`, but that it may go beyond the plan's context, as far as rows are longer than that, where
         it is cut."""
-        rows = self._rows_of(kvs) if isinstance(kvs, RunningBatch) else self._distinct(self._rows_of(kvs))
+        rows = self._distinct_rows(kvs)
         most = np.minimum(np.asarray(lengths, dtype=np.int64), self._table.width * self.page_size)
-        self._extend_to(kvs, rows, np.maximum(self._allocated[rows], most))
+        self._extend_to(kvs, rows, np.maximum(self._table.allocated[rows], most))
+
+    def _distinct_rows(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+        return self.rows.rows_of(kvs) if isinstance(kvs, RunningBatch) else self.rows.distinct(self.rows.rows_of(kvs))
 
     def _extend_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
         """Room for `after[i]` tokens in each row, which has no more than that."""
-        before = self._allocated[rows]
+        before = self._table.allocated[rows]
         have = -(-before // self.page_size)
         new = -(-after // self.page_size) - have
         num_new = int(new.sum())
@@ -260,12 +242,12 @@ class KVCache(RunningTables):
             first = rows * self._table.width + have - (np.cumsum(new) - new)
             places: Rows = np.repeat(first, new) + np.arange(num_new)
             self._table.write(places, pages)
-        self._allocated[rows] = after
-        self._epoch += 1
+        self._table.allocated[rows] = after
+        self.rows.epoch += 1
 
     def _extend_by_one(self, batch: RunningBatch) -> None:
         """The next token of every request of a batch."""
-        self._refresh(batch)
+        self.rows.refresh(batch)
         if batch.room < 1 and len(batch):
             raise self._beyond_context(self.plan.context + 1)
         rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
@@ -280,9 +262,9 @@ class KVCache(RunningTables):
         lengths += 1
         filled += 1
         batch.room -= 1
-        self._allocated[rows] = lengths
-        self._epoch = batch.epoch = self._epoch + 1
-        for slots, column in zip(batch.slots, self._columns, strict=True):
+        self._table.allocated[rows] = lengths
+        self.rows.epoch = batch.epoch = self.rows.epoch + 1
+        for slots, column in zip(batch.slots, self.rows.columns, strict=True):
             slots += 1
             if num_new:
                 slots[crossing] = column[pages] * np.int32(size)
@@ -296,17 +278,17 @@ class KVCache(RunningTables):
             |-- protected --|-- cached by another --|-- whole pages of ours --|-- part of a page --|
                              ours are retired         enter the tree            stays private
         """
-        row = self._row_of(kv)
-        if not self._committed[row] <= len(tokens) <= self._allocated[row]:
-            have, room = self._committed[row], self._allocated[row]
+        row = self.rows.row_of(kv)
+        if not self._table.committed[row] <= len(tokens) <= self._table.allocated[row]:
+            have, room = self._table.committed[row], self._table.allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
-        start, end = int(self._committed[row]) // self.page_size, len(tokens) // self.page_size
-        self._committed[row] = len(tokens)
+        start, end = int(self._table.committed[row]) // self.page_size, len(tokens) // self.page_size
+        self._table.committed[row] = len(tokens)
         if end == start:
             return
-        if self.tiers is not None and self.tiers.num_bad and kv.shares:
-            kv.shares = not self.tiers.is_bad_from(self.tree.match(kv.namespace, tokens).pages[start:end])
-        pages = self._rows[row]
+        if self.parts.damaged.num_bad and kv.shares:
+            kv.shares = not self.parts.damaged.is_bad_from(self.tree.match(kv.namespace, tokens).pages[start:end])
+        pages = self._table.pages[row]
         if not kv.shares:
             whole = RowPages(row, pages, end)
             cached = kv.lease.num_pages
@@ -316,17 +298,17 @@ class KVCache(RunningTables):
         duplicates = inserted.duplicates
         if len(duplicates):
             duplicates = duplicates.copy()  # a view of the row that is rewritten next
+            self.parts.frames.arrived(duplicates, inserted.pages[: len(duplicates)])
             self._table.write_run(row, start, inserted.pages)
-            self._epoch += 1
+            self.rows.epoch += 1
         self.num_changes += 1
-        self._committed_pages += end - start
-        self._duplicate_pages += len(duplicates)
+        self.counters.committed_pages += end - start
+        self.counters.duplicate_pages += len(duplicates)
         given: list[Given] = []
         if self._settling:
             whole = RowPages(row, pages, end)
             given = [part for group in self._settling for part in group.commit(whole, start, duplicates, kv.marks)]
-        if self.tiers is not None:
-            self.tiers.committed(kv, tokens[: end * self.page_size], pages[:end], start, start + len(duplicates))
+        self.offload.committed(kv, tokens[: end * self.page_size], pages[:end], start, start + len(duplicates))
         self._retire(duplicates, given=given)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
@@ -336,127 +318,54 @@ class KVCache(RunningTables):
         where it `returns` is worth a copy below the device at once.
         Raises LeaseError if it has ended already.
         """
-        row = self._row_of(kv)
+        row = self.rows.row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
             if kv.shares:
                 self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
-        first, last = kv.lease.num_pages, pages_for(int(self._allocated[row]), self.page_size)
-        private = self._rows[row, first:last].copy()
+        first, last = kv.lease.num_pages, pages_for(int(self._table.allocated[row]), self.page_size)
+        private = self._table.pages[row, first:last].copy()
         given: list[Given] = []
         if self._partial:
-            whole = RowPages(row, self._rows[row, :last].copy(), first)
+            whole = RowPages(row, self._table.pages[row, :last].copy(), first)
             given = [part for group in self._partial for part in group.finish(whole)]
-        if self.tiers is not None and first and tokens is not None and kv.shares:
-            self.tiers.finished(kv, self._rows[row, :first].copy(), returns=returns)
-        self._rows[row, :last] = 0
-        self._allocated[row] = self._committed[row] = 0
-        del self._live[row]
+        if first and tokens is not None and kv.shares:
+            self.offload.finished(kv, self._table.pages[row, :first], returns=returns)
+        self._table.pages[row, :last] = 0
+        self._table.allocated[row] = self._table.committed[row] = 0
+        del self.rows.live[row]
         self._table.free.append(row)
         kv.row = -1
-        self._epoch += 1
-        self._ended += 1
+        self.rows.epoch += 1
+        self.rows.ended += 1
         self._retire(private, kv.lease, given)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
         """Forget up to `num_pages` cached pages that no request holds, and what is cached behind them below the device,
         for `cause`; returns how many were."""
         victims = self.tree.evict(num_pages, cause)
-        self._evicted_pages += len(victims)
-        self._evictions += bool(len(victims))
+        self.counters.evicted(len(victims))
         self._give_back(victims)
         return len(victims)
-
-    def clear(self) -> int:
-        """Forget everything cached that nobody holds, in all tiers; returns the number of pages.
-
-        What requests hold stays cached, and what is kept for callers: `quire.cache.flush.flush` ends both.
-        """
-        if self.tiers is not None:
-            self.tiers.forget_stored(None)
-        if self.prefetcher is not None:
-            self.prefetcher.abandon(None)
-        pages = self.tree.clear()
-        self._give_back(pages)
-        return len(pages)
-
-    def sweep(self) -> None:
-        """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
-        if self.tree.orphans:
-            self._give_back(sweep(self.tree))
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
         """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
         `num_pages` pages. From now on it means to: another one waits for that prefix."""
-        row = self._row_of(kv)
+        row = self.rows.row_of(kv)
         if self.share_prefixes and not kv.shares:
             return False
         kv.marks.setdefault(num_pages, Rank.USED)
         return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self.groups)
 
-    # -- below the device
-
-    @property
-    def loads(self) -> bool:
-        """Whether there is a tier below that requests are loaded from."""
-        return self.tiers is not None
-
-    def is_ready(self, kv: RequestKV) -> bool:
-        """Whether a step may be launched for a request: its prefix is there, or arrives layer by layer."""
-        return not kv.loads or (self.tiers is not None and self.tiers.is_ready(kv))
-
-    def has_failed(self, kv: RequestKV) -> bool:
-        """Whether a part of a request's prefix cannot be had: it has to `finish`, without tokens, and begin again."""
-        return bool(kv.loads) and self.tiers is not None and self.tiers.has_failed(kv)
-
-    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> Prefetch | None:
-        """Start to fetch what of a prompt is in storage and not cached; None where there is nothing to wait for."""
-        return self.prefetcher.begin(tokens, namespace) if self.prefetcher is not None else None
-
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether there is storage, and another request may read ahead from it now."""
-        return self.prefetcher is not None and self.prefetcher.has_room
-
-    def is_awaited(self, prefetch: Prefetch) -> bool:
-        """Whether its request should go on waiting for it. What has come is held until `stop_prefetch`."""
-        step = self._fences.step_seconds if self._live else 0.0  # nobody begins while one is computed
-        return self.prefetcher is not None and self.prefetcher.is_awaited(prefetch, step)
-
-    def stop_prefetch(self, prefetch: Prefetch) -> None:
-        """Its request has begun, or waits for it no more."""
-        if self.prefetcher is not None:
-            self.prefetcher.leave(prefetch)
-
-    def take_back_prefetched(self) -> bool:
-        """Take from a request that waits what is held for it; whether there was anything."""
-        return self._room.take_back()
-
-    def settle_moves(self) -> bool:
-        """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
-        if self.tiers is None or not self.tiers.settle():
-            return False
-        if self.tiers.num_bad:
-            self.retention.lose(self.tiers.bad)
-            if self.prefetcher is not None:
-                self.prefetcher.lose(self.tiers.bad)
-        self.sweep()
-        self.num_changes += 1
-        return True
-
-    def wait_moves(self, seconds: float) -> bool:
-        """Wait until bytes have arrived somewhere, so long at most; False at once where none are on their way."""
-        return self.tiers is not None and not self.tiers.mover.idle and self.tiers.mover.wait(seconds)
-
     # -- steps in flight
 
     def open_fence(self) -> int:
         """A step is being launched: pages given up from now on wait for it."""
-        return self._fences.open()
+        return self.fences.open()
 
     def close_fence(self, fence: int) -> None:
         """That step has settled."""
-        for retired in self._fences.close(fence):
+        for retired in self.fences.close(fence):
             self._release(retired.pages, retired.lease, retired.given)
 
     def launch(self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths) -> Pieces | None:
@@ -464,71 +373,16 @@ class KVCache(RunningTables):
         `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`."""
         if not self.groups[group].reach.carried:
             return None
-        rows = self._rows_of(kvs)
+        rows = self.rows.rows_of(kvs)
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        launched = self.groups[group].launch(asking, rows, ends, self._rows, leaves=self.share_prefixes)
+        launched = self.groups[group].launch(asking, rows, ends, self._table.pages, leaves=self.share_prefixes)
         if launched is None:
             return None
         pieces, given = launched
         self._retire(given=given)
         return pieces
 
-    @property
-    def steps_in_flight(self) -> int:
-        """Fences that are open."""
-        return self._fences.num_open
-
     # -- reading
-
-    @property
-    def gives_back_early(self) -> bool:
-        """Whether what settles sets frames free, so that it is worth a commit at the end of every page."""
-        return bool(self._partial)
-
-    def at_once(self, kv: RequestKV, count: int) -> int:
-        """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
-        a request gives back what it has passed: the rest fits when these have settled."""
-        slack = -int(self._allocated[self._row_of(kv)]) % self.page_size
-        passing = [
-            g.num_free + g.num_evictable + self.retention.num_soft_frames(g.index)
-            for g in self.groups
-            if not g.reach.whole and not g.reach.carried
-        ]
-        return max(1, min(count, slack + min(passing) * self.page_size)) if passing else count
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages free now."""
-        return self.pages.num_free_pages
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that `extend` could find: free ones, evictable ones, and those that are kept until they are missed."""
-        return self.num_free_pages + self.tree.num_evictable + self.retention.num_soft
-
-    def why_not(self, hit: PrefixHit, num_pages: int, running: Sequence[tuple[RequestKV, int]], reserve: int) -> str:
-        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
-
-        It must fit beside what `running` requests take beyond what they have until each has the pages that go with it,
-        and `reserve` pages more for each of them.
-        """
-        rows = self._rows_of([kv for kv, _ in running])
-        reached = np.array([pages for _, pages in running], dtype=np.int64)
-        have = -(-self._allocated[rows] // self.page_size)
-        kept = self.retention
-        claims = [group_claim(group, kept, hit, num_pages, rows, have, reached, reserve) for group in self.groups]
-        claims.append(pages_claim(self.num_available_pages, kept, hit, num_pages, have, reached, reserve))
-        return first_refusal(claims, len(running))
-
-    @property
-    def live_requests(self) -> tuple[RequestKV, ...]:
-        """Requests that have begun and not finished."""
-        return tuple(self._live.values())
-
-    @property
-    def retired(self) -> tuple[Retired, ...]:
-        """What was given up and waits for a step in flight."""
-        return self._fences.waiting
 
     def audit(self) -> None:
         """Check every law (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
@@ -536,25 +390,36 @@ class KVCache(RunningTables):
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""
-        return cache_statistics(self)
+        tree, counters, waiting = self.tree, self.counters, self.fences.waiting
+        return CacheStatistics(
+            prompt_tokens=counters.prompt_tokens,
+            hit_tokens=counters.hit_tokens,
+            explained_tokens=dict(counters.causes) if self.explains else {},
+            committed_pages=counters.committed_pages,
+            duplicate_pages=counters.duplicate_pages,
+            evicted_pages=counters.evicted_pages,
+            evictions=counters.evictions,
+            shared_pages=tree.num_shared,
+            peak_shared_pages=counters.peak_shared_pages,
+            cached_pages=tree.num_pages,
+            evictable_pages=tree.num_evictable,
+            num_pages=self.plan.num_pages,
+            page_size=self.page_size,
+            frames={group.name: count_frames(group, waiting) for group in self.groups},
+        )
 
     # -- inside
-
-    @property
-    def _num_dropped(self) -> int:
-        dropped = sum(group.dropped_frames for group in self.groups)
-        return dropped if self.tiers is None else dropped + self.tiers.num_dropped
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
-        What goes for it, and in which order, is `quire.cache.room`'s.
+        What goes for it, and in which order, is `quire.cache.reclaim`'s.
         """
         if num_new <= self.pages.num_free_pages and all(
             (len(rows) if group.reach.carried else num_new) <= group.num_free for group in self._scarce
         ):
             return
-        self._room.make(rows, num_new, names_of(kvs, self._allocated[rows] % self.page_size == 0))
+        self._reclaim.for_rows(rows, num_new, names_of(kvs, self._table.allocated[rows] % self.page_size == 0))
 
     def _grow(self, rows: Rows, num_new: int) -> Ids:
         """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
@@ -571,13 +436,14 @@ class KVCache(RunningTables):
             raise
         for group, frames in zip(groups, taken, strict=True):
             group.grow(rows, pages, frames)
+        self.parts.frames.came(pages)
         return pages
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
         """Give these up, now or when no launched step can touch them any more."""
         if not len(pages) and lease is None and not given:
             return
-        if not self._fences.num_open or self._fences.retire(Retired(pages, lease, tuple(given))):
+        if not self.fences.num_open or self.fences.retire(Retired(pages, lease, tuple(given))):
             self._release(pages, lease, given)
 
     def _release(self, pages: Ids, lease: Lease | None, given: Sequence[Given]) -> None:
@@ -587,10 +453,14 @@ class KVCache(RunningTables):
         if lease is not None:
             self.tree.release(lease)
         self._give_back(pages)
-        self.sweep()
+        self._sweep()
 
-    def _room_came_back(self) -> None:
-        """Requests that wait may fit now: what they wait for counts as a change."""
+    def _sweep(self) -> None:
+        """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
+        if self.tree.roots.hidden:
+            self._give_back(self.tree.sweep())
+
+    def _changed(self) -> None:
         self.num_changes += 1
 
     def _give_back(self, pages: Ids) -> None:
@@ -599,8 +469,8 @@ class KVCache(RunningTables):
         pages = in_order(pages)
         for group in self.groups:
             group.forget(pages)
-        if self.tiers is not None:
-            self.tiers.forgotten(pages)
+        self.parts.frames.went(Tier.DEVICE, pages)
+        self.offload.forgotten(pages)
         self.pages.free_pages(pages)
 
     def _beyond_context(self, length: int) -> InvalidInput:

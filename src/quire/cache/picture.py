@@ -10,21 +10,64 @@ into lists again, and is the same object in both, so that it need not be checked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from quire.cache.fences import Retired
+from quire.cache.fences import Fences, Retired
 from quire.cache.groups import GroupCache
 from quire.cache.request_kv import RequestKV
+from quire.cache.running_tables import RunningTables
+from quire.memory.allocator import BaseTokenToKVPoolAllocator
+from quire.memory.residency import Residency
 from quire.prefix.node import Lease, Node
-from quire.spec.ids import Tier
-
-if TYPE_CHECKING:
-    from quire.cache.kv_cache import KVCache
+from quire.prefix.radix_cache import RadixCache
+from quire.spec.ids import Ids, Tier
 
 _ALL = slice(None)
 GivenPicture = tuple[int, list[int], list[int], list[int]]
 """A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
+
+
+class Holder(Protocol):
+    """Who keeps pages beside requests."""
+
+    def leases(self) -> Iterable[Lease]:
+        """Every lease it holds."""
+
+    def readers(self, group: int, tier: Tier) -> Ids:
+        """Pages of a group that is read in part whose frames it pins in that tier, once for each pin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audits:
+    """Who else keeps pages of a cache, and what must hold there beside the laws of `quire.cache.audit`: each of `laws`
+    says what is broken."""
+
+    holders: list[Holder] = field(default_factory=list)
+    laws: list[Callable[[Picture], Iterator[str]]] = field(default_factory=list)
+
+
+class _Parts(Protocol):
+    @property
+    def audits(self) -> Audits: ...
+
+    @property
+    def frames(self) -> Residency: ...
+
+
+class Audited(Protocol):
+    """What is looked at of a cache."""
+
+    page_size: int
+    tree: RadixCache
+    pages: BaseTokenToKVPoolAllocator
+    groups: tuple[GroupCache, ...]
+    rows: RunningTables
+    fences: Fences
+
+    @property
+    def parts(self) -> _Parts: ...
 
 
 class RowPicture:
@@ -46,15 +89,15 @@ class Requests:
 
     __slots__ = ("books", "private", "rows")
 
-    def __init__(self, cache: KVCache, books: tuple[object, ...]) -> None:
+    def __init__(self, cache: Audited, books: tuple[object, ...]) -> None:
         size = cache.page_size
         self.books = books
         self.rows: list[RowPicture] = []
         self.private: list[int] = []
-        for kv in cache.live_requests:
-            allocated = cache.allocated(kv)
-            pages: list[int] = cache._rows[kv.row, : -(-allocated // size)].tolist()
-            self.rows.append(RowPicture(kv, allocated, cache.committed(kv), pages))
+        for kv in cache.rows.live.values():
+            allocated = cache.rows.allocated(kv)
+            pages: list[int] = cache.rows.table.pages[kv.row, : -(-allocated // size)].tolist()
+            self.rows.append(RowPicture(kv, allocated, cache.rows.committed(kv), pages))
             self.private += pages[kv.lease.num_pages :]
 
 
@@ -94,9 +137,9 @@ class Tree:
 class GroupPicture:
     """One group: `column[page]` is the page's frame, 0 where it has none; `out` are the frames handed out, ascending.
 
-    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `shelved` are the pages on
-    the shelf, ascending, and `readers` has a page once for each request and each step in flight that reads it; all
-    three are empty where no frame goes before its page.
+    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `shelved` are the pages
+    whose frames are idle, ascending, and `readers` has a page once for each request and each step in flight that reads
+    it; all three are empty where no frame goes before its page.
     """
 
     __slots__ = (
@@ -115,7 +158,7 @@ class GroupPicture:
     )
 
     def __init__(
-        self, cache: KVCache, group: GroupCache, books: tuple[object, ...], rows: Sequence[RowPicture], waits: Waits
+        self, cache: Audited, group: GroupCache, books: tuple[object, ...], rows: Sequence[RowPicture], waits: Waits
     ) -> None:
         self.group = group
         self.whole = group.reach.whole
@@ -129,21 +172,21 @@ class GroupPicture:
         self.pins: list[int] = []
         self.shelved: list[int] = []
         self.num_pinned = 0
-        if group.shelf is not None:
+        idle = group.table.idle
+        if idle is not None:
             for index, unpinned, _, given in waits.parts:
                 if index == group.index:
                     self.carried += given
                     self.readers += unpinned
             for row in rows:
-                self.readers += group.pinned(row.kv.row, cache._rows[row.kv.row, : row.shared]).tolist()
+                self.readers += group.pinned(row.kv.row, cache.rows.table.pages[row.kv.row, : row.shared]).tolist()
                 if group.reach.carried:
                     self.carried += group.frames_of(row.kv.row).tolist()
-            if cache.tiers is not None:
-                self.readers += cache.tiers.readers(group.index, on_device=True).tolist()
-            self.readers += cache.retention.readers(group.index, Tier.DEVICE).tolist()
-            self.pins = group.shelf.pins(_ALL).tolist()
-            self.shelved = group.shelf.on_shelf(_ALL).nonzero()[0].tolist()
-            self.num_pinned = group.shelf.num_pinned
+            for holder in cache.parts.audits.holders:
+                self.readers += holder.readers(group.index, Tier.DEVICE).tolist()
+            self.pins = idle.pins.tolist()
+            self.shelved = idle.ticket.nonzero()[0].tolist()
+            self.num_pinned = idle.num_pinned
 
 
 class Picture:
@@ -152,25 +195,25 @@ class Picture:
     __slots__ = (
         "cache",
         "groups",
+        "is_tiered",
         "num_free",
         "out",
         "out_books",
         "queued",
-        "queued_lower",
         "requests",
         "tree",
         "waits",
     )
 
-    def __init__(self, cache: KVCache, before: Picture | None = None) -> None:
+    def __init__(self, cache: Audited, before: Picture | None = None) -> None:
         self.cache = cache
-        waits = Waits(cache.retired)
+        self.is_tiered = bool(cache.parts.audits.laws)
+        waits = Waits(cache.fences.waiting)
         self.waits: Waits = before.waits if before is not None and before.waits.books == waits.books else waits
         self.requests = self._requests(cache, before)
         self.tree = self._tree(cache, before)
         self.queued = cache.tree.queued()
-        self.queued_lower = cache.tree.queued_lower() if cache.tiers is not None else set()
-        self.num_free = cache.num_free_pages
+        self.num_free = cache.pages.num_free_pages
         self.out_books = cache.pages.is_out(_ALL).tobytes()
         self.out: list[int]
         if before is not None and self.out_books == before.out_books:
@@ -189,36 +232,36 @@ class Picture:
         groups = [group.books for group in self.groups]
         return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
 
-    def _requests(self, cache: KVCache, before: Picture | None) -> Requests:
-        live = cache.live_requests
-        lengths = cache._allocated.tobytes(), cache._committed.tobytes()
-        books = (live, [kv.lease.num_pages for kv in live], cache._rows.tobytes(), lengths)
+    def _requests(self, cache: Audited, before: Picture | None) -> Requests:
+        live, table = tuple(cache.rows.live.values()), cache.rows.table
+        lengths = table.allocated.tobytes(), table.committed.tobytes()
+        books = (live, [kv.lease.num_pages for kv in live], table.pages.tobytes(), lengths)
         if before is not None and before.requests.books == books:
             return before.requests
         return Requests(cache, books)
 
-    def _tree(self, cache: KVCache, before: Picture | None) -> Tree:
+    def _tree(self, cache: Audited, before: Picture | None) -> Tree:
         tree = cache.tree
         nodes = list(tree.nodes())
-        roots = tree.tops()
+        roots = tree.roots.all()
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
-        ends += [lease.node for holder in cache.holders for lease in holder()]
+        ends += [lease.node for holder in cache.parts.audits.holders for lease in holder.leases()]
         edges = [
             (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
             for n in nodes
         ]
-        tiers = [(n.here, n.kept, n.num_here, n.num_kept) for n in nodes] if cache.tiers is not None else None
+        tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if self.is_tiered else None
         tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.ghosts) for n in roots]
         books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
         if before is not None and before.tree.books == books:
             return before.tree
         return Tree(books, nodes, roots, ends)
 
-    def _group(self, cache: KVCache, group: GroupCache, before: Picture | None) -> GroupPicture:
+    def _group(self, cache: Audited, group: GroupCache, before: Picture | None) -> GroupPicture:
         frames = group.frames
         allocator = frames.allocator
         books = (
-            frames.column.tobytes(),
+            frames.table.books(),
             allocator.is_out(_ALL).tobytes(),
             allocator.num_free,
             group.num_evictable,
@@ -226,9 +269,10 @@ class Picture:
         )
         if before is not None:
             old = before.groups[group.index]
-            read_in_part = group.shelf is not None  # then what it holds depends on what rows and steps in flight do
+            read_in_part = not group.reach.whole  # then what it holds depends on what rows and steps in flight do
             same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
-            same &= cache.tiers is None and not (read_in_part and len(cache.retention))
+            holders = any(holder.leases() for holder in cache.parts.audits.holders)
+            same &= not self.is_tiered and not (read_in_part and holders)
             if same and old.books == books:
                 return old
         return GroupPicture(cache, group, books, self.requests.rows, self.waits)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.prefix.match import Match
 from quire.spec.ids import Ids
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(slots=True)
@@ -15,7 +19,8 @@ class Choice:
 
     `loads` counts by group the frames that come from the host, and `host_pages` the pages that are reused thanks to
     them, of which `storage_pages` had been fetched from storage and not been used since; `declined_pages` could be had
-    from there, and are computed again because that is quicker. `weighed` has the tokens and bytes of that comparison.
+    from there, and are computed again because that is quicker. `weighed` has the tokens and bytes of that comparison;
+    `stands` says whether it would be chosen again.
     """
 
     num_pages: int
@@ -25,6 +30,7 @@ class Choice:
     storage_pages: int = 0
     declined_pages: int = 0
     weighed: tuple[int, int] | None = None
+    stands: Callable[[], bool] = _always
 
 
 class PrefixHit:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quire.observe.explain import Explanation
 from quire.prefix.node import Lease
-from quire.prefix.shelf import Rank
 from quire.spec.events import Namespace
+from quire.spec.rank import Rank
 from quire.tiers.moves import Move
 
 
@@ -62,6 +62,18 @@ class RequestKV:
     def alive(self) -> bool:
         """Whether it still holds its row."""
         return self.row >= 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step may be launched for it: its prefix is there, or good and on its way, layer by layer."""
+        if self.loads:
+            self.loads = [move for move in self.loads if not move.done or not move.is_whole]
+        return not self.loads or all(move.checked for move in self.loads)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part of its prefix cannot be had: it has to `finish`, without tokens, and begin again."""
+        return bool(self.loads) and any(move.done and not move.is_whole for move in self.loads)
 
     def mark_ends(self, num_cached: int, num_matched: int, end: int) -> None:
         """Leave resume points, in pages, at the prompt's `end` and where it parts from what is cached of it."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from quire.cache.groups import GroupCache
-from quire.cache.host_groups import HostGroup
 from quire.spec.ids import Bools, Ids
 
 
-def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[HostGroup] = ()) -> tuple[int, str]:
+class Resident(Protocol):
+    """A group's frames on one tier."""
+
+    def resident(self, pages: Ids) -> Bools:
+        """Per page: whether it has a frame there."""
+
+
+def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[Resident] = ()) -> tuple[int, str]:
     """The most of these pages behind which a request could begin, and a group that stood in the way of more, "" where
     none did.
 
@@ -27,13 +34,13 @@ def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[HostG
     return num_pages, next((group.name for group, mask in zip(groups, masks, strict=True) if not mask[-1]), "")
 
 
-def resident(group: GroupCache, pages: Ids, hosts: Sequence[HostGroup] = ()) -> Bools:
+def resident(group: GroupCache, pages: Ids, hosts: Sequence[Resident] = ()) -> Bools:
     """Per page: whether it has a frame on the device or, where `hosts` are given, on the host."""
     found = group.frames.resident(pages)
     return found | hosts[group.index].resident(pages) if hosts else found
 
 
-def _is_there(group: GroupCache, pages: Ids, hosts: Sequence[HostGroup]) -> bool:
+def _is_there(group: GroupCache, pages: Ids, hosts: Sequence[Resident]) -> bool:
     """Whether a group has all that a request reads that begins behind all of these pages."""
     needed = group.reach.needed(len(pages))
     return bool(resident(group, pages[needed.start : needed.stop], hosts).all())

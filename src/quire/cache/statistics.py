@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.cache.fences import Retired
 from quire.cache.groups import NO_PAGES, GroupCache
-
-if TYPE_CHECKING:
-    from quire.cache.kv_cache import KVCache
+from quire.observe.explain import Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +58,25 @@ class CacheStatistics:
     num_pages: int
     page_size: int
     frames: dict[str, FrameCounts]
-    tiers: dict[str, Any] | None = None
 
 
-def cache_statistics(cache: KVCache) -> CacheStatistics:
-    """A snapshot of a cache's counters and gauges."""
-    tree, retired = cache.tree, cache.retired
-    return CacheStatistics(
-        prompt_tokens=cache._prompt_tokens,
-        hit_tokens=cache._hit_tokens,
-        explained_tokens=dict(cache._causes) if cache.explains else {},
-        committed_pages=cache._committed_pages,
-        duplicate_pages=cache._duplicate_pages,
-        evicted_pages=cache._evicted_pages,
-        evictions=cache._evictions,
-        shared_pages=tree.num_shared,
-        peak_shared_pages=cache._peak_shared,
-        cached_pages=tree.num_pages,
-        evictable_pages=tree.num_evictable,
-        num_pages=cache.plan.num_pages,
-        page_size=cache.page_size,
-        frames={group.name: count_frames(group, retired) for group in cache.groups},
-        tiers=cache.tiers.statistics() if cache.tiers is not None else None,
-    )
+@dataclass(slots=True)
+class CacheCounters:
+    """What a cache counts as it goes. `causes` are prompt tokens by why they were not cached, where it explains."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    committed_pages: int = 0
+    duplicate_pages: int = 0
+    evicted_pages: int = 0
+    evictions: int = 0
+    peak_shared_pages: int = 0
+    causes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Cause), 0))
+
+    def evicted(self, num_pages: int) -> None:
+        """So many pages were forgotten at once, to make room or because somebody asked."""
+        self.evicted_pages += num_pages
+        self.evictions += bool(num_pages)
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from quire.cache.tier_settings import PrefetchPolicy, WritePolicy
 from quire.cli.plan_inputs import PlannedModel, planned_model
 from quire.errors import InvalidInput
+from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan, parse_bytes, parse_tokens
 from quire.plan.source import read_model_config
 from quire.prefix.evict import eviction_policy

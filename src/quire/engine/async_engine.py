@@ -18,8 +18,6 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from quire.cache.flush import Flushed
-from quire.cache.retention import Granted, RetainedList
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput, prompt_bytes
 from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
@@ -56,6 +54,8 @@ from quire.engine.wire import (
 )
 from quire.errors import EngineDead, InvalidInput, QuireError, UnknownRequest
 from quire.observe.explain import Explanation, Explanations
+from quire.offload.flush import Flushed
+from quire.offload.retention import Granted, RetainedList
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids

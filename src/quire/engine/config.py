@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quire.cache.kv_cache import CHECKPOINT_INTERVAL
-from quire.cache.retention import RETAIN_SHARE
 from quire.errors import InvalidInput
+from quire.offload.retention import RETAIN_SHARE
 from quire.plan.budget import parse_bytes
 from quire.plan.plan import PlanSettings
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
@@ -45,7 +45,7 @@ class EngineConfig(BaseModel):
     would mostly wait, else as many as torch would take. `explain`: each request's prompt tokens are counted by what
     became of them, and the last requests can be asked about. `weights_epoch` counts how often weights were replaced
     under the same name: pages of another epoch are never found (`EngineCore.set_weights_epoch` while it runs).
-    `retain_share` is what of the pool callers may ask to keep (`quire.cache.retention`), 0 for nothing.
+    `retain_share` is what of the pool callers may ask to keep (`quire.offload.retention`), 0 for nothing.
 
     Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
     other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`

@@ -12,9 +12,6 @@ import numpy as np
 import torch
 
 from quire.cache import KVCache
-from quire.cache.flush import Flushed, change_model, flush, flushed
-from quire.cache.forgetting import Stored
-from quire.cache.retention import Granted, RetainedList
 from quire.engine.before_load import Storage, open_tiers
 from quire.engine.config import MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
@@ -27,6 +24,10 @@ from quire.memory.mapping import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanations
+from quire.offload import Offloads, offload_of
+from quire.offload.flush import Flushed, change_model, flush, flushed
+from quire.offload.forgetting import Stored
+from quire.offload.retention import Granted, RetainedList
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
@@ -111,9 +112,9 @@ class EngineCore:
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
             explains=config.explain,
-            tiers=self.tiers.settings if self.tiers is not None else None,
-            retain_share=config.retain_share,
+            offload=Offloads(self.tiers.settings if self.tiers is not None else None, config.retain_share),
         )
+        self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
         self.eos_token_ids = tuple(self.model.eos_token_ids)
@@ -125,6 +126,7 @@ class EngineCore:
             scheduling_policy(config.policy),
             max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
+            ahead=self.offload.ahead,
         )
 
     # -- requests
@@ -162,33 +164,33 @@ class EngineCore:
 
     def has_moves(self) -> bool:
         """Whether bytes are on their way between tiers, so that `step` should be called now and then."""
-        tiers = self.cache.tiers if self.tiers is not None else None
+        tiers = self.offload.tiers if self.tiers is not None else None
         return tiers is not None and (not tiers.mover.idle or tiers.forgetting.is_due or tiers.archiver.is_due)
 
     def close(self) -> None:
         """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
         twice; no request may be running."""
         if self.tiers is not None:
-            if self.cache.tiers is not None:
-                self.cache.tiers.archiver.hasten()
-            self.tiers.close(self.cache.settle_moves, self._end_forgetting)
+            if self.offload.tiers is not None:
+                self.offload.tiers.archiver.hasten()
+            self.tiers.close(self.offload.ahead.settle_moves, self._end_forgetting)
             self.tiers = None
             self._tell_unforgotten()
             self._tell_unstored()
 
     def _end_forgetting(self) -> None:
-        if self.cache.tiers is not None:
-            self.cache.tiers.forgetting.end()
+        if self.offload.tiers is not None:
+            self.offload.tiers.forgetting.end()
 
     def _tell_unstored(self) -> None:
         """Say what of the host could not be stored any more."""
-        owed = len(self.cache.tiers.archiver.owed) if self.cache.tiers is not None else 0
+        owed = len(self.offload.tiers.archiver.owed) if self.offload.tiers is not None else 0
         if owed:
             logger.warning("what is on the host of %d prompts was not all stored: the store took no more of it", owed)
 
     def _tell_unforgotten(self) -> None:
         """Say what of the last flushes is still stored."""
-        forgetting = self.cache.tiers.forgetting if self.cache.tiers is not None else None
+        forgetting = self.offload.tiers.forgetting if self.offload.tiers is not None else None
         states = [forgetting.state(scope) for scope in forgetting.scopes] if forgetting is not None else []
         if hidden := states.count(Stored.HIDDEN):
             logger.warning(
@@ -205,12 +207,12 @@ class EngineCore:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         outputs = StepOutputs(noted=self._ended)
         self._ended = []
-        self.cache.retention.expire()
+        self.offload.kept.expire()
         step = self.scheduler.schedule()
         for request in step.admitted:
             self._explain(request, outputs)
         if not len(step) and self._in_flight is None and not len(outputs):
-            self.cache.wait_moves(_MOVES_S)
+            self.offload.ahead.wait_moves(_MOVES_S)
         launched = self._launch(step, outputs)
         if self._in_flight is not None:
             self._settle(self._in_flight, outputs)
@@ -245,8 +247,8 @@ class EngineCore:
         """Learn from a step that has settled what prompts cost, unless it waited for more than the device: for bytes.
         It began when it was launched, or when the one before it was done."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
-        if self.tiers is not None and launched.step.computes_prompts and not launched.waits:
-            self.tiers.break_even.computed(launched.step.num_tokens, self._settled_at - began)
+        if launched.step.computes_prompts and not launched.waits:
+            self.offload.ahead.computed(launched.step.num_tokens, self._settled_at - began)
 
     def _explain(self, request: Request, outputs: StepOutputs) -> None:
         """Keep why no more of a request's prompt was cached, and tell its client, who may have asked."""
@@ -310,17 +312,17 @@ class EngineCore:
         _refuse_adapter(message.adapter)
         tokens = np.frombuffer(message.prompt, dtype=np.int32)
         namespace = Namespace(message.adapter, message.salt)
-        return self.cache.retention.retain(
+        return self.offload.kept.retain(
             tokens, namespace, ttl_seconds=message.ttl_seconds, priority=message.priority, pin=message.pin
         )
 
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is nothing of that id."""
-        return self.cache.retention.release(retention_id)
+        return self.offload.kept.release(retention_id)
 
     def retained(self) -> RetainedList:
         """What is kept now."""
-        return self.cache.retention.listing()
+        return self.offload.kept.listing()
 
     def flush(self, namespace: Namespace | None) -> Flushed:
         """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
@@ -328,7 +330,7 @@ class EngineCore:
         return flush(self.cache, namespace)
 
     def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
-        """What a flush did, in storage too; None where that is not known yet (`quire.cache.flush.flushed`)."""
+        """What a flush did, in storage too; None where that is not known yet (`quire.offload.flush.flushed`)."""
         return flushed(self.cache, done, namespace, waits=waits)
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
@@ -356,6 +358,7 @@ class EngineCore:
     def statistics(self) -> dict[str, Any]:
         """Counters and gauges, flat but for `frames`: by group, the frames of each owner."""
         cache = asdict(self.cache.statistics())
+        cache["tiers"] = self.offload.tiers.statistics() if self.offload.tiers is not None else None
         if self.tiers is not None and cache["tiers"] is not None:
             cache["tiers"] |= self.tiers.statistics()
         return {
@@ -370,11 +373,11 @@ class EngineCore:
             "refused_requests": self._counts["refused"],
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
-            "retentions": len(self.cache.retention),
-            "retained_pages": self.cache.retention.num_pages,
-            "retentions_expired": self.cache.retention.num_expired,
-            "retentions_given_up": self.cache.retention.num_given_up,
-            "retentions_lost": self.cache.retention.num_lost,
+            "retentions": len(self.offload.kept),
+            "retained_pages": self.offload.kept.num_pages,
+            "retentions_expired": self.offload.kept.num_expired,
+            "retentions_given_up": self.offload.kept.num_given_up,
+            "retentions_lost": self.offload.kept.num_lost,
             "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,

@@ -14,8 +14,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from quire.cache.flush import Flushed
-from quire.cache.retention import Granted
 from quire.engine.config import FLUSH_S, EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import RetainRequest, prompt_bytes
@@ -24,6 +22,8 @@ from quire.engine.tier_report import tiers_line
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.memory.mapping import Progress as OnProgress
 from quire.models.tokenizer import Tokenizer, load_tokenizer
+from quire.offload.flush import Flushed
+from quire.offload.retention import Granted
 from quire.plan.plan import Plan
 from quire.plan.report import summary_line
 from quire.scheduler.sampling_params import SamplingParams
@@ -136,9 +136,9 @@ class LLM:
             found = self.engine.flushed(done, namespace, waits=time.monotonic() < until)
             if found is not None:
                 return found
-            if not self.engine.cache.wait_moves(_MOVES_S):
+            if not self.engine.offload.ahead.wait_moves(_MOVES_S):
                 time.sleep(_MOVES_S)  # it is tried again later
-            self.engine.cache.settle_moves()
+            self.engine.offload.ahead.settle_moves()
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
         """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""

@@ -37,7 +37,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
 
 class RetainRequest(msgspec.Struct, kw_only=True):
-    """A prefix to keep: token ids as in `EngineRequest`, whose they are, and how (`quire.cache.retention`)."""
+    """A prefix to keep: token ids as in `EngineRequest`, whose they are, and how (`quire.offload.retention`)."""
 
     prompt: bytes
     ttl_seconds: float

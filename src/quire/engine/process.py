@@ -32,8 +32,6 @@ from typing import Any, NamedTuple, Protocol
 
 import zmq
 
-from quire.cache.flush import Flushed
-from quire.cache.retention import Granted, RetainedList
 from quire.engine.config import FLUSH_S, EngineConfig
 from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs
 from quire.engine.wire import (
@@ -73,6 +71,8 @@ from quire.engine.wire import (
 )
 from quire.errors import EngineDead, InvalidInput, QuireError, StoreError
 from quire.observe.explain import Explanations
+from quire.offload.flush import Flushed
+from quire.offload.retention import Granted, RetainedList
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)

@@ -83,7 +83,7 @@ class ModelRunner:
         began = time.perf_counter()
         fence = self._cache.open_fence()
         try:
-            self._tables.apply(self._cache.page_table_changes())
+            self._tables.apply(self._cache.rows.page_table_changes())
             loads = self._loads(step)
             waits = not all(load.done for load in loads)
             for pool in self.pools:
@@ -107,8 +107,6 @@ class ModelRunner:
 
     def _loads(self, step: Step) -> tuple[Move, ...]:
         """What is still on its way to the device for the requests of a step."""
-        if not self._cache.loads:
-            return ()
         return tuple({load for kv in [kv for kv in step.batch.kvs if kv.loads] for load in kv.loads})
 
     def _of_group(self, step: Step, group: int) -> PagedBatch | StateBatch:
@@ -118,9 +116,9 @@ class ModelRunner:
         if pieces is not None:
             return StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets)
         slots = (
-            self._cache.next_slots(requests, group)
+            self._cache.rows.next_slots(requests, group)
             if step.is_decode
-            else self._cache.slots(requests, step.starts, ends, group)
+            else self._cache.rows.slots(requests, step.starts, ends, group)
         )
         return PagedBatch(
             query_starts=step.offsets.astype(np.int32),
@@ -134,7 +132,7 @@ class ModelRunner:
         """The page tables of a batch on the host, where reading is planned. Where that is the device, they are its own;
         a device elsewhere has its own too, for kernels that read pages by row, and is not waited for here."""
         if self._device.type != "cpu":
-            return self._cache.page_table(requests, ends, group)
+            return self._cache.rows.page_table(requests, ends, group)
         width = pages_for(int(ends.max(initial=1)), self._cache.page_size)
         frames: Ids = self._tables.rows(self._place[group], torch.from_numpy(requests.rows), width).numpy()
         return frames

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.host_memory import alone_on_this_host, host_memory
@@ -17,6 +16,7 @@ from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.mapping import Progress
 from quire.memory.pool import Pool
+from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
 from quire.tiers.break_even import BreakEven

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from quire import errors
-from quire.cache.flush import Flushed
-from quire.cache.retention import Granted, RetainedList
 from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs
 from quire.errors import QuireError
 from quire.observe.explain import Explanation
+from quire.offload.flush import Flushed
+from quire.offload.retention import Granted, RetainedList
 from quire.spec.events import Namespace
 
 EXIT_DEFECT = 1

@@ -6,14 +6,14 @@ keep their own queues. The policy that learns, and is the default, is in `hit_de
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from quire.errors import InvalidInput
+from quire.lazy_queue import LazyQueue
 from quire.prefix.hit_density import HitDensity
-from quire.prefix.leaves import EvictionPolicy
+from quire.prefix.leaves import EvictionPolicy, live
 from quire.prefix.node import Node
 
 SMALL_SHARE = 0.1  # of the leaves: what S3-FIFO keeps on probation, as published
@@ -24,9 +24,8 @@ class Order(EvictionPolicy, ABC):
     it is not. O(log leaves) per leaf."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, ...], int, Node]] = []
+        self._queue: LazyQueue[Node] = LazyQueue(live, by_key=True)
         self._ticket = 0
-        self._waiting = 0  # entries after the last clean-up: half of them may be outdated before the next
 
     @abstractmethod
     def key(self, node: Node) -> tuple[float, ...]:
@@ -35,25 +34,21 @@ class Order(EvictionPolicy, ABC):
     def offered(self, node: Node) -> None:
         self._ticket += 1
         node.ticket = self._ticket
-        heapq.heappush(self._heap, (self.key(node), node.ticket, node))
-        if len(self._heap) > 64 + 2 * self._waiting:
-            self._heap = [entry for entry in self._heap if entry[2].is_candidate(entry[1])]
-            heapq.heapify(self._heap)
-            self._waiting = len(self._heap)
+        self._queue.push(self._ticket, node, self.key(node))
 
     def victim(self) -> Node | None:
-        while self._heap:
-            key, ticket, node = heapq.heappop(self._heap)
-            if node.is_candidate(ticket):
-                self.left(key)
-                return node
-        return None
+        entry = self._queue.pop()
+        if entry is None:
+            return None
+        entry.item.ticket = 0
+        self.left(entry.key)
+        return entry.item
 
     def left(self, key: tuple[float, ...]) -> None:
         """A victim with that key was taken."""
 
     def candidates(self) -> Iterator[Node]:
-        return (node for _, ticket, node in self._heap if node.is_candidate(ticket))
+        return iter(self._queue)
 
 
 class LRU(Order):
@@ -126,9 +121,8 @@ class S3FIFO(EvictionPolicy):
     a leaf that was hit since it was queued goes round once more for each hit, at most three times."""
 
     def __init__(self) -> None:
-        self._queues: tuple[deque[tuple[int, Node]], ...] = (deque(), deque())
+        self._queues: tuple[LazyQueue[Node], LazyQueue[Node]] = (LazyQueue(live), LazyQueue(live))
         self._ticket = 0
-        self._waiting = 0
 
     def stored(self, node: Node, ghost: object | None) -> None:
         node.memo = _Place(long=ghost is not None)
@@ -145,21 +139,17 @@ class S3FIFO(EvictionPolicy):
     def offered(self, node: Node) -> None:
         self._ticket += 1
         node.ticket = self._ticket
-        self._queues[_place(node).long].append((node.ticket, node))
-        if sum(map(len, self._queues)) > 64 + 2 * self._waiting:
-            for queue in self._queues:
-                live = [entry for entry in queue if entry[1].is_candidate(entry[0])]
-                queue.clear()
-                queue.extend(live)
-            self._waiting = sum(map(len, self._queues))
+        self._queues[_place(node).long].push(self._ticket, node)
 
     def victim(self) -> Node | None:
         short, long = self._queues
         while short or long:
             from_short = len(short) > SMALL_SHARE * (len(short) + len(long)) or not long
-            ticket, node = (short if from_short else long).popleft()
-            if not node.is_candidate(ticket):
+            entry = (short if from_short else long).pop()
+            if entry is None:
                 continue
+            node = entry.item
+            node.ticket = 0
             place = _place(node)
             if not place.credit:
                 return node
@@ -169,7 +159,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def candidates(self) -> Iterator[Node]:
-        return (node for queue in self._queues for ticket, node in queue if node.is_candidate(ticket))
+        return chain(*self._queues)
 
 
 class _Place:

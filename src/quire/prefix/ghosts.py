@@ -1,6 +1,6 @@
 """Ghosts: what was evicted, by whom and when. Tokens without pages, kept where they hung while they are few.
 
-They answer why a prompt is not cached any more (`quire.prefix.trace`), and tell an eviction policy what came back. A
+They answer why a prompt is not cached any more (`quire.prefix.parting`), and tell an eviction policy what came back. A
 ghost hangs below the node, or the ghost, that its edge hung below; whoever inserts the same tokens again takes it away.
 
     node --[page page]--> node          the tree, which knows nothing of what is gone
@@ -9,10 +9,12 @@ ghost hangs below the node, or the ghost, that its edge hung below; whoever inse
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+from quire.lazy_queue import LazyQueue
+from quire.prefix.token_bytes import common_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,7 @@ class Ghosts:
         self.capacity = capacity
         self._page_bytes = page_bytes
         self._forgotten = forgotten
-        self._order: deque[Ghost] = deque()
-        self._num_gone = 0  # of these, ghosts that are none any more
+        self._order: LazyQueue[Ghost] = LazyQueue(_live)
         self.num_bytes = 0
 
     def leave(self, ghost: Ghost, below: dict[bytes, Ghost]) -> None:
@@ -66,7 +67,7 @@ class Ghosts:
         assert ghost.holder is not None
         self.hang(ghost, below)
         ghost.holder.ghosts[ghost.key[: self._page_bytes]] = ghost
-        self._order.append(ghost)
+        self._order.push(0, ghost)
         self.num_bytes += len(ghost.key)
         while self.num_bytes > self.capacity:
             self._forget_oldest()
@@ -79,13 +80,32 @@ class Ghosts:
         self.num_bytes -= num_bytes
         if num_bytes == len(ghost.key):
             ghost.holder = None
-            self._num_gone += 1
-            if self._num_gone > 64 + len(self._order) // 2:  # each is let go of once, so this is paid for by `leave`
-                self._order = deque(other for other in self._order if other.holder is not None)
-                self._num_gone = 0
             return ghost.ghosts
         ghost.key = ghost.key[num_bytes:]
         return {ghost.key[: self._page_bytes]: ghost}
+
+    def returning(self, node: Holder, data: bytes) -> tuple[int, dict[bytes, Ghost], Ghost | None]:
+        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and the deepest of those
+        that its tokens bring back, which is no ghost any more."""
+        holder: Holder = node
+        last: Ghost | None = None
+        below: dict[bytes, Ghost] = {}
+        size = 0
+        while size < len(data):
+            ghost = holder.ghosts.get(data[size : size + self._page_bytes])
+            if ghost is None:
+                return (size if below else len(data)), below, last
+            if size and len(below) > 1:
+                break
+            last = ghost
+            common = common_pages(data, size, ghost.key, self._page_bytes)
+            whole = common == len(ghost.key)
+            below = self.take(ghost, common)
+            size += common
+            holder = ghost
+            if not whole:
+                break
+        return size, below, last
 
     def hang(self, holder: Holder, below: dict[bytes, Ghost]) -> None:
         """These ghosts hang below `holder` from now on, which has none yet."""
@@ -95,21 +115,26 @@ class Ghosts:
 
     def clear(self) -> None:
         """Forget them all."""
-        while self._order:
-            self._forget_oldest()
+        while self._forget_oldest():
+            pass
 
     def __len__(self) -> int:
-        """Ghosts there are, and some that are none any more: at most 64 more than live ones."""
+        """Ghosts there are, and some that are none any more."""
         return len(self._order)
 
-    def _forget_oldest(self) -> None:
-        """Ghosts below one are older, so it has none any more."""
-        ghost = self._order.popleft()
-        if ghost.holder is None:
-            self._num_gone -= 1
-            return
-        assert not ghost.ghosts
+    def _forget_oldest(self) -> bool:
+        """Whether there was one. Ghosts below one are older, so it has none any more."""
+        entry = self._order.pop()
+        if entry is None:
+            return False
+        ghost = entry.item
+        assert ghost.holder is not None and not ghost.ghosts
         holder, ghost.holder = ghost.holder, None
         del holder.ghosts[ghost.key[: self._page_bytes]]
         self.num_bytes -= len(ghost.key)
         self._forgotten(holder)
+        return True
+
+
+def _live(ticket: int, ghost: Ghost) -> Ghost | None:
+    return ghost if ghost.holder is not None else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.prefix.leaves import EvictionPolicy
+from quire.lazy_queue import LazyQueue
+from quire.prefix.leaves import EvictionPolicy, live
 from quire.prefix.node import Node
 
 Table = NDArray[np.float64]
@@ -54,11 +56,10 @@ class HitDensity(EvictionPolicy):
         self._begun = np.zeros(KINDS)
         self._reused = np.zeros((KINDS, len(AGES)))
         self._num_reused = 0
-        self._runs: dict[tuple[int, int], list[tuple[int, Node]]] = {}  # by kind and epoch: since // self._epoch
+        self._runs: dict[tuple[int, int], LazyQueue[Node]] = {}  # by kind and epoch: since // self._epoch
         self._epoch = 1
         self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
         self._rank_at = self._learn_at = 0
-        self._entries = self._waiting = 0
         self._ticket = 0
         self._table = worth(self._begun, self._reused)
         self._worth: list[list[float]] = self._table.tolist()
@@ -108,30 +109,25 @@ class HitDensity(EvictionPolicy):
             while len(self._runs) >= RUNS:
                 self._merge_runs()
                 where = (stay.kind, stay.since // self._epoch)
-            run = self._runs.setdefault(where, [])
+            run = self._runs.setdefault(where, LazyQueue(live, newest_first=True))
             insort(self._ranked, (-self._worth[stay.kind][self._age(stay.since)], where))
-        run.append((node.ticket, node))
-        self._entries += 1
-        if self._entries > 64 + 2 * self._waiting:
-            self._clean()
+        run.push(self._ticket, node)
 
     def victim(self) -> Node | None:
         if self._now >= self._rank_at:
             self._rank()
         while self._ranked:
             where = self._ranked[-1][1]
-            run = self._runs[where]
-            while run:
-                ticket, node = run.pop()
-                self._entries -= 1
-                if node.is_candidate(ticket):
-                    return node
+            entry = self._runs[where].pop()
+            if entry is not None:
+                entry.item.ticket = 0
+                return entry.item
             del self._runs[where]
             self._ranked.pop()
         return None
 
     def candidates(self) -> Iterator[Node]:
-        return (node for run in self._runs.values() for ticket, node in run if node.is_candidate(ticket))
+        return chain(*self._runs.values())
 
     def _rank(self) -> None:
         if self._now >= self._learn_at:
@@ -154,18 +150,11 @@ class HitDensity(EvictionPolicy):
     def _merge_runs(self) -> None:
         """Double the ages that one run spans. Amortised O(1) per stay: the next time takes twice as many of them."""
         self._epoch *= 2
-        runs: dict[tuple[int, int], list[tuple[int, Node]]] = {}
+        runs: dict[tuple[int, int], LazyQueue[Node]] = {}
         for (kind, epoch), run in sorted(self._runs.items(), key=lambda item: item[0]):
-            runs.setdefault((kind, epoch // 2), []).extend(run)
-        self._replace_runs(runs)
-
-    def _clean(self) -> None:
-        """Drop entries of nodes that are no candidates any more."""
-        kept = {where: [entry for entry in run if entry[1].is_candidate(entry[0])] for where, run in self._runs.items()}
-        self._replace_runs({where: run for where, run in kept.items() if run})
-        self._waiting = self._entries = sum(map(len, self._runs.values()))
-
-    def _replace_runs(self, runs: dict[tuple[int, int], list[tuple[int, Node]]]) -> None:
+            merged = runs.setdefault((kind, epoch // 2), LazyQueue(live, newest_first=True))
+            for node in run:
+                merged.push(node.ticket, node)
         self._runs = runs
         self._ranked = []
         self._rank_at = 0  # before the next victim
@@ -183,10 +172,16 @@ def worth(begun: Table, reused: Table) -> Table:
     for _ in range(3):  # a histogram of few counts is mostly gaps
         padded = np.pad(reused, ((0, 0), (1, 1)), mode="edge")
         reused = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
-    for group in (KINDS, ANSWERS, 1):
-        mine = np.repeat(reused.reshape(-1, group, len(AGES)).sum(1), group, axis=0)
-        stays = np.repeat(begun.reshape(-1, group).sum(1), group)[:, None]
+    for width in (KINDS, ANSWERS, 1):
+        mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
+        stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)
+    # Kinds without a record are all like the same relatives, and most have none.
+    own, group = begun > 0, np.arange(KINDS) // ANSWERS
+    any_own = np.repeat(own.reshape(-1, ANSWERS).any(1), ANSWERS)
+    alike = np.where(own, np.arange(KINDS), np.where(any_own, KINDS + group, -1))
+    _, first, which = np.unique(alike, return_index=True, return_inverse=True)
+    guess = guess[first]
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
     hits = np.pad(np.cumsum(ends, 1), ((0, 0), (1, 0)))
     held = np.pad(np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1), ((0, 0), (1, 0)))
@@ -194,4 +189,4 @@ def worth(begun: Table, reused: Table) -> Table:
     for age in range(len(AGES)):
         gained, spent = hits[:, age + 1 :] - hits[:, age, None], held[:, age + 1 :] - held[:, age, None]
         best[:, age] = (gained / spent).max(1)
-    return best
+    return best[which]

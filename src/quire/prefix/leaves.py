@@ -31,7 +31,8 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def offered(self, node: Node) -> None:
-        """The node is a leaf that nobody leases: a candidate from now on, until it gets a lease or a child."""
+        """The node is a leaf that nothing leases: a candidate from now on, until the tree sets `Node.ticket` to 0
+        because it got a lease or a child, or is gone."""
 
     @abstractmethod
     def victim(self) -> Node | None:
@@ -40,3 +41,8 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def candidates(self) -> Iterator[Node]:
         """All candidates, for audits. O(entries)."""
+
+
+def live(ticket: int, node: Node) -> Node | None:
+    """The node, where an entry of a policy's queue with that ticket still counts."""
+    return node if ticket == node.ticket else None

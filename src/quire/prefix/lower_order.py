@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from quire.lazy_queue import LazyQueue
 from quire.prefix.node import Node
 
 
 class LowerOrder:
-    """Nodes with copies below, without children that have any, and without leases. O(log nodes) for each."""
+    """Nodes whose copies could be given up. `is_candidate` says whether a node's still can. O(log nodes) for each."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Node]] = []
-        self._ticket = 0
-        self._waiting = 0  # entries after the last clean-up
+    def __init__(self, is_candidate: Callable[[Node], bool]) -> None:
+        self._is_candidate = is_candidate
+        self._queue: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
+        self._tickets: dict[Node, int] = {}
+        self._last = 0
 
     def offered(self, node: Node) -> None:
         """The node is a candidate, as last used."""
-        self._ticket += 1
-        node.lower_ticket = self._ticket
-        heapq.heappush(self._heap, (node.last_used, node.lower_ticket, node))
-        if len(self._heap) > 64 + 2 * self._waiting:
-            self._heap = [entry for entry in self._heap if _is_candidate(entry[2], entry[1])]
-            heapq.heapify(self._heap)
-            self._waiting = len(self._heap)
+        self._last += 1
+        self._tickets[node] = self._last
+        self._queue.push(self._last, node, node.last_used)
 
     def victim(self) -> Node | None:
         """Take the candidate that should go first, or None if there is none."""
-        while self._heap:
-            _, ticket, node = heapq.heappop(self._heap)
-            if _is_candidate(node, ticket):
-                return node
-        return None
+        entry = self._queue.pop()
+        if entry is None:
+            return None
+        del self._tickets[entry.item]
+        return entry.item
 
     def candidates(self) -> Iterator[Node]:
         """All candidates, for audits."""
-        return (node for _, ticket, node in self._heap if _is_candidate(node, ticket))
+        return iter(self._queue)
 
-
-def _is_candidate(node: Node, ticket: int) -> bool:
-    return ticket == node.lower_ticket and not node.level and node.kept > 0 and not node.num_kept
+    def _live(self, ticket: int, node: Node) -> Node | None:
+        if self._tickets.get(node) != ticket:
+            return None
+        if self._is_candidate(node):
+            return node
+        del self._tickets[node]
+        return None

@@ -1,10 +1,16 @@
-"""Match and Insertion: what the tree answers."""
+"""Match and Insertion: what the tree answers, and how a match is found."""
 
 from __future__ import annotations
 
-from quire.prefix.node import Node
+import numpy as np
+
+from quire.prefix.node import ID_BYTES, Node
+from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+
+_NO_PAGES: Ids = np.empty(0, dtype=np.int32)
+_LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
 class Match:
@@ -16,15 +22,15 @@ class Match:
 
     __slots__ = ("namespace", "num_here", "num_pages", "pages", "path", "version")
 
-    def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int) -> None:
+    def __init__(
+        self, namespace: Namespace, pages: Ids, path: list[Node], version: int, num_here: int | None = None
+    ) -> None:
         self.namespace = namespace
         self.pages = pages
         self.num_pages = len(pages)
         self.path = path
         self.version = version
-        self.num_here = len(pages)
-        if path and not path[-1].here:
-            self.num_here = next(node.depth for node in path if not node.here)
+        self.num_here = self.num_pages if num_here is None else num_here
 
     def num_evictable(self, num_pages: int) -> int:
         """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root
@@ -46,3 +52,48 @@ class Insertion:
     def __init__(self, pages: Ids, duplicates: Ids) -> None:
         self.pages = pages
         self.duplicates = duplicates
+
+
+def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node]]:
+    """The pages of the longest prefix of `tokens` below a root, in order, and the nodes they come from, the last one
+    possibly matched in part. O(edges + bytes compared)."""
+    path: list[Node] = []
+    if root is None:
+        return _NO_PAGES, path
+    page_bytes, children = page_size * TOKEN_BYTES, root.children
+    end = len(tokens) * TOKEN_BYTES // page_bytes * page_bytes
+    at = 0
+    if len(tokens) > _LONG:
+        first = children.get(tokens[:page_size].tobytes())
+        if first is None:
+            return _NO_PAGES, path
+        if 2 * len(first.key) > end and _begins_with(tokens, first.key):
+            path.append(first)
+            children, skipped = first.children, len(first.key)
+            if end - skipped < page_bytes:
+                return first.pages, path
+            tokens, end = tokens[skipped // TOKEN_BYTES :], end - skipped
+    data = tokens.tobytes()
+    part = b""
+    while at < end:
+        child = children.get(data[at : at + page_bytes])
+        if child is None:
+            break
+        key = child.key
+        path.append(child)
+        if not data.startswith(key, at):
+            part = child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES]
+            break
+        at += len(key)
+        children = child.children
+    runs = [node.run for node in path]
+    if part:
+        runs[-1] = part
+    return np.frombuffer(b"".join(runs), dtype=np.int32), path
+
+
+def _begins_with(tokens: Ids, key: bytes) -> bool:
+    """Whether the tokens begin with `key`, compared where they are."""
+    if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
+        return False
+    return key.startswith(tokens.data.cast("B")[: len(key)])

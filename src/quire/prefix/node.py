@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from quire.errors import LeaseError
@@ -23,9 +25,8 @@ class Node:
     the level is made of: the leases here and the levels of the children, so that a lease changes only the nodes whose
     level it changes.
 
-    `here` says that its pages are on the device, as all before them are. The first `kept` of its pages have a copy
-    below, all of them where it is not here. `num_here` and `num_kept` count its children that are here, or have copies:
-    what eviction takes from a tier is what has no child there.
+    It says nothing of where its pages' bytes are: that is looked up by their ids (`quire.prefix.placement`). All of its
+    pages are on the device, or none is.
 
     `last_used`, `hits` and `priority` are of what ended here, and of children that are gone: right for a leaf, which is
     all that eviction asks. The clock counts the tree's operations, not seconds.
@@ -39,18 +40,13 @@ class Node:
         "ghosts",
         "hashes",
         "held",
-        "here",
         "hits",
-        "kept",
         "key",
         "last_used",
         "leases",
         "level",
-        "lower_ticket",
         "memo",
         "namespace",
-        "num_here",
-        "num_kept",
         "parent",
         "priority",
         "run",
@@ -70,10 +66,6 @@ class Node:
         self.leases = 0
         self.held = 0
         self.level = 0
-        self.here = True
-        self.kept = 0
-        self.num_here = 0
-        self.num_kept = 0
         self.hits = 0  # leases that began on a hit and ended here or in a child that is gone
         self.last_used = now
         self.created = now
@@ -83,8 +75,7 @@ class Node:
         self.tail = b""  # tokens, less than a page, with which the last request to end here went on
         self.answer = 0  # tokens that the last request to end here had generated
         self.memo: object | None = None  # the eviction policy's own
-        self.ticket = 0  # which entry of the policy's queue is the valid one; 0 once the node is gone
-        self.lower_ticket = 0  # likewise, of the tier below
+        self.ticket = 0  # of the entry in the policy's queue that counts; 0: it is no candidate for eviction
 
     @property
     def pages(self) -> Ids:
@@ -97,6 +88,11 @@ class Node:
         return len(self.run) // ID_BYTES
 
     @property
+    def first_page(self) -> int:
+        """Id of the edge's first page. Roots have none."""
+        return int.from_bytes(self.run[:ID_BYTES], sys.byteorder)
+
+    @property
     def is_root(self) -> bool:
         """Roots have no edge and are never evicted while something hangs below or holds them."""
         return self.parent is None
@@ -105,10 +101,6 @@ class Node:
     def is_leaf(self) -> bool:
         """No children: what eviction may take."""
         return not self.children
-
-    def is_candidate(self, ticket: int) -> bool:
-        """Whether an entry of the policy's queue is valid: the node's last one, and nobody needs the node since."""
-        return ticket == self.ticket and not self.level and not self.num_here and self.here
 
 
 class Lease:
@@ -143,3 +135,31 @@ class Lease:
         node = self.node
         self._node = None
         return node
+
+
+def pages_to(node: Node) -> Ids:
+    """All page ids from the root down to the end of a node's edge."""
+    return join_ids([above.run for above in reversed(path_to(node))])
+
+
+def nodes_below(node: Node) -> list[Node]:
+    """Everything below a node, parents before children."""
+    nodes = list(node.children.values())
+    for found in nodes:  # grows while it is walked
+        nodes += found.children.values()
+    return nodes
+
+
+def path_to(node: Node) -> list[Node]:
+    """The nodes from this one up, without the root."""
+    nodes = []
+    above: Node | None = node
+    while above is not None and above.parent is not None:
+        nodes.append(above)
+        above = above.parent
+    return nodes
+
+
+def join_ids(runs: list[bytes]) -> Ids:
+    """Page ids from runs of raw bytes."""
+    return np.frombuffer(b"".join(runs), dtype=np.int32)

@@ -15,10 +15,10 @@ import numpy as np
 
 from quire.prefix.ghosts import Eviction, Holder
 from quire.prefix.node import Node
+from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-TOKEN_BYTES = 4
 _MOST_COMPARED = 64  # continuations at the parting that are looked at: this is paid at every admission
 
 
@@ -58,20 +58,6 @@ def find_parting(root: Node | None, tokens: Ids, page_size: int, others: Iterabl
     page = data[at : at + unit]
     common = max(_most_common(page, next_keys), _most_common(page, [end.tail] if end is not None else []))
     return Parting(matched, tuple(evicted), common, _elsewhere(others, data, unit))
-
-
-def common_pages(data: bytes, at: int, key: bytes, unit: int) -> int:
-    """How many of the first bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
-    if data.startswith(key, at):
-        return len(key)
-    length = min(len(key), (len(data) - at) // unit * unit)
-    left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
-    right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)
-    differs = left != right
-    first = int(differs.argmax())
-    if not differs[first]:
-        return length
-    return first * TOKEN_BYTES // unit * unit
 
 
 def _follow_nodes(root: Node | None, data: bytes, unit: int) -> tuple[int, Node | None, list[bytes]]:

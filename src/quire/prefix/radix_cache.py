@@ -9,35 +9,56 @@ the ids that nobody holds any more, and the caller gives them back.
 
 A leased node and everything above it stays. The rest can be evicted leaf by leaf, so `num_evictable` counts it all.
 What matching costs is one lookup and one comparison of memory for each edge; nothing is done for each page or token.
+
+A page that leaves the device stays in the tree, under its id, while it has a copy below. Pages on the device come first
+on every path; of one edge, copies are those of its first pages:
+
+    root --[device, copies]--> node --[device]--> node                   on the device
+                                \\--[copies]--> node --[copies]--> node   below only: loaded before they are used
+
+Where pages are is looked up (`Placement`). What is evicted from a tier are the ends of its paths.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.errors import LeaseError
+from quire.prefix.events import PrefixEvents
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
-from quire.prefix.hashing import PageHashes, cut_hashes, namespace_seed
+from quire.prefix.hashing import cut_hashes
 from quire.prefix.leaves import EvictionPolicy
+from quire.prefix.levels import Levels
 from quire.prefix.lower_order import LowerOrder
-from quire.prefix.match import Insertion, Match
-from quire.prefix.node import ID_BYTES, Lease, Node
-from quire.prefix.parting import TOKEN_BYTES, Parting, common_pages, find_parting
-from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
+from quire.prefix.match import Insertion, Match, find
+from quire.prefix.node import ID_BYTES, Lease, Node, join_ids, nodes_below, pages_to, path_to
+from quire.prefix.parting import Parting, find_parting
+from quire.prefix.placement import DeviceOnly, Placement
+from quire.prefix.roots import Roots
+from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
+from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
+
+Give = Callable[[Ids], None]
+"""Called with pages that stay in the tree and leave a tier: on return they have."""
 
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
-_MOST_NAMESPACES = 8  # others that are looked at to explain a miss
-_LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
+
+
+class Evicted(NamedTuple):
+    """Ids of pages that are `removed` from the tree, and how many others have left the tier and stay in the tree."""
+
+    removed: Ids
+    num_moved: int
 
 
 class RadixCache:
-    """One radix tree for every kind of memory: it holds page ids, and where their bytes are is not its business.
+    """One radix tree for every kind of memory: it holds page ids, and looks up where their bytes are.
 
     `emit` receives an event for every page that becomes or stops being reusable; without it no page is ever hashed.
     `identity` is what hashes begin with, so that caches of different models or layouts never name their pages alike.
@@ -53,73 +74,48 @@ class RadixCache:
         identity: bytes = b"",
         remembered: int = 0,
         seconds: Callable[[], float] = time.monotonic,
+        placement: Placement | None = None,
     ) -> None:
+        self._placement: Placement = placement if placement is not None else DeviceOnly()
+        self._has_lower = self._placement.has_lower
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
-        self._emit = emit
-        self._identity = identity
+        self._events = PrefixEvents(emit, identity, self._page_bytes)
         self._seconds = seconds
-        self._roots: dict[Namespace, Node] = {}
-        self._beginnings: dict[bytes, dict[Node, None]] = {}  # which roots have a child with that first page
-        self.orphans: list[Node] = []  # roots that nobody finds any more, while something below is held
+        self._roots = Roots()
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
-        self._lower = LowerOrder()
-        self._has_copies = False  # whether a page ever had one below the device
+        self._lower = LowerOrder(self._may_lose_copies)
+        self._levels = Levels(self.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
-        self.num_protected = 0  # of these, pages that at least one lease holds
-        self.num_shared = 0  # of these, pages that at least two hold
         self.num_below = 0  # pages that have a copy below only
 
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could take off the device: all there that no lease holds."""
-        return self.num_pages - self.num_protected
+        return self.num_pages - self._levels.num_protected
+
+    @property
+    def num_protected(self) -> int:
+        """Pages on the device that at least one lease holds."""
+        return self._levels.num_protected
+
+    @property
+    def num_shared(self) -> int:
+        """Of these, pages that at least two hold."""
+        return self._levels.num_shared
 
     # -- finding
 
     def match(self, namespace: Namespace, tokens: Ids) -> Match:
         """The longest cached prefix of `tokens` in whole pages. Changes nothing. O(edges + bytes compared)."""
-        node = self._roots.get(namespace)
-        path: list[Node] = []
-        if node is None:
-            return Match(namespace, _NO_PAGES, path, self.version)
-        page_bytes = self._page_bytes
-        end = len(tokens) * TOKEN_BYTES // page_bytes * page_bytes
-        at = 0
-        if len(tokens) > _LONG:
-            first = node.children.get(tokens[: self.page_size].tobytes())
-            if first is None:
-                return Match(namespace, _NO_PAGES, path, self.version)
-            if 2 * len(first.key) > end and _begins_with(tokens, first.key):
-                path.append(first)
-                node, at = first, len(first.key)
-                if end - at < page_bytes:
-                    return Match(namespace, first.pages, path, self.version)
-        if at:
-            tokens = tokens[at // TOKEN_BYTES :]
-            at, end = 0, end - at
-        data = tokens.tobytes()
-        children, part = node.children, b""
-        while at < end:
-            try:
-                child = children[data[at : at + page_bytes]]
-            except KeyError:
-                break
-            key = child.key
-            if not data.startswith(key, at):
-                part = child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES]
-                break
-            path.append(child)
-            at += len(key)
-            children = child.children
-        runs = [node.run for node in path]
-        if part:
-            runs.append(part)
-            path.append(child)
-        return Match(namespace, np.frombuffer(b"".join(runs), dtype=np.int32), path, self.version)
+        pages, path = find(self._roots.get(namespace), tokens, self.page_size)
+        num_here = len(pages)
+        if self._has_lower and path and not self.is_here(path[-1]):
+            num_here = next(node.depth for node in path if not self.is_here(node))
+        return Match(namespace, pages, path, self.version, num_here)
 
     def lease(self, match: Match, num_pages: int | None = None, *, priority: int = 0) -> Lease:
         """Pin the first `num_pages` pages of a match (all of them by default) and count a hit on them.
@@ -133,7 +129,7 @@ class RadixCache:
         node.hits += 1
         node.priority = max(node.priority, priority)
         self._policy.used(node)
-        self._hold(node)
+        self._levels.hold(node)
         return Lease(node, wanted, priority)
 
     def release(self, lease: Lease) -> None:
@@ -141,22 +137,46 @@ class RadixCache:
         node = lease.close()
         self._clock += 1
         node.last_used = self._clock
-        self._let_go(node)
+        self._levels.let_go(node)
+        self._offer(node)
+
+    def pin(self, node: Node) -> Lease:
+        """Lease the path to a node without using it: nothing is counted or stamped."""
+        self._levels.hold(node)
+        return Lease(node, node.depth + node.num_pages, node.priority)
+
+    def pin_path(self, match: Match, num_pages: int) -> Lease:
+        """As `pin`, the first `num_pages` pages of a match that is current."""
+        return self.pin(self._end_of(match, num_pages))
+
+    def pin_part(self, lease: Lease, num_pages: int) -> Lease:
+        """As `pin`, the first `num_pages` pages, at least one, of a path that is leased already."""
+        node: Node | None = lease.node
+        while node is not None and node.depth >= num_pages:
+            node = node.parent
+        assert node is not None and node.parent is not None
+        if num_pages - node.depth < node.num_pages:
+            node = self._split(node, num_pages - node.depth)
+        return self.pin(node)
+
+    def unpin(self, lease: Lease) -> None:
+        """Give back a lease that `pin` gave. Raises LeaseError the second time."""
+        node = lease.close()
+        self._levels.let_go(node)
         self._offer(node)
 
     def parting(self, namespace: Namespace, tokens: Ids) -> Parting:
         """Where `tokens` leave what is cached, and what is known of what would have come next. Changes nothing."""
-        first = tokens[: self.page_size].tobytes()
-        others = (root for root in self._beginnings.get(first, ()) if root.namespace != namespace)
-        return find_parting(self._roots.get(namespace), tokens, self.page_size, islice(others, _MOST_NAMESPACES))
+        others = self._roots.others(namespace, tokens[: self.page_size].tobytes())
+        return find_parting(self._roots.get(namespace), tokens, self.page_size, others)
 
     # -- growing
 
     def insert(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) after the leased path, and move the lease to their end.
 
-        Pages on its way that had a copy below only are on the device from now on: the caller sees to their bytes. The
-        tree takes over the caller's `pages` for what was not cached yet:
+        Pages on its way that had a copy below only come to the device: the caller gives them frames before it asks
+        anything else of the tree. The tree takes over the caller's `pages` for what was not cached yet:
 
             leased path | tokens cached meanwhile by another | new tokens
                         | tree's pages stand; caller's are   | caller's pages
@@ -168,8 +188,7 @@ class RadixCache:
         start = lease.node
         self._clock += 1
         node, runs, at = self._follow(start, data)
-        if at and not node.here:
-            self._arrive_above(node)
+        coming = [] if not self._has_lower else [above for above in path_to(node) if not self.is_here(above)]
         depth = at // page_bytes
         if depth:
             self._policy.used(node)
@@ -177,15 +196,27 @@ class RadixCache:
             fresh = pages[depth:].tobytes()
             runs.append(fresh)
             node = self._append(node, lease, data[at:], fresh)
-        if node is not start:
-            self._hold(node)
-            self._let_go(start)
+        self._move_lease(lease, node, len(pages))
+        for above in reversed(coming):
+            self._arrive(above)
         node.last_used = self._clock
         node.priority = max(node.priority, lease.priority)
-        lease.move_to(node, lease.num_pages + len(pages))
         if not depth:
             return Insertion(pages, _NO_PAGES)
         return Insertion(np.frombuffer(b"".join(runs), dtype=np.int32), pages[:depth])
+
+    def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
+        """As `insert`, behind a pinned path and in pages that have copies below only: the caller gives them host frames
+        before it asks anything else of the tree. Nothing arrives on the device, and nothing counts as used."""
+        data = tokens.tobytes()
+        node, runs, at = self._follow(lease.node, data)
+        depth = at // self._page_bytes
+        if at < len(data):
+            fresh = pages[depth:].tobytes()
+            runs.append(fresh)
+            node = self._hang(node, lease, data[at:], fresh, here=False)
+        self._move_lease(lease, node, len(pages))
+        return Insertion(join_ids(runs), pages[:depth])
 
     def _follow(self, node: Node, data: bytes) -> tuple[Node, list[bytes], int]:
         """How far `data` is cached below `node`: the node at the end, the page ids in runs, and the bytes. An edge in
@@ -215,79 +246,200 @@ class RadixCache:
     # -- shrinking
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
-        """Forget up to `num_pages` pages that no lease holds, in the policy's order, and return them.
+        """Forget up to `num_pages` pages that are on the device and that no lease holds, in the policy's order, with
+        their copies and what hangs behind them; returns all of them.
 
         A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
         to choose them. `cause` says for whom, to those who ask later.
         """
-        runs: list[bytes] = []
+        removed: list[bytes] = []
         left = num_pages
         eviction = Eviction(cause, self._clock, self._seconds())
         while left > 0 and (node := self._policy.victim()) is not None:
             taken = min(left, node.num_pages)
-            runs.append(self._cut(node, node.num_pages - taken, eviction))
             left -= taken
+            if self._has_lower:
+                removed += self._cut_below(node, eviction)
+            removed.append(self._cut(node, node.num_pages - taken, eviction))
         self.num_pages -= num_pages - left
-        return join_ids(runs)
+        return join_ids(removed)
+
+    def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
+        """Take up to `num_pages` pages that no lease holds off the device, in the policy's order.
+
+        As `evict`, but that pages which have copies stay in the tree; `leave` takes their device frames. `keep(node)`
+        makes copies of a node's pages that have none, as far as it can, and returns how many of its first pages have
+        one. The rest, and what hangs behind it, is forgotten. Without `keep` no more copies are made.
+        """
+        removed: list[bytes] = []
+        left, num_moved = num_pages, 0
+        eviction = Eviction(cause, self._clock, self._seconds())
+        while left > 0 and (node := self._policy.victim()) is not None:
+            taken = min(left, node.num_pages)
+            left -= taken
+            if keep is None and self.num_copies(node) <= node.num_pages - taken:
+                removed += self._cut_below(node, eviction)
+                self.num_pages -= taken
+                removed.append(self._cut(node, node.num_pages - taken, eviction))
+                continue
+            if taken < node.num_pages:
+                self._split(node, node.num_pages - taken)
+            kept = self.num_copies(node) if keep is None else keep(node)
+            if kept < taken:
+                removed += self._cut_below(node, eviction)
+                self.num_pages -= taken - kept
+                removed.append(self._cut(node, kept, eviction))
+            if kept:
+                num_moved += kept
+                self._leave(node, leave)
+        return Evicted(join_ids(removed), num_moved)
+
+    def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
+        """Give up copies below of up to `num_pages` pages that no lease holds, those used longest ago first, and those
+        at the end of a path before those above them. Pages that are on the device lose the copy only, which `leave`
+        takes; the others are forgotten."""
+        removed: list[bytes] = []
+        left, num_moved = num_pages, 0
+        eviction = Eviction(cause, self._clock, self._seconds())
+        while left > 0 and (node := self._lower.victim()) is not None:
+            copies = self.num_copies(node)
+            taken = min(left, copies)
+            left -= taken
+            if self.is_here(node):
+                num_moved += taken
+                self._events.removed(node, copies - taken, copies, Tier.HOST)
+                leave(node.pages[copies - taken : copies])
+                self._offer_lower(node)
+            else:
+                self.num_below -= taken
+                removed.append(self._cut(node, node.num_pages - taken, eviction))
+        return Evicted(join_ids(removed), num_moved)
+
+    def discard(self, node: Node, start: int) -> Ids | None:
+        """Forget a node's pages from its page `start` on, and everything below; returns the ids of all of them. None,
+        and nothing has changed, where a lease holds any."""
+        if node.level:
+            return None
+        eviction = Eviction("", self._clock, self._seconds())
+        removed = self._cut_below(node, eviction)
+        self._count_out(node, node.num_pages - start)
+        removed.append(self._cut(node, start, eviction))
+        return join_ids(removed)
 
     def clear(self) -> Ids:
         """Forget everything that no lease holds and return its pages; forget what was evicted."""
-        pages = self._evict_all()
+        pages = np.concatenate((self.evict(self.num_pages), self.evict_lower(self.num_below, _stays).removed))
         self.ghosts.clear()
-        if not self.num_pages and not self.num_below and self._emit is not None:
-            self._emit(AllCleared())
+        if not self.num_pages and not self.num_below:
+            self._events.cleared()
         return pages
+
+    # -- one namespace
+
+    def flush(self, namespace: Namespace) -> tuple[Ids, int]:
+        """Forget every page of `namespace`, in every tier, and what is remembered of those that were evicted before.
+
+        Returns the pages that no lease holds, which are the caller's now, and how many others there are: no prompt
+        matches these from now on, and they come from `sweep` once no lease holds them. O(nodes of the namespace).
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return _NO_PAGES, 0
+        pages = self._forget_below(root)
+        if self._roots.get(namespace) is not root:
+            return pages, 0
+        self.version += 1
+        self._roots.hide(root)
+        held = nodes_below(root)
+        for node in reversed(held):
+            self._tell_gone(node, 0)
+            node.hashes = []  # no event tells what becomes of it later
+        return pages, sum(node.num_pages for node in held)
+
+    def sweep(self) -> Ids:
+        """Forget what was flushed while a lease held it and none does any more; the pages are the caller's. O(what was
+        flushed and is left)."""
+        return np.concatenate([_NO_PAGES, *(self._forget_below(root) for root in list(self._roots.hidden))])
+
+    def forget_evicted(self) -> None:
+        """Forget what was evicted, and say that nothing is cached under any name: everything has been flushed."""
+        self.ghosts.clear()
+        self._events.cleared()
 
     def rename(self, identity: bytes) -> None:
         """What is cached from now on is of another model. Everything that was cached has been flushed."""
-        assert not self._roots
-        self._identity = identity
+        assert not self._roots.found
+        self._events.identity = identity
+
+    # -- tiers
+
+    def is_here(self, node: Node) -> bool:
+        """Whether a node's pages are on the device, or on their way there."""
+        return not self._has_lower or node.parent is None or self._placement.on_device(node.first_page)
+
+    def num_copies(self, node: Node) -> int:
+        """How many of a node's pages, from the first on, have copies below the device."""
+        if not self._has_lower:
+            return 0
+        found = self._placement.have_copies(node.pages)
+        return int(np.argmin(found)) if not found.all() else len(found)
+
+    def arrive(self, lease: Lease, start: int, stop: int) -> None:
+        """Pages `start..stop - 1` of a leased path come to the device, those before them are there. The caller gives
+        them frames before it asks anything else of the tree."""
+        coming = [node for node in path_to(lease.node) if start <= node.depth < stop]
+        if coming and coming[0].depth + coming[0].num_pages > stop:
+            coming[0] = self._split(coming[0], stop - coming[0].depth)
+        for node in reversed(coming):
+            self._arrive(node)
+
+    def countable(self, lease: Lease, start: int, stop: int) -> int:
+        """Up to which page copies of pages `start..stop - 1` of a pinned path would count: of one edge, only copies
+        without a gap before them do."""
+        for node in reversed(path_to(lease.node)):
+            if node.depth >= stop:
+                break
+            if node.depth + node.num_pages > start:
+                if start - node.depth > self.num_copies(node):
+                    return start
+                start = min(stop, node.depth + node.num_pages)
+        return start
+
+    def copied(self, lease: Lease, start: int, stop: int) -> None:
+        """Pages `start..stop - 1` of a pinned path have copies below now, which count and did not before."""
+        for node in reversed(path_to(lease.node)):
+            if node.depth < stop and node.depth + node.num_pages > start:
+                self._events.stored(node, max(0, start - node.depth), min(node.num_pages, stop - node.depth), Tier.HOST)
+                self._offer_lower(node)
 
     # -- looking, for audits and statistics
 
+    def path_pages(self, lease: Lease) -> Ids:
+        """Page ids of the leased path, in order."""
+        return pages_to(lease.node)
+
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = [child for root in self.tops() for child in root.children.values()]
+        stack = [child for root in self._roots.all() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
-    def roots(self) -> dict[Namespace, Node]:
+    @property
+    def roots(self) -> Roots:
         """The root of each namespace that has or had pages held."""
-        return dict(self._roots)
-
-    def tops(self) -> list[Node]:
-        """Every root, those among them that nobody finds any more."""
-        return [*self._roots.values(), *self.orphans]
-
-    def root(self, namespace: Namespace) -> Node | None:
-        """The root of that namespace, if it has one."""
-        return self._roots.get(namespace)
+        return self._roots
 
     def queued(self) -> set[Node]:
         """Nodes that the policy could evict. O(its queues)."""
         return set(self._policy.candidates())
 
-    def path_pages(self, lease: Lease) -> Ids:
-        """Page ids of the leased path, in order."""
-        runs = []
-        node: Node | None = lease.node
-        while node is not None:
-            runs.append(node.run)
-            node = node.parent
-        return np.frombuffer(b"".join(runs[::-1]), dtype=np.int32)
+    def queued_lower(self) -> set[Node]:
+        """Nodes whose copies below could be given up."""
+        return set(self._lower.candidates())
 
     # -- inside
-
-    def _evict_all(self) -> Ids:
-        return self.evict(self.num_pages)
-
-    def _root(self, namespace: Namespace) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
-        return root
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
         """The node at the end of a match's first `num_pages` pages. Raises LeaseError if edges were cut since."""
@@ -295,46 +447,19 @@ class RadixCache:
             raise LeaseError("a match was leased after the tree had changed; match again.")
         assert num_pages <= match.num_pages
         if not num_pages:
-            return self._root(match.namespace)
+            return self._roots.make(match.namespace, self._clock)
         node = next(node for node in reversed(match.path) if node.depth < num_pages)
         if num_pages - node.depth < node.num_pages:
             return self._split(node, num_pages - node.depth)
         return node
 
-    def _hold(self, node: Node) -> None:
-        """Count one lease more at `node`, and on the way up what that changes."""
-        node.leases += 1
-        holder: Node | None = node
-        while holder is not None:
-            holder.held += 1
-            if holder.level == 2:
-                return
-            holder.level += 1
-            if not holder.here:
-                pass
-            elif holder.level == 1:
-                self.num_protected += holder.num_pages
-            else:
-                self.num_shared += holder.num_pages
-            holder = holder.parent
-
-    def _let_go(self, node: Node) -> None:
-        """Count one lease less at `node`, and on the way up what that changes."""
-        node.leases -= 1
-        assert node.leases >= 0
-        holder: Node | None = node
-        while holder is not None:
-            holder.held -= 1
-            if holder.held >= 2:
-                return
-            holder.level -= 1
-            if not holder.here:
-                pass
-            elif holder.level == 0:
-                self.num_protected -= holder.num_pages
-            else:
-                self.num_shared -= holder.num_pages
-            holder = holder.parent
+    def _move_lease(self, lease: Lease, node: Node, num_pages: int) -> None:
+        """The lease ends at `node` now, so many pages deeper."""
+        start = lease.node
+        if node is not start:
+            self._levels.hold(node)
+            self._levels.let_go(start)
+        lease.move_to(node, lease.num_pages + num_pages)
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut an edge after its first `at` pages and return the new upper part. The lower part keeps its identity, so
@@ -345,9 +470,6 @@ class RadixCache:
         upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
         upper.answer, upper.memo = node.answer, node.memo
         upper.held = upper.level = node.level
-        upper.here, upper.num_here = node.here, int(node.here)
-        upper.kept, node.kept = min(node.kept, at), max(0, node.kept - at)
-        upper.num_kept = int(node.kept > 0)
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.hashes, node.hashes = cut_hashes(node.hashes, at)
         parent.children[self._first_page(upper)] = upper
@@ -356,8 +478,8 @@ class RadixCache:
         node.run = node.run[at * ID_BYTES :]
         node.depth += at
         upper.children[self._first_page(node)] = node
-        if upper.kept and not upper.num_kept:
-            self._offer_lower(upper)
+        if self._has_lower and self._may_lose_copies(upper):
+            self._lower.offered(upper)
         return upper
 
     def _append(self, node: Node, lease: Lease, data: bytes, run: bytes) -> Node:
@@ -372,76 +494,46 @@ class RadixCache:
             and node.parent is not None
             and len(node.key) <= _LONGEST_GROWN
         ):
-            if self._emit is not None:
-                node.hashes.append(self._stored(node, data))
+            self._events.appended(node, node, data, Tier.DEVICE)
             node.key += data
             node.run += run
             node.tail = b""
-            self.num_protected += len(run) // ID_BYTES
+            self._levels.lengthened(len(run) // ID_BYTES)
             return node
         return self._hang(node, lease, data, run)
 
     def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool = True) -> Node:
         """Hang new pages below `node` as new nodes; those that are not `here` have copies below the device."""
         while data:
-            size, below, ghost = self._returning(node, data)
+            size, below, ghost = self.ghosts.returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
             leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
-            leaf.here = here
-            node.num_here += here
+            if here:
+                node.ticket = 0
             if below:
                 self.ghosts.hang(leaf, below)
             if ghost is not None:
                 lease.turn = max(lease.turn, ghost.turn + 1)
             leaf.turn = lease.turn
-            if self._emit is not None:
-                leaf.hashes = [self._stored(node, leaf.key, Tier.DEVICE if here else Tier.HOST)]
+            self._events.appended(leaf, node, leaf.key, Tier.DEVICE if here else Tier.HOST)
             if not here:
                 self.num_below += leaf.num_pages
-                self._copied(leaf, leaf.num_pages, told=True)
             first = self._first_page(leaf)
             node.children[first] = leaf
             if node.parent is None:
-                self._beginnings.setdefault(first, {})[node] = None
+                self._roots.begins(node, first)
             self._policy.stored(leaf, ghost.memo if ghost is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
-
-    def _returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Ghost], Ghost | None]:
-        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and the deepest of those
-        that its tokens bring back, which is no ghost any more."""
-        holder: Holder = node
-        last: Ghost | None = None
-        below: dict[bytes, Ghost] = {}
-        size = 0
-        while size < len(data):
-            ghost = holder.ghosts.get(data[size : size + self._page_bytes])
-            if ghost is None:
-                return (size if below else len(data)), below, last
-            if size and len(below) > 1:
-                break
-            last = ghost
-            common = common_pages(data, size, ghost.key, self._page_bytes)
-            whole = common == len(ghost.key)
-            below = self.ghosts.take(ghost, common)
-            size += common
-            holder = ghost
-            if not whole:
-                break
-        return size, below, last
 
     def _cut(self, node: Node, keep: int, eviction: Eviction) -> bytes:
         """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree. Returns the other ids."""
         parent = node.parent
         assert parent is not None
         self.version += 1
-        if self._emit is not None:
-            if node.here:
-                self._tell_removed(node, keep, node.num_pages, Tier.DEVICE)
-            self._tell_removed(node, keep, node.kept, Tier.HOST)
+        if self._events.on:
+            self._tell_gone(node, keep)
             node.hashes = cut_hashes(node.hashes, keep)[0]
-        if node.kept > keep:
-            self._copied(node, keep, told=True)
         cut = keep * self._page_bytes
         below, node.ghosts = node.ghosts, {}
         ghost = Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo, node.tail)
@@ -455,10 +547,9 @@ class RadixCache:
             return run
         first = self._first_page(node)
         del parent.children[first]
-        parent.num_here -= node.here
         if parent.parent is None:
-            self._begins_no_more(first, parent)
-        node.ticket = node.lower_ticket = 0
+            self._roots.begins_no_more(parent, first)
+        node.ticket = 0
         self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
@@ -473,103 +564,117 @@ class RadixCache:
             return
         if node.parent is None:
             if not node.children and not node.ghosts:
-                self._drop_root(node)
+                self._roots.drop(node)
             return
-        if node.here and not node.num_here:
+        if not self._has_lower:
+            if not node.children:
+                self._policy.offered(node)
+            return
+        if self.is_here(node) and not self._has_child_here(node):
             self._policy.offered(node)
-        if self._has_copies:
-            self._offer_lower(node)
+        self._offer_lower(node)
 
-    def _drop_root(self, root: Node) -> None:
-        if self._roots.get(root.namespace) is root:
-            del self._roots[root.namespace]
-        elif root in self.orphans:
-            self.orphans.remove(root)
+    def _has_child_here(self, node: Node) -> bool:
+        # What came to the device last is the last child, so this seldom looks at more than one.
+        return any(self.is_here(child) for child in reversed(node.children.values()))
 
-    def _begins_no_more(self, first: bytes, root: Node) -> None:
-        """A root has no child with that first page that anybody finds."""
-        roots = self._beginnings.get(first, {})
-        roots.pop(root, None)
-        if not roots:
-            self._beginnings.pop(first, None)
+    def _may_lose_copies(self, node: Node) -> bool:
+        """Whether a node is at the end of what has copies, and no lease holds it."""
+        if node.level or not node.run or not self.num_copies(node):
+            return False
+        return not any(self.num_copies(child) for child in reversed(node.children.values()))
 
     def _offer_lower(self, node: Node) -> None:
-        """Queue what can go from a path with copies below, where there are tiers."""
-
-    def _arrive_above(self, node: Node) -> None:
-        """A node and all above it are on the device from now on."""
-        coming = []
+        """Queue this node and those above it whose copies could be given up: there may be several on one path, since
+        not every page on it has a copy. And queue the last one on the device above it, if that is a leaf there now."""
         above: Node | None = node
-        while above is not None and not above.here:
-            coming.append(above)
+        was_here = self.is_here(node)
+        while above is not None and above.parent is not None and not above.level:
+            if self._may_lose_copies(above):
+                self._lower.offered(above)
+            here = self.is_here(above)
+            if here and not was_here and not self._has_child_here(above):
+                self._policy.offered(above)
+            was_here = here
             above = above.parent
-        for found in reversed(coming):
-            self._arrive(found)
 
     def _arrive(self, node: Node) -> None:
-        """A node whose parent is on the device is there too."""
+        """A node that a lease holds comes to the device. Its parent is there."""
         parent = node.parent
-        assert parent is not None and parent.here and not node.here
-        node.here = True
-        parent.num_here += 1
+        assert parent is not None
+        first = self._first_page(node)
+        parent.children[first] = parent.children.pop(first)
+        parent.ticket = 0
         count = node.num_pages
         self.num_pages += count
         self.num_below -= count
-        self.num_protected += count if node.level else 0
-        self.num_shared += count if node.level > 1 else 0
-        if self._emit is not None:
-            for hashes in node.hashes:
-                self._emit(PagesStored(node.namespace, hashes, Tier.DEVICE))
-        self._offer(node)
+        self._levels.arrived(node)
+        self._events.stored(node, 0, count, Tier.DEVICE)
 
-    def _copied(self, node: Node, kept: int, *, told: bool = False) -> None:
-        """The first `kept` pages of a node have copies below."""
-        had, node.kept = node.kept, kept
-        self._has_copies = True
+    def _leave(self, node: Node, leave: Give) -> None:
+        """An unleased node's pages, which all have copies, leave the device. It has no child there."""
         parent = node.parent
         assert parent is not None
-        if self._emit is not None and not told:
-            if kept > had:
-                for hashes in cut_hashes(cut_hashes(node.hashes, kept)[0], had)[1]:
-                    self._emit(PagesStored(node.namespace, hashes, Tier.HOST))
-            else:
-                self._tell_removed(node, kept, had, Tier.HOST)
-        parent.num_kept += (kept > 0) - (had > 0)
-        if kept:
-            self._offer_lower(node)
-        elif had:
-            self._offer_lower(parent)
+        self.version += 1
+        node.ticket = 0
+        self.num_pages -= node.num_pages
+        self.num_below += node.num_pages
+        self._events.removed(node, 0, node.num_pages, Tier.DEVICE)
+        leave(node.pages)
+        self._policy.merged(node, parent)
+        parent.last_used = max(parent.last_used, node.last_used)
+        parent.priority = max(parent.priority, node.priority)
+        self._offer(parent)
+        self._offer(node)
 
-    def _tell_removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
-        assert self._emit is not None
-        if start < stop:
-            for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
-                self._emit(PagesRemoved(node.namespace, hashes, tier))
+    def _count_out(self, node: Node, num_pages: int) -> None:
+        """So many unleased pages of a node leave the tree."""
+        if self.is_here(node):
+            self.num_pages -= num_pages
+        else:
+            self.num_below -= num_pages
+
+    def _cut_below(self, node: Node, eviction: Eviction) -> list[bytes]:
+        """Forget everything below an unleased node; returns the ids."""
+        removed = []
+        for found in reversed(nodes_below(node)):
+            self._count_out(found, found.num_pages)
+            removed.append(self._cut(found, 0, eviction))
+        return removed
+
+    def _forget_below(self, root: Node) -> Ids:
+        """Forget what no lease holds below a root, and its ghosts; the root goes too where nothing is left."""
+        removed: list[Ids] = [_NO_PAGES]
+        held = [root]
+        for node in held:  # grows while it is walked
+            for child in list(node.children.values()):
+                pages = self.discard(child, 0)
+                if pages is None:
+                    held.append(child)
+                else:
+                    removed.append(pages)
+        ghosts: list[Ghost] = [ghost for node in held for ghost in node.ghosts.values()]
+        while ghosts:
+            ghost = ghosts.pop()
+            ghosts += self.ghosts.take(ghost, len(ghost.key)).values()
+        self._offer(root)
+        return np.concatenate(removed)
+
+    def _tell_gone(self, node: Node, keep: int) -> None:
+        """All but the first `keep` pages of a node are not found any more, wherever they are."""
+        if self._events.on:
+            if self.is_here(node):
+                self._events.removed(node, keep, node.num_pages, Tier.DEVICE)
+            self._events.removed(node, keep, self.num_copies(node), Tier.HOST)
 
     def _forgotten(self, holder: Holder) -> None:
         """A ghost that hung there is gone."""
         if isinstance(holder, Node) and holder.parent is None:
             self._offer(holder)
 
-    def _stored(self, parent: Node, data: bytes, tier: Tier = Tier.DEVICE) -> PageHashes:
-        """Say that pages with these tokens are cached behind `parent`; their hashes, to be computed when needed."""
-        assert self._emit is not None
-        above = parent.hashes[-1] if parent.hashes else namespace_seed(parent.namespace, self._identity)
-        hashes = PageHashes(above, data, self._page_bytes)
-        self._emit(PagesStored(parent.namespace, hashes, tier))
-        return hashes
-
     def _first_page(self, node: Node) -> bytes:
         return node.key[: self._page_bytes]
 
 
-def join_ids(runs: list[bytes]) -> Ids:
-    """Page ids from runs of raw bytes."""
-    return np.frombuffer(b"".join(runs), dtype=np.int32)
-
-
-def _begins_with(tokens: Ids, key: bytes) -> bool:
-    """Whether the tokens begin with `key`, compared where they are."""
-    if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
-        return False
-    return key.startswith(tokens.data.cast("B")[: len(key)])
+def _stays(pages: Ids) -> None:
+    raise AssertionError("a page on the device loses its copy alone, although nothing there is evictable")

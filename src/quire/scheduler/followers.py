@@ -35,7 +35,7 @@ class Leaders:
         if not self._cache.share_prefixes:
             return
         leads = computes = self._rows.in_prefill(running)
-        if self._cache.gives_back_early:
+        if self._cache.admission.gives_back_early:
             leads = computes | (self._rows.settled[running.rows] % self._cache.page_size == 0)
         self._all = [running.requests[at] for at in leads.nonzero()[0].tolist()]
         self._computing = {running.batch.kvs[at] for at in computes.nonzero()[0].tolist()}

@@ -7,10 +7,10 @@ from enum import Enum, auto
 
 import numpy as np
 
-from quire.cache.prefetch import Prefetch
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
 from quire.observe.explain import Explanation
+from quire.offload.prefetch import Prefetch
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids

@@ -6,8 +6,8 @@ waits again; what it had committed stays cached. The first in that order is neve
 finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
 
 Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why. What of
-its prompt is in storage is fetched while it waits (`quire.scheduler.read_ahead`). What is on the host is loaded once it
-is admitted, and it computes as soon as that is on its way.
+its prompt is in storage is fetched while it waits (`quire.scheduler.prefetching`). What is on the host is loaded once
+it is admitted, and it computes as soon as that is on its way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 from quire.cache import KVCache, PrefixHit
 from quire.cache.running import Lengths
 from quire.errors import InvalidInput, OutOfPages
+from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.followers import Leaders
 from quire.scheduler.policy import SchedulingPolicy
-from quire.scheduler.read_ahead import ReadAhead
+from quire.scheduler.prefetching import Prefetching
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
@@ -74,21 +75,31 @@ class _Granted:
 
 
 class Scheduler:
-    """The queues of one engine. Single-threaded, like the cache it allocates from."""
+    """The queues of one engine. Single-threaded, like the cache it allocates from. `ahead` is what brings prefixes from
+    tiers below the device (`Offloading.ahead`)."""
 
-    def __init__(self, cache: KVCache, policy: SchedulingPolicy, *, max_running: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        policy: SchedulingPolicy,
+        *,
+        max_running: int,
+        max_tokens: int,
+        ahead: ReadAhead = NOTHING_TO_READ_AHEAD,
+    ) -> None:
         self._cache = cache
+        self._ahead = ahead
         self._policy = policy
         self._max_running = max_running
         self._max_tokens = max_tokens
-        self._ahead = cache.plan.tokens_per_step
+        self._per_step = cache.plan.tokens_per_step
         self._waiting: list[Request] = []  # sorted by Request.order
         self._running: list[Request] = []  # sorted by Request.order
         self._requests: dict[str, Request] = {}
         self._rows = RunningRows(cache.plan.max_requests, cache.plan.pages_per_row * cache.plan.tokens_per_page)
         self._of_running: StepRows | None = self._rows.together([])  # None: who runs has changed
         self._decoding = self._of_running  # of the last step
-        self._read_ahead = ReadAhead(cache)
+        self._prefetching = Prefetching(ahead)
         self._leaders = Leaders(cache, self._rows)
         self._quiet_at: tuple[int, ...] | None = None
         self._arrivals = 0
@@ -121,7 +132,7 @@ class Scheduler:
         self._arrivals += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
-        self._read_ahead.start(request)
+        self._prefetching.start(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
@@ -138,7 +149,7 @@ class Scheduler:
         """These may be the next tokens of a running request that waits for none: its next step computes them too, and
         `settle` says how many came true. Returns how many of them that are, as far as the plan reserves room and the
         request may still draw."""
-        room = min(self._ahead, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
+        room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
         ready = request.state is RequestState.RUNNING and not request.pending and not request.in_prefill
         if not ready or request.params.needs_history or room < 1:
             return 0
@@ -150,8 +161,8 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
         granted = _Granted()
-        self._cache.settle_moves()
-        self._read_ahead.start_next(self._waiting)
+        self._ahead.settle_moves()
+        self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
         running = self._launchable()
         ready = self._rows.ready(running)
@@ -174,7 +185,7 @@ class Scheduler:
         found, settled, done = self._rows.settle(step, np.asarray(tokens, dtype=np.int64), kept)
         requests, size = step.requests, self._cache.page_size
         whole = settled // size > self._rows.committed[step.of.rows]
-        if not self._cache.gives_back_early:
+        if not self._cache.admission.gives_back_early:
             whole &= step.counts > 1
         commits = whole.nonzero()[0].tolist()
         for at in sorted({*commits, *done}) if done else commits:
@@ -200,15 +211,14 @@ class Scheduler:
     def _launchable(self) -> StepRows:
         """Running requests whose prefix is there, or arriving layer by layer. Where one's cannot be had, it begins
         again."""
-        cache = self._cache
-        if not cache.loads:
+        if not self._ahead.loads:
             return self._together()
         absent = set()
         for request in [request for request in self._running if request.kv is not None and request.kv.loads]:
             assert request.kv is not None
-            if cache.has_failed(request.kv) and not request.pending:
+            if request.kv.has_failed and not request.pending:
                 self._put_back(request, "a cached prefix turned out to be damaged")
-            elif not cache.is_ready(request.kv):
+            elif not request.kv.is_ready:
                 absent.add(request)
         running = self._together()
         if not absent:
@@ -234,10 +244,10 @@ class Scheduler:
         if not len(decodes):
             return
         try:
-            if self._ahead == 1:
+            if self._per_step == 1:
                 self._cache.extend(decodes.batch, 1)
             else:
-                self._cache.reserve(decodes.batch, self._rows.launched[decodes.rows] + self._ahead)
+                self._cache.reserve(decodes.batch, self._rows.launched[decodes.rows] + self._per_step)
         except OutOfPages:
             self._rows.forget_drafts(decodes.rows)
             self._grant(granted, decodes.requests, decodes.ones.tolist())
@@ -247,19 +257,19 @@ class Scheduler:
     def _chunk(self, request: Request, ready: int, limit: int) -> int:
         """How many tokens of a prompt to compute now."""
         assert request.kv is not None
-        return self._cache.at_once(request.kv, min(ready, limit))
+        return self._cache.admission.at_once(request.kv, min(ready, limit))
 
     def _grant(self, granted: _Granted, requests: list[Request], counts: list[int]) -> None:
         """Allocate for these, in one operation, and put them into the step; preempt until what is left fits."""
         while requests:
             kvs = [request.kv for request in requests if request.kv is not None]
             try:
-                if self._ahead == 1:
+                if self._per_step == 1:
                     self._cache.extend(kvs, counts)
                 else:
                     self._cache.reserve(kvs, [r.num_launched + n for r, n in zip(requests, counts, strict=True)])
             except OutOfPages:
-                if self._cache.steps_in_flight:
+                if self._cache.fences.num_open:
                     requests, counts = requests[:-1], counts[:-1]
                     continue
                 victim = self._running[-1]
@@ -294,12 +304,12 @@ class Scheduler:
         """A running request waits again, without memory."""
         kv, settled = request.kv, request.num_settled
         assert kv is not None and not request.pending
-        failed = self._cache.has_failed(kv)
+        failed = kv.has_failed
         self._leave_row(request)
         self._cache.finish(kv, None if failed else request.tokens[:settled], returns=True)
         request.read_ahead = False  # storage may have what was damaged, and what it leaves may go before its turn comes
         if failed:
-            self._cache.settle_moves()  # what was damaged is forgotten now, and can be fetched
+            self._ahead.settle_moves()  # what was damaged is forgotten now, and can be fetched
         request.state = RequestState.WAITING
         request.start_at(0)
         request.wait_reason = reason
@@ -327,7 +337,7 @@ class Scheduler:
 
         def match(request: Request) -> PrefixHit:
             hit = hits.get(request.request_id)
-            if hit is None or not self._cache.is_current(hit):
+            if hit is None or not self._cache.admission.is_current(hit):
                 hit = hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
             return hit
 
@@ -336,7 +346,7 @@ class Scheduler:
             return following.num_cached if following and self._follows(request) else match(request).num_tokens
 
         deferred, quiet = 0, True
-        reads_ahead = self._cache.prefetcher is not None
+        reads_ahead = self._ahead.stores
         order = list(self._policy.arrange(self._waiting, cached))
         for place, request in enumerate(order):
             if deferred >= self._max_running:
@@ -345,8 +355,8 @@ class Scheduler:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return quiet
             if reads_ahead and not request.read_ahead:
-                self._read_ahead.start(request, order[place + 1 :])
-            if self._read_ahead.awaits(request):
+                self._prefetching.start(request, order[place + 1 :])
+            if self._prefetching.awaits(request):
                 deferred, quiet = deferred + 1, False
                 continue
             if self._follows(request):
@@ -394,12 +404,12 @@ class Scheduler:
             request.num_host, request.num_storage = kv.num_host, kv.num_storage
             request.explanation = kv.explanation
             granted.admitted.append(request)
-        self._read_ahead.let_go(request)
+        self._prefetching.let_go(request)
         request.state, request.follows = RequestState.RUNNING, None
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
         self._of_running = None
-        if self._cache.is_ready(kv):
+        if kv.is_ready:
             self._grant(granted, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
     def _commit_settled(self) -> None:
@@ -418,10 +428,10 @@ class Scheduler:
         running = [(other.kv, pages_for(other.num_known, size)) for other in self._running if other.kv is not None]
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
         spare = pages_for(plan.tokens_per_step, size)
-        request.wait_reason = self._cache.why_not(hit, needed, running, spare)
+        request.wait_reason = self._cache.admission.why_not(hit, needed, running, spare)
         # Who runs will end; what waiting requests hold for themselves could keep the first of them out for ever.
-        while request.wait_reason and not running and self._cache.take_back_prefetched():
-            request.wait_reason = self._cache.why_not(hit, needed, running, spare)
+        while request.wait_reason and not running and self._ahead.take_back_prefetched():
+            request.wait_reason = self._cache.admission.why_not(hit, needed, running, spare)
         return not request.wait_reason
 
     def _finish(self, request: Request) -> None:
@@ -432,7 +442,7 @@ class Scheduler:
             self._cache.finish(kv, request.tokens[:settled])
         else:
             self._waiting.remove(request)
-        self._read_ahead.let_go(request)
+        self._prefetching.let_go(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
 

@@ -235,7 +235,7 @@ class _Memory:
             self._check_pieces(step, settled)
             return
         rows, kvs = step.rows, step.step.batch
-        writes = step.writes[self._group] = self._cache.slots(kvs, rows.starts, rows.ends, self._group)
+        writes = step.writes[self._group] = self._cache.rows.slots(kvs, rows.starts, rows.ends, self._group)
         if settled + 1 < step.number:
             begun = writes[writes % self._size == 0] // self._size
             self._check_nobody_reads(begun, settled)
@@ -250,12 +250,14 @@ class _Memory:
         """Page tables of all works, those of like lengths together, so that little of a table is padding."""
         widths = -(-rows.ends // self._size)
         if int(widths.max()) * len(kvs) <= _FEW_PAGES:
-            yield _Reads(np.arange(len(kvs)), self._cache.page_table(kvs, rows.ends, self._group))
+            yield _Reads(np.arange(len(kvs)), self._cache.rows.page_table(kvs, rows.ends, self._group))
             return
         order = np.argsort(-widths)
         for part in _alike(widths[order]):
             members = order[part]
-            table = self._cache.page_table([kvs.kvs[at] for at in members.tolist()], rows.ends[members], self._group)
+            table = self._cache.rows.page_table(
+                [kvs.kvs[at] for at in members.tolist()], rows.ends[members], self._group
+            )
             yield _Reads(members, table)
 
     def _check_nobody_reads(self, frames: Ids, settled: int) -> None:

@@ -63,5 +63,5 @@ class OccupancyLog:
         cache = self._cache
         total, cached = cache.plan.num_pages, cache.tree.num_evictable
         free = [group.num_free for group in cache.groups if group.reach.whole]
-        available = cached + (min(free) if cache.tiers is not None and free else cache.num_free_pages)
+        available = cached + (min(free) if cache.pages.num_pages > total and free else cache.pages.num_free_pages)
         return Occupancy(now, (total - available) / total, cached / total, running, waiting, ended)

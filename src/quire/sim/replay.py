@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quire.cache import KVCache
 from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
+from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
@@ -93,10 +94,15 @@ class Replay:
             checkpoint_interval=settings.checkpoint_interval,
             explains=settings.explain,
             seconds=lambda: self.clock.now,
-            tiers=self.tiers.settings if self.tiers is not None else None,
+            offload=Offloads(self.tiers.settings if self.tiers is not None else None),
         )
+        self.ahead = offload_of(self.cache).ahead
         self.scheduler = Scheduler(
-            self.cache, scheduling_policy(settings.order), max_running=plan.max_requests, max_tokens=settings.chunk
+            self.cache,
+            scheduling_policy(settings.order),
+            max_running=plan.max_requests,
+            max_tokens=settings.chunk,
+            ahead=self.ahead,
         )
         self.device = SimulatedDevice(self.cache, check=frames is not None, overlap=settings.overlap, frames=frames)
         self._settings = settings
@@ -166,7 +172,7 @@ class Replay:
         """There are no requests until then. What moves goes on moving."""
         while self.tiers is not None and (end := self.tiers.mover.next_end) is not None and end < until:
             self.clock.move_to(end)
-            self.cache.settle_moves()
+            self.ahead.settle_moves()
         self.clock.move_to(until)
 
     def _launch(self, scheduled: Step) -> _Launched:
@@ -195,8 +201,8 @@ class Replay:
         drawn = self.device.settle(step)
         self.clock.move_to(launched.done)
         began, self._settled_at = max(launched.began, self._settled_at), launched.done
-        if self.tiers is not None and step.step.computes_prompts and not launched.loads:
-            self.tiers.break_even.computed(step.step.num_tokens, launched.done - began)
+        if step.step.computes_prompts and not launched.loads:
+            self.ahead.computed(step.step.num_tokens, launched.done - began)
         watch = time.thread_time()
         found = self.scheduler.settle(step.step, drawn)
         self.cache.close_fence(step.fence)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cache import KVCache
-from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.errors import InvalidInput
+from quire.offload import offload_of
+from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.copies import SimulatedCopies
@@ -24,7 +25,7 @@ _LATENCY = {Link.SAVE: 5e-5, Link.LOAD: 5e-5, Link.ARCHIVE: 2e-4, Link.FETCH: 2e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTiers:
-    """What is below the device of a replay, and how it is used (`quire.cache.tier_settings`).
+    """What is below the device of a replay, and how it is used (`quire.offload.tier_settings`).
 
     The host holds `host_tokens` tokens, or the records that `host_bytes` bytes do; storage `storage_tokens`, none at
     all by default. Bandwidths are bytes per second, 0 for those of the cost model. `record_bytes` has the bytes of a
@@ -153,8 +154,9 @@ class VirtualTiers:
 
     def use(self, cache: KVCache) -> TierUse:
         """What they did for this cache."""
-        assert cache.tiers is not None
-        counters: dict[str, Any] = cache.tiers.statistics()
+        tiers = offload_of(cache).tiers
+        assert tiers is not None
+        counters: dict[str, Any] = tiers.statistics()
         same = (
             "host_hit_tokens", "storage_hit_tokens", "declined_tokens", "saved_bytes", "loaded_bytes", "archived_bytes",
             "fetched_bytes", "refused_moves", "unsaved_frames", "unstored_frames",

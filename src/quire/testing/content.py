@@ -69,7 +69,7 @@ class ContentOracle:
         for page_ids, contents in self._cached():
             of_pages = contents.reshape(len(page_ids), size)
             for group, slots in enumerate(self._per_frame):
-                column = self._cache.frames.column(Tier.DEVICE, group)
+                column = self._cache.parts.frames.of(Tier.DEVICE, group).frame
                 there = column[page_ids] != 0
                 frames = column[page_ids[there]]
                 self.check(group, slots_of_frames(frames, slots), of_pages[there][:, size - slots :].reshape(-1))

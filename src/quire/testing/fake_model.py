@@ -65,7 +65,7 @@ class FakeModel:
             carried = self._cache.launch(index, step.batch, ends)
             if carried is not None:
                 pieces[index] = carried
-            writes.append(self._cache.slots(step.batch, starts, ends, index) if carried is None else NO_SLOTS)
+            writes.append(self._cache.rows.slots(step.batch, starts, ends, index) if carried is None else NO_SLOTS)
             reads.append(self._reads(index, kvs, starts, ends) if carried is None else [])
         news = np.split(step.tokens.astype(np.int32), step.offsets[1:-1])
         inputs = [
@@ -76,7 +76,7 @@ class FakeModel:
 
     def _reads(self, index: int, kvs: list[RequestKV], starts: np.ndarray, ends: np.ndarray) -> list[Ids]:
         size, reach = self._cache.page_size, self._cache.groups[index].reach
-        table = self._cache.page_table(kvs, ends, index)
+        table = self._cache.rows.page_table(kvs, ends, index)
         firsts = [reach.needed(start // size).start for start in starts.tolist()]
         return [
             slots_of_frames(frames[first:], size)[: int(end) - first * size]

@@ -2,7 +2,6 @@
 
 from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, slots_in_pages
 from quire.memory.allocator.build import carried_frames, page_allocator, passing_frames, whole_frames
-from quire.memory.allocator.free_list import in_order
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.allocator.page_frames import PageFrames
 from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
@@ -20,7 +19,6 @@ __all__ = [
     "SlotFrames",
     "TokenToKVPoolAllocator",
     "carried_frames",
-    "in_order",
     "page_allocator",
     "passing_frames",
     "slots_in_pages",

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator.free_list import FreeList, IdArray, OutIds
+from quire.memory.allocator.free_list import FreeList, OutIds
+from quire.memory.runs import IdArray
 from quire.spec.ids import Bools, Ids
 
 IntArray = npt.ArrayLike

@@ -9,8 +9,7 @@ from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
 from quire.memory.allocator.slot_frames import SlotFrames
 from quire.memory.allocator.swa import SWATokenToKVPoolAllocator
 from quire.memory.allocator.token import TokenToKVPoolAllocator
-from quire.memory.frames import FrameTable
-from quire.spec.ids import Tier
+from quire.memory.residency import Column
 
 
 def page_allocator(num_pages: int, page_size: int, name: str) -> BaseTokenToKVPoolAllocator:
@@ -20,21 +19,16 @@ def page_allocator(num_pages: int, page_size: int, name: str) -> BaseTokenToKVPo
     return PagedTokenToKVPoolAllocator(num_pages * page_size, page_size, name=name)
 
 
-def whole_frames(
-    table: FrameTable, group: int, num_frames: int, pages: BaseTokenToKVPoolAllocator, name: str
-) -> PageFrames:
+def whole_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> PageFrames:
     """Frames of a group in which a page keeps its frame for as long as it exists."""
-    return PageFrames(table, Tier.DEVICE, group, page_allocator(num_frames, pages.page_size, name))
+    return PageFrames(table, page_allocator(num_frames, pages.page_size, table.name))
 
 
-def passing_frames(
-    table: FrameTable, group: int, num_frames: int, pages: BaseTokenToKVPoolAllocator, name: str
-) -> SWATokenToKVPoolAllocator:
+def passing_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> SWATokenToKVPoolAllocator:
     """Frames of a group in which pages lose theirs early; `pages` is the side that hands out the pages."""
-    frames = page_allocator(num_frames, pages.page_size, name)
-    return SWATokenToKVPoolAllocator.over(pages, table, Tier.DEVICE, group, frames)
+    return SWATokenToKVPoolAllocator.over(pages, table, page_allocator(num_frames, pages.page_size, table.name))
 
 
-def carried_frames(table: FrameTable, group: int, num_frames: int, name: str) -> SlotFrames:
+def carried_frames(table: Column, num_frames: int) -> SlotFrames:
     """Frames of a group of which each request carries one along."""
-    return SlotFrames(table, Tier.DEVICE, group, MambaSlotAllocator(num_frames, name=name))
+    return SlotFrames(table, MambaSlotAllocator(num_frames, name=table.name))

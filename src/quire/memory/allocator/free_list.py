@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidFree
+from quire.memory.runs import IdArray, as_run, is_ascending
 from quire.spec.ids import Bools, Ids
-
-IdArray = npt.NDArray[np.signedinteger[Any]]
 
 
 class FreeList:
@@ -62,18 +61,11 @@ class FreeList:
         self._ring[: len(ids) - first] = ids[first:]
 
 
-def in_order(ids: Ids) -> Ids:
-    """The ids in ascending order: as they are where they come so, as those of one prompt mostly do."""
-    if len(ids) < 64 or np.count_nonzero(ids[1:] > ids[:-1]) < len(ids) - 1:
-        return np.sort(ids)
-    return ids
-
-
 class OutIds:
     """Which ids of a pool are handed out: one int32 for each, above zero while it is out. Id 0 never is.
 
-    What is not out holds minus its place in the call that gave it back, which is how a call that names an id twice is
-    noticed without sorting: the id holds one place and was given at two.
+    Ids that are given back in no order hold minus their places in that call afterwards, which is how a call that names
+    an id twice is noticed without sorting: the id holds one place and was given at two.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -97,17 +89,14 @@ class OutIds:
 
     def mark(self, ids: Ids) -> None:
         """These are out now."""
-        self._stamps[ids] = 1
+        run = as_run(ids)
+        self._stamps[ids if run is None else run] = 1
 
     def check(self, ids: IdArray, *, group: str, noun: str = "page") -> None:
         """Raises InvalidFree where `take_back` would."""
-        try:
-            stamps = self._stamps[_unsigned(ids)]
-        except IndexError:
-            raise self._wrong(ids, group, noun) from None
-        if np.count_nonzero(stamps > 0) != len(ids):
-            raise self._wrong(ids, group, noun)
-        if len(ids) > 1:
+        ascending = is_ascending(ids)
+        self._check_out(ids, as_run(ids, ascending), group, noun)
+        if not ascending:
             self._place(ids, group, noun)
             self._stamps[ids] = 1
 
@@ -116,13 +105,21 @@ class OutIds:
 
         O(ids given back).
         """
+        ascending = is_ascending(ids)
+        run = as_run(ids, ascending)
+        self._check_out(ids, run, group, noun)
+        if ascending:
+            self._stamps[ids if run is None else run] = 0
+        else:
+            self._place(ids, group, noun)
+
+    def _check_out(self, ids: IdArray, run: slice | None, group: str, noun: str) -> None:
         try:
-            stamps = self._stamps[_unsigned(ids)]
+            stamps = self._stamps[_unsigned(ids) if run is None else run]
         except IndexError:
             raise self._wrong(ids, group, noun) from None
         if np.count_nonzero(stamps > 0) != len(ids):
             raise self._wrong(ids, group, noun)
-        self._place(ids, group, noun)
 
     def _place(self, ids: IdArray, group: str, noun: str) -> None:
         count = len(ids)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from quire.memory.frames import FrameTable
-from quire.spec.ids import Bools, Ids, Tier
+from quire.memory.residency import Column
+from quire.spec.ids import Bools, Ids
 
 
 class FrameAllocator(Protocol):
@@ -29,16 +29,14 @@ A = TypeVar("A", bound=FrameAllocator)
 
 
 class GroupFrames(Generic[A]):
-    """It owns `allocator`, and is the only writer of one column of `frames`.
+    """It owns `allocator`, and is the only writer of frames into `table`.
 
     A page that has a frame here is resident; whose the page is, is no concern of this class. Page ids are distinct
     within a call.
     """
 
-    def __init__(self, frames: FrameTable, tier: Tier, group: int, allocator: A) -> None:
-        self.frames = frames
-        self.tier = tier
-        self.group = group
+    def __init__(self, table: Column, allocator: A) -> None:
+        self.table = table
         self.allocator = allocator
 
     @property
@@ -58,8 +56,8 @@ class GroupFrames(Generic[A]):
 
     @property
     def column(self) -> Ids:
-        """The live column of the frame table, int32 `[num_pages + 1]`: frame of each page, 0 where it has none."""
-        return self.frames.column(self.tier, self.group)
+        """The live frames of the table, int32 `[num_pages + 1]`: frame of each page, 0 where it has none."""
+        return self.table.frame
 
     def is_out(self, frame_ids: Ids | slice) -> Bools:
         """Per frame id: whether it is given out."""
@@ -67,4 +65,4 @@ class GroupFrames(Generic[A]):
 
     def resident(self, pages: Ids) -> Bools:
         """Per page: whether it has a frame."""
-        return self.frames.resident(self.tier, self.group, pages)
+        return self.table.present(pages)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
-from quire.memory.allocator.free_list import in_order
 from quire.memory.allocator.group_frames import GroupFrames
+from quire.memory.runs import in_order
 from quire.spec.ids import Ids
 
 
@@ -19,27 +17,20 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
 
     def give(self, pages: Ids, frame_ids: Ids) -> None:
         """These frames, handed out and no page's, are those of these pages now, none of which had one."""
-        self.frames.bind(self.tier, self.group, pages, frame_ids)
+        self.table.bind(pages, frame_ids)
 
     def untake(self, frame_ids: Ids) -> None:
         """Give back frames that are handed out and no page's."""
         self.allocator.free_pages(frame_ids)
 
-    def drop(self, pages: Ids) -> Ids:
-        """Take the frames of these pages away, free again at once, in ascending order; returns the pages that had one.
-
-        Pages without a frame are passed over.
-        """
-        frames = self.column[pages]
-        if np.count_nonzero(frames) != len(frames):
-            pages, frames = pages[frames != 0], frames[frames != 0]
-        self.frames.unbind_all(self.tier, self.group, pages)
-        self.allocator.free_pages(in_order(frames))
-        return pages
+    def drop(self, pages: Ids) -> None:
+        """Take the frames of these pages away, free again at once, in ascending order. Pages without a frame are passed
+        over."""
+        self.allocator.free_pages(in_order(self.table.unbind(pages)))
 
     def hand_over(self, old_pages: Ids, new_pages: Ids) -> None:
         """The frames of `old_pages`, all resident, become those of `new_pages`, none resident, in order.
 
         No frame is given out or comes back.
         """
-        self.frames.move(self.tier, self.group, old_pages, new_pages)
+        self.table.move(old_pages, new_pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
-from quire.memory.allocator.free_list import IdArray
+from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
 
 

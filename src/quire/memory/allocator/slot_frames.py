@@ -26,16 +26,14 @@ class SlotFrames(GroupFrames[MambaSlotAllocator]):
 
     def leave(self, pages: Ids, frame_ids: Ids) -> None:
         """These frames, which requests owned, are those of these pages now, none of which had one."""
-        self.frames.bind(self.tier, self.group, pages, frame_ids)
+        self.table.bind(pages, frame_ids)
 
     def take_over(self, pages: Ids) -> Ids:
         """The frames of these pages, all resident, become their caller's; the pages have none."""
-        frames = self.frames.unbind(self.tier, self.group, pages)
+        frames = self.table.unbind(pages)
         assert len(frames) == len(pages), "a page without a frame was taken over"
         return frames
 
-    def drop(self, pages: Ids) -> Ids:
-        """Take the frames of these pages away, free again at once; returns the pages that had one."""
-        had: Ids = pages[self.resident(pages)]
-        self.allocator.free(np.sort(self.frames.unbind(self.tier, self.group, had)))
-        return had
+    def drop(self, pages: Ids) -> None:
+        """Take the frames of these pages away, free again at once. Pages without a frame are passed over."""
+        self.allocator.free(np.sort(self.table.unbind(pages)))

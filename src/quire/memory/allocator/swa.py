@@ -19,8 +19,8 @@ from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocat
 from quire.memory.allocator.page_frames import PageFrames
 from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
 from quire.memory.allocator.token import TokenToKVPoolAllocator
-from quire.memory.frames import FrameTable
-from quire.spec.ids import Ids, Tier
+from quire.memory.residency import Column
+from quire.spec.ids import Ids
 
 UNLIMITED: Final = sys.maxsize
 """Tokens free on a full side that does not exist: it is never what an allocation waits for."""
@@ -52,36 +52,32 @@ class SWATokenToKVPoolAllocator(PageFrames):
     ) -> None:
         swa = _side(size_swa, page_size, need_sort=need_sort, name=name)
         full = _side(size, page_size, need_sort=need_sort, name="full") if size else swa
-        self._join(full, FrameTable(full.num_pages, 1), Tier.DEVICE, 0, swa)
+        self._join(full, Column(name, full.num_pages, reclaims=True), swa)
 
     @classmethod
     def over(
         cls,
         full: BaseTokenToKVPoolAllocator,
-        frames: FrameTable,
-        tier: Tier,
-        group: int,
+        table: Column,
         swa: BaseTokenToKVPoolAllocator,
     ) -> SWATokenToKVPoolAllocator:
-        """An allocator whose full side and frame table others use as well; the column of `group` and `swa` are its own.
+        """An allocator whose full side others use as well; the column and `swa` are its own.
 
         Pages that others took from `full` get their windows by `take`. `clear` and `restore_state` reset `full` too.
         """
         made = cls.__new__(cls)
-        made._join(full, frames, tier, group, swa)
+        made._join(full, table, swa)
         return made
 
     def _join(
         self,
         full: BaseTokenToKVPoolAllocator,
-        frames: FrameTable,
-        tier: Tier,
-        group: int,
+        table: Column,
         swa: BaseTokenToKVPoolAllocator,
     ) -> None:
         assert full.page_size == swa.page_size, "two sides with pages of different sizes"
-        assert full.num_pages <= frames.num_pages, "pages beyond the frame table"
-        super().__init__(frames, tier, group, swa)
+        assert full.num_pages <= table.num_pages, "pages beyond the table"
+        super().__init__(table, swa)
         self.full_attn_allocator = full
         self.swa_attn_allocator = swa
         self.page_size = full.page_size
@@ -97,7 +93,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
 
         0 where there is none, and the last entry is -1, so that -1 (no page) maps to -1.
         """
-        return self.frames.mapping(self.tier, self.group)
+        return self.table.mapping
 
     def translate(self, slots: IntArray) -> Ids:
         """Token slots of the full side -> those of the window side, int32, same shape.
@@ -105,7 +101,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
         -1 (no slot) maps to -1, and a slot whose window is gone to its place on the padding page.
         """
         found = np.asarray(slots, dtype=np.int64)
-        assert found.min(initial=-1) >= -1 and found.max(initial=-1) < (self.frames.num_pages + 1) * self.page_size
+        assert found.min(initial=-1) >= -1 and found.max(initial=-1) < (self.table.num_pages + 1) * self.page_size
         # Floor division takes -1 to page -1, the last entry, and then -1 * P + (P - 1) is -1 again.
         pages = self.full_to_swa_index_mapping[found // self.page_size].astype(np.int64)
         translated: Ids = (pages * self.page_size + found % self.page_size).astype(np.int32)
@@ -125,7 +121,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
 
     def clear(self) -> None:
         """Forget everything handed out, on both sides."""
-        self.frames.unbind(self.tier, self.group, self._every_page())
+        self.table.unbind(self._every_page())
         self.full_attn_allocator.clear()
         self.swa_attn_allocator.clear()
 
@@ -139,9 +135,9 @@ class SWATokenToKVPoolAllocator(PageFrames):
         assert len(state.mapping) == len(self.column), "a snapshot of another allocator"
         self.full_attn_allocator.restore_state(state.full)
         self.swa_attn_allocator.restore_state(state.swa)
-        self.frames.unbind(self.tier, self.group, self._every_page())
+        self.table.unbind(self._every_page())
         mapped = np.flatnonzero(state.mapping).astype(np.int32)
-        self.frames.bind(self.tier, self.group, mapped, state.mapping[mapped])
+        self.table.bind(mapped, state.mapping[mapped])
 
     # -- handing out: both sides are checked before either gives anything
 
@@ -267,7 +263,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
         return both[:1] if self._windows_only else both
 
     def _every_page(self) -> Ids:
-        return np.arange(1, self.frames.num_pages + 1, dtype=np.int32)
+        return np.arange(1, self.table.num_pages + 1, dtype=np.int32)
 
     def _pages_for(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return -(-lengths // self.page_size)
@@ -283,7 +279,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
 
     def _map(self, pages: Ids) -> None:
         if self._windows_only:
-            self.frames.bind(self.tier, self.group, pages, pages)
+            self.table.bind(pages, pages)
         else:
             self.take(pages)
 
@@ -299,7 +295,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
     def _check_windows(self, last_loc: npt.NDArray[np.int64]) -> None:
         """The pages of these slots are gone on with, so each must have its window still."""
         pages = last_loc // self.page_size
-        inside = (pages >= 1) & (pages <= self.frames.num_pages)
+        inside = (pages >= 1) & (pages <= self.table.num_pages)
         wrong = pages[~inside | ~self.resident(np.where(inside, pages, 0))]
         if len(wrong):
             raise InvalidInput(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
-from quire.memory.allocator.free_list import IdArray
+from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.cache import KVCache, PrefixHit
 from quire.errors import OutOfPages
+from quire.offload import Offloads
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import POLICIES
 from quire.spec.events import CacheEvent, Namespace
@@ -59,7 +60,7 @@ class CacheMachine:
         self._vocabulary = choices.between(1, 3)
         self._batches: dict[Step, list[Sequence]] = {}
         self._earlier: tuple[int, PrefixHit] | None = None
-        self._running = cache.batch([])
+        self._running = cache.rows.batch([])
         self._verbs: dict[str, Callable[[Choices], Did]] = {name: getattr(self, name) for name in WEIGHTS}
         self.did: Did = ("make a cache",)
 
@@ -71,6 +72,7 @@ class CacheMachine:
             emit=events.append if events is not None else None,
             share_prefixes=not choices.chance(6),
             checkpoint_interval=choices.between(1, 4 * plan.page_size),
+            offload=Offloads(),
         )
         shuffle_frames(cache, choices)
         return FollowedCache(cache, events, Faults(cache) if choices.chance(30) else None)
@@ -177,8 +179,8 @@ class CacheMachine:
     def _decode(self, choices: Choices, batch: list[Sequence]) -> Did:
         """Room for the next token of requests that run together, mostly those of the last time."""
         if not self._running.kvs or not all(kv.alive for kv in self._running.kvs) or choices.chance(20):
-            self._running = self.cache.cache.batch([s.kv for s in batch])
-        if any(self.cache.allocated(kv) == self.context for kv in self._running.kvs):
+            self._running = self.cache.cache.rows.batch([s.kv for s in batch])
+        if any(self.cache.rows.allocated(kv) == self.context for kv in self._running.kvs):
             return ("extend nothing",)
         rows = [self.cache.followed(kv) for kv in self._running.kvs]
         self.did = "extend", [self.model.live.index(s) for s in rows], "by the next token"

@@ -75,13 +75,13 @@ class Device:
             if pieces is not None:
                 step.pieces[group] = pieces
                 continue
-            table: Frames = cache.page_table(kvs, ends, group).tolist()
+            table: Frames = cache.rows.page_table(kvs, ends, group).tolist()
             places = [
                 row[at // size] * size + at % size
                 for row, part in zip(table, parts, strict=True)
                 for at in range(part.start, part.end)
             ]
-            slots = cache.slots(kvs, starts, ends, group).tolist()
+            slots = cache.rows.slots(kvs, starts, ends, group).tolist()
             assert slots == places, f"the page table of group {group} names other frames than its slots"
             step.frames[group] = table
         return step

@@ -17,6 +17,7 @@ from quire.cache.picture import Picture
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
+from quire.offload.flush import clear
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from quire.testing.fuzz.device import Device, Step
@@ -94,7 +95,7 @@ class FollowedCache:
         """As the cache's; it begins on what it was matched with, if that still holds."""
         name = self._name(tokens, namespace)
         now = self._match(name)
-        expected = hit if hit is not None and self.cache.is_current(hit) else now
+        expected = hit if hit is not None and self.cache.admission.is_current(hit) else now
         if len(self.model.live) == self.cache.plan.max_requests:
             unchanged = self.watch.picture.held()
             error = self._refused("rows", lambda: self.cache.begin(tokens, namespace))
@@ -159,7 +160,7 @@ class FollowedCache:
         """As the cache's; what it does is to extend those that have less."""
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
         most = self.cache.plan.pages_per_row * self.page_size
-        have = [self.cache.allocated(kv) for kv in asking]
+        have = [self.cache.rows.allocated(kv) for kv in asking]
         self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
@@ -195,7 +196,7 @@ class FollowedCache:
     def clear(self) -> int:
         """As the cache's."""
         expected = self.model.evictable()
-        found = self.cache.clear()
+        found = clear(self.cache)
         assert found == expected, f"{found} pages were cleared, {expected} should be"
         self._forgotten(expected, counted=False)
         self._check("clear")

@@ -14,6 +14,8 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.errors import ContextTooLong, RequestTooLarge
+from quire.offload import Offloads
+from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.prefix.evict import POLICIES as EVICTION
 from quire.scheduler.policy import POLICIES, scheduling_policy
 from quire.scheduler.request import Request, RequestState
@@ -60,6 +62,7 @@ class SchedulerMachine:
             scheduling_policy(choices.one_of(sorted(POLICIES))),
             max_running=choices.between(1, self.plan.max_requests),
             max_tokens=self._most_tokens,
+            ahead=self._ahead(),
         )
         self._vocabulary = choices.between(2, 3)
         self._requests: list[Request] = []
@@ -78,9 +81,14 @@ class SchedulerMachine:
             eviction=choices.one_of(sorted(EVICTION)),
             share_prefixes=not choices.chance(6),
             checkpoint_interval=choices.between(1, 12),
+            offload=Offloads(),
         )
         shuffle_frames(cache, choices)
         return FollowedCache(cache, None)
+
+    def _ahead(self) -> ReadAhead:
+        """What brings prefixes from tiers below the device."""
+        return NOTHING_TO_READ_AHEAD
 
     def end(self) -> None:
         """Nothing has to come to an end here."""
@@ -241,8 +249,8 @@ class SchedulerMachine:
     def _check_empty(self) -> None:
         """With nothing to serve and no step in flight, all memory is free or cached."""
         cache = self.cache.cache
-        assert not self.cache.model.live and not cache.retired, "memory is held for nobody"
-        found = cache.num_free_pages + cache.tree.num_evictable
+        assert not self.cache.model.live and not cache.fences.waiting, "memory is held for nobody"
+        found = cache.pages.num_free_pages + cache.tree.num_evictable
         assert found == self.plan.num_pages, f"{found} of {self.plan.num_pages} pages can be had when nothing runs"
         self.cache.happened["empty"] += 1
 

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from typing_extensions import Buffer
 
-from quire.cache.tiering import Tiering
+from quire.offload.tiering import Tiering
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.host_records import HostRecords
 from quire.testing.fuzz.tier_keys import PageKeys

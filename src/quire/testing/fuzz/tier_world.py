@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quire.cache.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.spec.events import Namespace
 from quire.testing.fuzz.choices import Choices

@@ -17,11 +17,14 @@ from collections.abc import Sequence, Set
 
 from quire.cache import KVCache, PrefixHit
 from quire.cache.picture import GroupPicture, RowPicture
-from quire.cache.prefetch import Prefetch
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
-from quire.cache.tiering import Tiering
 from quire.errors import OutOfPages
+from quire.offload import offload_of
+from quire.offload.flush import clear
+from quire.offload.prefetch import Prefetch
+from quire.offload.read_ahead import ReadAhead
+from quire.offload.tiering import Tiering
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from quire.testing.fuzz.device import Step
@@ -77,7 +80,7 @@ class TieredWatch(Watch):
             self.ends = ends
 
     def _arriving(self, group: GroupPicture) -> set[int]:
-        tiers = self._cache.tiers
+        tiers = offload_of(self._cache).tiers
         assert tiers is not None
         arriving = {
             page
@@ -87,7 +90,8 @@ class TieredWatch(Watch):
             if part.group == group.group.index
             for page in part.pages.tolist()
         }
-        return arriving.union(tiers.bad.nonzero()[0].tolist()) if tiers.num_bad else arriving
+        damaged = tiers.damaged
+        return arriving.union(damaged.bad.nonzero()[0].tolist()) if damaged.num_bad else arriving
 
 
 class TieredCache(FollowedCache):
@@ -114,8 +118,14 @@ class TieredCache(FollowedCache):
     @property
     def tiers(self) -> Tiering:
         """Of the cache."""
-        assert self.cache.tiers is not None
-        return self.cache.tiers
+        tiers = offload_of(self.cache).tiers
+        assert tiers is not None
+        return tiers
+
+    @property
+    def ahead(self) -> ReadAhead:
+        """Of the cache."""
+        return offload_of(self.cache).ahead
 
     # -- the verbs
 
@@ -132,7 +142,7 @@ class TieredCache(FollowedCache):
         """As the cache's; it begins on what it was matched with, or is refused where what it has to load has no
         room."""
         name = self._name(tokens, namespace)
-        kept = hit if hit is not None and self.cache.is_current(hit) else None
+        kept = hit if hit is not None and self.cache.admission.is_current(hit) else None
         expected = kept or self._match(name)
         is_full = len(self.model.live) == self.cache.plan.max_requests
         try:
@@ -191,7 +201,7 @@ class TieredCache(FollowedCache):
         """As the cache's; what it does is to extend those that have less."""
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
         most = self.cache.plan.pages_per_row * self.page_size
-        have = [self.cache.allocated(kv) for kv in asking]
+        have = [self.cache.rows.allocated(kv) for kv in asking]
         self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
 
     def commit(self, kv: RequestKV, tokens: Ids) -> None:
@@ -200,7 +210,7 @@ class TieredCache(FollowedCache):
         self._name_of(s, tokens)
         self._register(s, len(tokens))
         self.cache.commit(kv, tokens)
-        self._settled(s, self.cache.committed(kv))
+        self._settled(s, self.cache.rows.committed(kv))
         self._check("commit")
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
@@ -251,7 +261,7 @@ class TieredCache(FollowedCache):
         """Room is made for so many frames, as for a request, so that what is cached leaves the device."""
         cache = self.cache
         wanted = [group.num_free + min(num_frames, group.num_evictable) for group in cache.groups]
-        cache._room._free_up(wanted, 0, "")
+        cache.parts.reclaim(wanted, "")
         self._check("demote")
         short = [g.name for g, wants in zip(cache.groups, wanted, strict=True) if g.num_free < wants]
         assert not short, f"there is no room in {short}, where something could have gone"
@@ -265,7 +275,7 @@ class TieredCache(FollowedCache):
 
     def clear(self) -> int:
         """As the cache's; what is left, somebody holds."""
-        found = self.cache.clear()
+        found = clear(self.cache)
         self._check("clear")
         left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
         assert not left, "pages are cached that nobody holds, and all was cleared"
@@ -277,30 +287,61 @@ class TieredCache(FollowedCache):
         tokens = sum(part.end - part.start for part in step.parts)
         self.world.break_even.computed(tokens, tokens * 0.01)
 
+    @property
+    def loads(self) -> bool:
+        """As the cache's."""
+        return self.ahead.loads
+
+    @property
+    def stores(self) -> bool:
+        """As the cache's."""
+        return self.ahead.stores
+
     def settle_moves(self) -> bool:
         """As the cache's."""
-        found = self.cache.settle_moves()
+        found = self.ahead.settle_moves()
         self._check("settle moves")
         return found
 
     def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> Prefetch | None:
         """As the cache's."""
-        found = self.cache.prefetch(tokens, namespace)
+        found = self.ahead.prefetch(tokens, namespace)
         self.happened["prefetch"] += found is not None
         self._check("")
         return found
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
         """As the cache's."""
-        self.cache.stop_prefetch(prefetch)
+        self.ahead.stop_prefetch(prefetch)
         self._check("")
+
+    @property
+    def can_prefetch(self) -> bool:
+        """As the cache's."""
+        return self.ahead.can_prefetch
+
+    def is_awaited(self, prefetch: Prefetch) -> bool:
+        """As the cache's."""
+        return self.ahead.is_awaited(prefetch)
+
+    def wait_moves(self, seconds: float) -> bool:
+        """As the cache's."""
+        return self.ahead.wait_moves(seconds)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """As the cache's."""
+        self.ahead.computed(num_tokens, seconds)
+
+    def take_back_prefetched(self) -> bool:
+        """As the cache's."""
+        return self.ahead.take_back_prefetched()
 
     def obtainable(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> int | None:
         """Behind how many pages a request can begin once all that is stored has come, with nothing else on its way.
         None where that depends: on what is quicker, on what a store forgets, on who makes room."""
         if not (self.world.is_faultless and self.world.settings.always) or self.tiers.forgetting.scopes:
             return None
-        if not self.cache.can_prefetch:
+        if not self.can_prefetch:
             return None
         name = self._name(tokens, namespace)
         ends = self.names.ends[name][: (len(tokens) - 1) // self.page_size]
@@ -314,7 +355,7 @@ class TieredCache(FollowedCache):
         found = self._most(far) if ends else 0
         fresh = found - self.model.matched(name)
         lacking, loads = self._missing(near, found), self._missing(here, found)
-        if fresh > self.cache.num_free_pages or (
+        if fresh > self.cache.pages.num_free_pages or (
             fresh > 0 and not any(lacking)
         ):  # what reads nothing, nobody looks for
             return None
@@ -335,8 +376,9 @@ class TieredCache(FollowedCache):
         found, picture = self.cache.statistics(), self.watch.picture
         assert (found.prompt_tokens, found.hit_tokens) == (self.prompt_tokens, self.hit_tokens)
         assert (found.cached_pages, found.evictable_pages) == (self._on_device(), self._idle_on_device())
-        assert found.tiers is not None
-        assert found.tiers["host_pages"] == sum(len(pages) for node, pages in picture.tree.edges if not node.here)
+        assert self.tiers.statistics()["host_pages"] == sum(
+            len(pages) for node, pages in picture.tree.edges if not self.cache.tree.is_here(node)
+        )
         for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
             owners = (frames.free, frames.private, frames.cached, frames.moving)
             assert sum(owners) == frames.total and min(owners) >= 0, f"{group.name}: frames do not add up: {frames}"
@@ -351,12 +393,13 @@ class TieredCache(FollowedCache):
     def check_idle(self) -> None:
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
-        assert not self.model.live and not cache.retired, "memory is held for nobody"
+        assert not self.model.live and not cache.fences.waiting, "memory is held for nobody"
         assert not (tiers.moving or tiers.archiver.moves or tiers.condemned or tiers._loads), "something moves for ever"
-        assert cache.prefetcher is None or not cache.prefetcher.in_flight, "a prefetch never ends"
+        prefetcher = offload_of(cache).prefetcher
+        assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
         assert not held, "a prefix is held for nobody"
-        found = cache.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
+        found = cache.pages.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
         self.check_counters()
         self._check_all_is_stored()
@@ -405,8 +448,8 @@ class TieredCache(FollowedCache):
         names = self.names
         for node, _ in self.watch.picture.tree.edges:
             ends = names.ends[self.watch.name_of(node)][-node.num_pages :]
-            here.update(ends if node.here else ())
-            kept.update(ends[: node.kept])
+            here.update(ends if self.cache.tree.is_here(node) else ())
+            kept.update(ends[: self.cache.tree.num_copies(node)])
         self._fold.check(here, kept)
 
     def _check_host(self, group: int) -> None:
@@ -449,11 +492,11 @@ class TieredCache(FollowedCache):
             or len(tiers.archiver.owed)
         ):
             return
-        whole = [host.index for host in tiers.hosts if host.shelf is None]
+        whole = [host.index for host in tiers.hosts if host.whole]
         reached: set[int] = set()
         for end in sorted(self.watch.ends, key=lambda end: len(names.ends[end])):
             path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
-            kept = [bool(host.column[page]) and not tiers.bad[page] for host in tiers.hosts]
+            kept = [bool(host.column[page]) and not tiers.damaged.bad[page] for host in tiers.hosts]
             stored = [self.world.has_stored(end, namespace, host.index) for host in tiers.hosts]
             if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole):
                 continue
@@ -471,7 +514,7 @@ class TieredCache(FollowedCache):
         matched = model.matched(name)
         limit = min(matched, (len(tokens) - 1) // size)
         pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
-        bad = self.tiers.bad
+        bad = self.tiers.damaged.bad
         pages = pages[: next((at for at, page in enumerate(pages) if bad[page]), limit)]
         here = [[group.column[page] != 0 for page in pages] for group in self.watch.picture.groups]
         below = [
@@ -512,11 +555,12 @@ class TieredCache(FollowedCache):
     def _room_beside(self, group: int, pages: list[int]) -> int:
         """Host frames that could be had without those that a request behind these pages needs."""
         host = self.tiers.hosts[group]
-        if host.shelf is None:
+        idle = host.table.idle
+        if idle is None:
             return host.num_free
         needed = pages[self.device.first_page(group, len(pages) * self.page_size) :]
-        kept = [page for page in needed if page and host.column[page] and not host.shelf.pins(slice(page, page + 1))[0]]
-        return host.num_free + host.shelf.num_evictable - len(kept)
+        kept = [page for page in needed if page and host.column[page] and not idle.pins[page]]
+        return host.num_free + idle.num_idle - len(kept)
 
     def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:
         """By group, how many frames the device lacks for a request that begins behind so many pages."""
@@ -529,10 +573,12 @@ class TieredCache(FollowedCache):
         ]
 
     def _on_device(self) -> int:
-        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here)
+        here = self.cache.tree.is_here
+        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if here(node))
 
     def _idle_on_device(self) -> int:
-        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if node.here and not node.level)
+        here = self.cache.tree.is_here
+        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if here(node) and not node.level)
 
     # -- inside
 

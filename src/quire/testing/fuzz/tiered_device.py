@@ -20,7 +20,7 @@ class TieredDevice(Device):
 
     def launch(self, kvs: list[RequestKV], parts: list[Part]) -> Step:
         """Only for requests whose prefix is there, or good and on its way."""
-        assert all(self._cache.is_ready(kv) for kv in kvs), "a step was launched on a prefix that is not there"
+        assert all(kv.is_ready for kv in kvs), "a step was launched on a prefix that is not there"
         loads = [move for kv in kvs for move in kv.loads]
         step = super().launch(kvs, parts)
         self._loads[step] = loads

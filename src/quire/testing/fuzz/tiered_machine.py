@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from quire.cache import KVCache
-from quire.cache.prefetch import Prefetch
 from quire.errors import OutOfPages
+from quire.offload import Offloads
+from quire.offload.prefetch import Prefetch
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import POLICIES
 from quire.spec.events import CacheEvent
@@ -82,7 +83,7 @@ class TieredMachine(CacheMachine):
             case "spoil":
                 return bool(self.world.faults)
             case "drop":
-                return any(group.shelf is not None for group in self.cache.cache.groups)
+                return any(not group.reach.whole for group in self.cache.cache.groups)
             case "recover":
                 return self.world.store is not None
         return super().possible(operation)
@@ -109,7 +110,7 @@ class TieredMachine(CacheMachine):
         self.world.clock.now += seconds
         self.did = "wait", seconds
         self.cache.settle_moves()
-        for s in [s for s in self.model.live if self.cache.cache.has_failed(s.kv)]:
+        for s in [s for s in self.model.live if s.kv.has_failed]:
             if s.launched == s.settled:
                 self.happened["begins again"] += 1
                 self.cache.finish(s.kv, returns=True)
@@ -129,14 +130,14 @@ class TieredMachine(CacheMachine):
             return self.did
         s = self.cache.followed(kv)
         for _ in range(_MOST_TURNS):
-            if self.cache.cache.is_ready(kv) or self.cache.cache.has_failed(kv):
+            if kv.is_ready or kv.has_failed:
                 break
             self._pass_time()
         else:
             raise AssertionError("a request waits for its prefix for ever")
         while len(self.cache.steps) == MOST_IN_FLIGHT:
             self._finish_step()
-        if self.cache.cache.is_ready(kv):
+        if kv.is_ready:
             self._launch([s], Choices(lambda n: 0))
             self.did += (": launched",)
         while s.launched > s.settled:
@@ -194,7 +195,7 @@ class TieredMachine(CacheMachine):
             self.cache.stop_prefetch(prefetch)
             return self.did
         for _ in range(_MOST_TURNS):
-            if not self.cache.cache.is_awaited(prefetch):
+            if not self.cache.is_awaited(prefetch):
                 break
             self._pass_time()
         else:
@@ -255,7 +256,7 @@ class TieredMachine(CacheMachine):
         self.settle(last)
 
     def _launchable(self) -> list[Sequence]:
-        return [s for s in self.model.live if s.launched < s.allocated and self.cache.cache.is_ready(s.kv)]
+        return [s for s in self.model.live if s.launched < s.allocated and s.kv.is_ready]
 
     def _pass_time(self) -> None:
         end = self.world.mover.next_end
@@ -278,7 +279,7 @@ def make_cache(
         emit=events.append if events is not None else None,
         checkpoint_interval=checkpoint_interval,
         seconds=world.clock,
-        tiers=world.settings,
+        offload=Offloads(world.settings),
     )
     shuffle_frames(cache, choices)
     return cache

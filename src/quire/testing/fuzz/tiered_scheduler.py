@@ -6,6 +6,7 @@ until something has arrived, as an engine would wait for that.
 
 from __future__ import annotations
 
+from quire.offload.read_ahead import ReadAhead
 from quire.testing.fuzz.choices import Choices
 from quire.testing.fuzz.scheduler_machine import SchedulerMachine
 from quire.testing.fuzz.tier_faults import spoil
@@ -51,6 +52,9 @@ class TieredSchedulerMachine(SchedulerMachine):
         else:
             super().step(choices)
 
+    def _ahead(self) -> ReadAhead:
+        return self.cache
+
     def end(self) -> None:
         """Everything that waits or runs comes to its end, and then nothing is held."""
         for _ in range(_TURNS):
@@ -66,7 +70,7 @@ class TieredSchedulerMachine(SchedulerMachine):
 
     def _check_progress(self, *, progress: bool) -> None:
         """Where nothing is launched, what is on its way is waited for."""
-        super()._check_progress(progress=progress or self.cache.cache.wait_moves(1.0))
+        super()._check_progress(progress=progress or self.cache.wait_moves(1.0))
 
     def _check_empty(self) -> None:
         """What is on its way may hold something still."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from quire.memory.allocator import BaseTokenToKVPoolAllocator, PageFrames, SlotFrames
 from quire.memory.allocator.free_list import FreeList
-from quire.memory.frames import FrameTable
+from quire.memory.residency import Column
 from quire.spec.ids import Ids
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
@@ -30,11 +28,8 @@ def padding_page_is_handed_out(patch: Patch) -> None:
 def frames_are_dropped_and_not_freed(patch: Patch) -> None:
     """Frames of pages that leave the cache are lost, a few with each eviction."""
 
-    def drop(group: PageFrames, pages: Ids) -> Ids:
-        had: Ids = pages[group.resident(pages)]
-        frames = group.frames.unbind(group.tier, group.group, had)
-        group.allocator.free_pages(frames[1:])
-        return had
+    def drop(group: PageFrames, pages: Ids) -> None:
+        group.allocator.free_pages(group.table.unbind(pages)[1:])
 
     patch.setattr(PageFrames, "drop", drop)
 
@@ -43,10 +38,8 @@ def frames_are_dropped_and_not_freed(patch: Patch) -> None:
 def freed_pages_keep_their_frames(patch: Patch) -> None:
     """A page that was freed still has a frame, which is now another request's."""
 
-    def drop(group: PageFrames, pages: Ids) -> Ids:
-        had: Ids = pages[group.resident(pages)]
-        group.allocator.free_pages(np.sort(group.column[had]))
-        return had
+    def drop(group: PageFrames, pages: Ids) -> None:
+        group.allocator.free_pages(np.sort(group.column[pages[group.resident(pages)]]))
 
     patch.setattr(PageFrames, "drop", drop)
 
@@ -54,14 +47,14 @@ def freed_pages_keep_their_frames(patch: Patch) -> None:
 @mutant("cache", field.TWICE)
 def a_frame_moves_and_stays(patch: Patch) -> None:
     """A frame handed to another page is still the first one's too, and is freed twice."""
-    real = FrameTable.move
+    real = Column.move
 
-    def move(table: FrameTable, tier: Any, group: int, old_pages: Ids, new_pages: Ids) -> None:
-        frames = table.column(tier, group)[old_pages]
-        real(table, tier, group, old_pages, new_pages)
-        table.column(tier, group)[old_pages] = frames
+    def move(table: Column, old_pages: Ids, new_pages: Ids) -> None:
+        frames = table.frame[old_pages]
+        real(table, old_pages, new_pages)
+        table.frame[old_pages] = frames
 
-    patch.setattr(FrameTable, "move", move)
+    patch.setattr(Column, "move", move)
 
 
 @mutant("cache", field.TWICE)

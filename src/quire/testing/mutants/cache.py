@@ -10,6 +10,7 @@ from quire.cache import kv_cache
 from quire.cache.fences import Fences
 from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
+from quire.cache.running_tables import RunningTables
 from quire.errors import OutOfPages
 from quire.spec.events import Namespace
 from quire.testing.mutants import field
@@ -53,7 +54,7 @@ def commit_takes_allocated_for_settled(patch: Patch) -> None:
     real = KVCache.commit
 
     def commit(cache: KVCache, kv: Any, tokens: Any) -> None:
-        missing = cache.allocated(kv) - len(tokens)
+        missing = cache.rows.allocated(kv) - len(tokens)
         real(cache, kv, np.append(tokens, np.zeros(missing, dtype=np.int32)))
 
     patch.setattr(KVCache, "commit", commit)
@@ -85,11 +86,11 @@ def match_returns_the_last_token_too(patch: Patch) -> None:
 def page_ids_index_the_pool(patch: Patch) -> None:
     """Page ids are used where the pool is indexed by frames."""
 
-    def page_table(cache: KVCache, kvs: Any, num_tokens: Any, group: int = 0) -> Any:
-        width = -(-int(num_tokens.max(initial=1)) // cache.page_size)
-        return cache._rows[cache._rows_of(kvs), :width]
+    def page_table(rows: RunningTables, kvs: Any, num_tokens: Any, group: int = 0) -> Any:
+        width = -(-int(num_tokens.max(initial=1)) // rows.page_size)
+        return rows.table.pages[rows.rows_of(kvs), :width]
 
-    patch.setattr(KVCache, "page_table", page_table)
+    patch.setattr(RunningTables, "page_table", page_table)
 
 
 @mutant("cache", field.PARTIAL)
@@ -125,7 +126,7 @@ def evict_before_refusing(patch: Patch) -> None:
     real = KVCache._make_room
 
     def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
-        cache.evict(max(0, wanted - cache.num_free_pages))
+        cache.evict(max(0, wanted - cache.pages.num_free_pages))
         real(cache, rows, wanted, kvs)
 
     patch.setattr(KVCache, "_make_room", make_room)
@@ -140,10 +141,10 @@ def evictable_pages_do_not_count(patch: Patch) -> None:
 @mutant("cache", field.STALE)
 def a_running_batch_is_not_read_again(patch: Patch) -> None:
     """Requests that run together go on from lengths that something else has changed, and write over each other."""
-    real = KVCache._refresh
+    real = RunningTables.refresh
 
-    def refresh(cache: KVCache, batch: Any) -> None:
+    def refresh(rows: RunningTables, batch: Any) -> None:
         if batch.ended < 0:
-            real(cache, batch)
+            real(rows, batch)
 
-    patch.setattr(KVCache, "_refresh", refresh)
+    patch.setattr(RunningTables, "refresh", refresh)

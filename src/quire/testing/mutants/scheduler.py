@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.admission import Admission
 from quire.cache.carried import CarriedGroup
-from quire.cache.kv_cache import KVCache
 from quire.errors import OutOfPages
 from quire.plan.budget import MemoryPlan
-from quire.prefix.shelf import Rank
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.rank import Rank
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
 
@@ -83,7 +83,7 @@ def preemption_makes_output_prompt(patch: Patch) -> None:
 @mutant("scheduler", field.STUCK)
 def chunks_are_not_cut_to_the_window_pool(patch: Patch) -> None:
     """A prompt longer than the window pool waits for ever."""
-    patch.setattr(KVCache, "at_once", lambda self, kv, count: count)
+    patch.setattr(Admission, "at_once", lambda self, kv, count: count)
 
 
 @mutant("scheduler", field.STUCK)

@@ -8,7 +8,8 @@ import numpy as np
 
 from quire.cache.carried import CarriedGroup
 from quire.cache.groups import Pieces
-from quire.prefix.shelf import Rank, Shelf
+from quire.memory.residency import Column
+from quire.spec.rank import Rank
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
 
@@ -85,7 +86,7 @@ def a_duplicate_state_replaces_the_first(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def the_source_is_not_pinned(patch: Patch) -> None:
     """The state that a request begins on is dropped before its first step has read it."""
-    real = Shelf.pin
+    real = Column.pin
     patch.setattr(
-        Shelf, "pin", lambda self, pages, rank=Rank.PASSED: None if rank is Rank.USED else real(self, pages, rank)
+        Column, "pin", lambda self, pages, rank=Rank.PASSED: None if rank is Rank.USED else real(self, pages, rank)
     )

@@ -7,19 +7,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from quire.cache import page_names, prefetcher, tiering
-from quire.cache.archiver import Archiver
 from quire.cache.damaged import DamagedPages
-from quire.cache.host_groups import HostGroup
-from quire.cache.page_names import PageNames
-from quire.cache.prefetch import Prefetch
-from quire.cache.prefetcher import Prefetcher
-from quire.cache.sought import Sought
-from quire.cache.tier_counters import LinkCounters, TierCounters
-from quire.cache.tier_settings import WritePolicy
-from quire.cache.tiering import Tiering
+from quire.cache.request_kv import RequestKV
 from quire.memory import record
-from quire.prefix import hashing, lower_order
+from quire.offload import page_names, prefetcher, tiering
+from quire.offload.archiver import Archiver
+from quire.offload.below import Below
+from quire.offload.host_groups import HostGroup
+from quire.offload.page_names import PageNames
+from quire.offload.prefetch import Prefetch
+from quire.offload.prefetcher import Prefetcher
+from quire.offload.sought import Sought
+from quire.offload.tier_counters import LinkCounters, TierCounters
+from quire.offload.tier_settings import WritePolicy
+from quire.offload.tiering import Tiering
+from quire.prefix import hashing
+from quire.prefix.events import PrefixEvents
+from quire.prefix.node import pages_to
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
@@ -41,7 +45,7 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
     def submit(tiers: Tiering, link: Link, moving: Any) -> Any:
         move = real(tiers, link, moving)
         if move is not None and link is Link.SAVE:
-            root = tiers._tree._root(moving.lease.node.namespace)
+            root = tiers._tree.roots.make(moving.lease.node.namespace, 0)
             tiers._tree.unpin(moving.lease)
             moving.lease = tiers._tree.pin(root)
         return move
@@ -62,12 +66,11 @@ def write_back_does_not_wait(patch: Patch) -> None:
     real = Tiering.keep
 
     def keep(tiers: Tiering, node: Any) -> int:
-        if tiers.settings.write is not WritePolicy.BACK or node.kept == node.num_pages:
+        if tiers.settings.write is not WritePolicy.BACK or tiers._tree.num_copies(node) == node.num_pages:
             return int(real(tiers, node))
-        pages = tiers.path(node)
+        pages = pages_to(node)
         if tiers.save(node.namespace, node, pages, ends=(len(pages),), first=node.depth, goes=True) is None:
-            return int(node.kept)
-        tiers._tree._copied(node, node.num_pages)
+            return tiers._tree.num_copies(node)
         return int(node.num_pages)
 
     patch.setattr(Tiering, "keep", keep)
@@ -76,7 +79,7 @@ def write_back_does_not_wait(patch: Patch) -> None:
 @mutant("tiers", field.AHEAD)
 def a_load_is_ready_before_its_check(patch: Patch) -> None:
     """A step is launched on a prefix that was asked for and has not come."""
-    patch.setattr(Tiering, "is_ready", lambda tiers, kv: not tiers.has_failed(kv))
+    patch.setattr(RequestKV, "is_ready", property(lambda kv: not kv.has_failed))
 
 
 @mutant("tiers", field.AHEAD)
@@ -199,16 +202,16 @@ def a_failed_store_is_visible(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
     """Pages are stored that nobody can find, since those before them are not."""
-    real = Tiering.move_of
+    real = Below.move_of
 
-    def make(tiers: Tiering, link: Link, parts: Any, *args: Any) -> Move:
+    def make(below: Below, link: Link, parts: Any, *args: Any) -> Move:
         if link is Link.ARCHIVE:
             for part in parts:
                 if len(part.pages) > 1:
                     part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]
-        return real(tiers, link, parts, *args)
+        return real(below, link, parts, *args)
 
-    patch.setattr(Tiering, "move_of", make)
+    patch.setattr(Below, "move_of", make)
 
 
 @mutant("tiers", field.DEAD)
@@ -295,10 +298,10 @@ def a_flush_leaves_the_store(patch: Patch) -> None:
 def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
     """The copy of a page goes while it is being loaded."""
 
-    def is_candidate(node: Any, ticket: int) -> bool:
-        return bool(node.kept) and not node.num_kept
+    def may_lose_copies(tree: RadixCache, node: Any) -> bool:
+        return bool(tree.num_copies(node)) and not any(map(tree.num_copies, node.children.values()))
 
-    patch.setattr(lower_order, "_is_candidate", is_candidate)
+    patch.setattr(RadixCache, "_may_lose_copies", may_lose_copies)
 
 
 @mutant("tiers", field.PINS)
@@ -321,9 +324,9 @@ def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
 @mutant("tiers", field.EVENTS)
 def removed_on_the_first_of_two_copies(patch: Patch) -> None:
     """Routers are told that a page has left the device when only its copy on the host is gone."""
-    real = RadixCache._tell_removed
+    real = PrefixEvents.removed
     patch.setattr(
-        RadixCache,
-        "_tell_removed",
-        lambda tree, node, start, stop, tier: real(tree, node, start, stop, Tier.DEVICE),
+        PrefixEvents,
+        "removed",
+        lambda events, node, start, stop, tier: real(events, node, start, stop, Tier.DEVICE),
     )

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from quire.prefix import hashing, parting, radix_cache
+from quire.prefix import events, hashing, match, radix_cache, token_bytes
+from quire.prefix.levels import Levels
 from quire.prefix.match import Insertion
 from quire.prefix.radix_cache import RadixCache
+from quire.prefix.roots import Roots
 from quire.spec.events import Namespace, PagesRemoved
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
@@ -30,14 +32,14 @@ def split_loses_leases(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def release_unpins_only_the_node(patch: Patch) -> None:
     """Pins on shared ancestors are never given back, and the pool fills with what nobody uses."""
-    real = RadixCache._let_go
+    real = Levels.let_go
 
-    def let_go(tree: RadixCache, node: Any) -> None:
+    def let_go(levels: Levels, node: Any) -> None:
         parent, node.parent = node.parent, None
-        real(tree, node)
+        real(levels, node)
         node.parent = parent
 
-    patch.setattr(RadixCache, "_let_go", let_go)
+    patch.setattr(Levels, "let_go", let_go)
 
 
 @mutant("cache", field.EVICTED)
@@ -105,7 +107,7 @@ def match_ignores_the_namespace(patch: Patch) -> None:
     real = RadixCache.match
 
     def match(tree: RadixCache, namespace: Namespace, tokens: Any) -> Any:
-        found = [real(tree, other, tokens) for other in (namespace, *tree.roots())]
+        found = [real(tree, other, tokens) for other in (namespace, *tree.roots.found)]
         return max(found, key=lambda match: match.num_pages)
 
     patch.setattr(RadixCache, "match", match)
@@ -118,20 +120,21 @@ def adapter_and_salt_are_one_field(patch: Patch) -> None:
     def joined(namespace: Namespace) -> Namespace:
         return Namespace(namespace.adapter + namespace.salt)
 
-    real_match, real_root = RadixCache.match, RadixCache._root
+    real_match, real_make = RadixCache.match, Roots.make
     patch.setattr(RadixCache, "match", lambda tree, ns, tokens: real_match(tree, joined(ns), tokens))
-    patch.setattr(RadixCache, "_root", lambda tree, ns: real_root(tree, joined(ns)))
+    patch.setattr(Roots, "make", lambda roots, ns, now: real_make(roots, joined(ns), now))
 
 
 @mutant("cache", field.OFF_BY_ONE)
 def match_is_not_page_aligned(patch: Patch) -> None:
     """A page that differs in its last tokens is taken for a match."""
-    real = parting.common_pages
+    real = token_bytes.common_pages
 
     def common(data: bytes, at: int, key: bytes, unit: int) -> int:
         tokens = real(data, at, key, 4)
         return min(len(key), (len(data) - at) // unit * unit, -(-tokens // unit) * unit)
 
+    patch.setattr(match, "common_pages", common)
     patch.setattr(radix_cache, "common_pages", common)
 
 
@@ -151,9 +154,7 @@ def evict_takes_one_too_many(patch: Patch) -> None:
 @mutant("cache", field.EVENTS)
 def removals_are_not_told(patch: Patch) -> None:
     """Routers are never told that a page is gone."""
-    patch.setattr(
-        radix_cache, "PagesRemoved", lambda namespace, hashes, *tier: PagesRemoved(namespace, hashes.cut(0)[0])
-    )
+    patch.setattr(events, "PagesRemoved", lambda namespace, hashes, *tier: PagesRemoved(namespace, hashes.cut(0)[0]))
 
 
 @mutant("cache", field.EVENTS)
@@ -164,6 +165,7 @@ def removals_name_the_whole_edge(patch: Patch) -> None:
     def cut(tree: RadixCache, node: Any, keep: int, eviction: Any) -> bytes:
         whole = node.hashes
         within = Patch()
+        within.setattr(events, "cut_hashes", lambda hashes, at: (halves(hashes, at)[0], whole))
         within.setattr(radix_cache, "cut_hashes", lambda hashes, at: (halves(hashes, at)[0], whole))
         try:
             return real(tree, node, keep, eviction)
@@ -190,5 +192,5 @@ def split_keeps_all_hashes_below(patch: Patch) -> None:
 @mutant("cache", field.KEY)
 def hashes_ignore_the_namespace(patch: Patch) -> None:
     """Two tenants' pages have one hash, and a router sends a prompt to pages that it may not read."""
-    real: Any = vars(radix_cache)["namespace_seed"]
-    patch.setattr(radix_cache, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))
+    real: Any = vars(events)["namespace_seed"]
+    patch.setattr(events, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache import kv_cache
+from quire.cache import offload
+from quire.cache.admission import Admission
 from quire.cache.groups import PassingGroup
-from quire.cache.kv_cache import KVCache
 from quire.cache.resuming import resume_point
 from quire.prefix.reach import Chunk, Window
 from quire.testing.mutants import field
@@ -37,7 +37,7 @@ def a_chunk_is_taken_for_resident(patch: Patch) -> None:
 @mutant("cache", field.PARTIAL)
 def any_group_is_enough(patch: Patch) -> None:
     """A prompt resumes where one group can and another cannot."""
-    patch.setattr(kv_cache, "resume_point", lambda groups, pages: resume_point(groups[:1], pages))
+    patch.setattr(offload, "resume_point", lambda groups, pages: resume_point(groups[:1], pages))
 
 
 @mutant("cache", field.PINS)
@@ -81,9 +81,9 @@ def a_window_is_unpinned_twice(patch: Patch) -> None:
     real = PassingGroup.give_back
 
     def give_back(group: PassingGroup, given: Any) -> None:
-        again = given.unpinned[group.shelf.pins(given.unpinned) > 1]
+        again = given.unpinned[group._idle.pins[given.unpinned] > 1]
         real(group, given)
-        group.shelf.unpin(again, given.rank)
+        group.table.unpin(again, given.rank)
 
     patch.setattr(PassingGroup, "give_back", give_back)
 
@@ -91,4 +91,4 @@ def a_window_is_unpinned_twice(patch: Patch) -> None:
 @mutant("cache", field.EVICTED)
 def a_hit_outlives_its_window(patch: Patch) -> None:
     """A hit taken before its window was dropped is begun on."""
-    patch.setattr(KVCache, "is_current", lambda self, hit: hit.match.version == self.tree.version)
+    patch.setattr(Admission, "is_current", lambda self, hit: hit.match.version == self._tree.version)

@@ -1,0 +1,310 @@
+"""Residency: where every page's bytes are. The single truth: nothing else keeps an array by page of a tier.
+
+    (tier, group, page) -> frame    where its bytes are or will be; 0: nowhere
+                           state    RESIDENT, on its way (ARRIVING), on its way out (LEAVING), or DAMAGED
+                           pins     holds that keep it there
+                           rank     what its frame is good for, once it is idle
+
+A page may be in one group and absent in another, on the device and on the host at once. Allocators say which frames are
+free; a `Column` says which page has which frame, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from quire.errors import MissingFrame
+from quire.lazy_queue import Entry, LazyQueue
+from quire.memory.runs import as_run
+from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
+
+_NO_PAGES: Ids = np.empty(0, dtype=np.int32)
+
+
+class State(IntEnum):
+    """What a frame holds of its page."""
+
+    ABSENT = 0  # there is no frame
+    RESIDENT = 1  # all of it
+    ARRIVING = 2  # it is being copied there; whoever reads it waits
+    LEAVING = 3  # it stays until those who read it are done, and is found by nobody else
+    DAMAGED = 4  # something else than it should
+
+
+class Column:
+    """One group in one tier. Page ids run from 1 to `num_pages` and are distinct within a call.
+
+    With `reclaims`, frames may go before their pages do: a frame that nothing pins and that is cached is *idle*, and
+    `reclaim` takes idle frames by rank, the longest idle first. A frame enters with `put` or `pin` and leaves with
+    `reclaim` or `unbind`.
+    """
+
+    def __init__(self, name: str, num_pages: int, *, reclaims: bool) -> None:
+        self.name = name
+        self.num_pages = num_pages
+        self.mapping: Ids = _nowhere(num_pages)
+        """Frame of each page, int32 `[num_pages + 2]`, live, 0 where there is none; the last entry is -1, so that page
+        -1, which is none, maps to -1. Read it, never write it."""
+        self.frame: Ids = self.mapping[:-1]
+        self.state = np.zeros(num_pages + 1, dtype=np.uint8)
+        self.idle = _Idle(num_pages) if reclaims else None
+        self.num_present = 0
+        """Pages that have a frame here."""
+
+    # -- reading
+
+    def present(self, pages: Ids) -> Bools:
+        """Per page: whether it has a frame here, whatever that holds by now."""
+        present: Bools = self.frame[pages] != 0
+        return present
+
+    def frames(self, pages: Ids) -> Ids:
+        """The frames of these pages, for a reader. Raises MissingFrame where one has none: frame 0 is no page's."""
+        found = self.frame[pages]
+        if np.count_nonzero(found) != found.size:
+            raise self.missing(pages)
+        return found
+
+    def missing(self, pages: Ids) -> MissingFrame:
+        """The error that says which of these pages has no frame."""
+        page = int(pages[self.frame[pages] == 0][0])
+        return MissingFrame(f"page {page} is read in group '{self.name}' and has no frame there.")
+
+    def is_in(self, pages: Ids, state: State) -> Bools:
+        """Per page: whether its frame is in this state."""
+        found: Bools = self.state[pages] == state
+        return found
+
+    # -- edits
+
+    def bind(self, pages: Ids, frames: Ids, state: State = State.RESIDENT) -> None:
+        """These pages, none of which has a frame here, have these."""
+        at = _index(pages)
+        assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
+        self.frame[at] = frames
+        self.state[at] = state
+        self.num_present += len(pages)
+
+    def unbind(self, pages: Ids) -> Ids:
+        """These pages have no frame here any more; returns those they had. Pages without one are passed over."""
+        at = _index(pages)
+        frames: Ids = self.frame[at]
+        if np.count_nonzero(frames) != len(frames):
+            at = pages = pages[frames != 0]
+            frames = frames[frames != 0]
+        elif isinstance(at, slice):
+            frames = frames.copy()
+        if self.idle is not None:
+            self.idle.remove(pages)
+        self.frame[at] = 0
+        self.state[at] = State.ABSENT
+        self.num_present -= len(pages)
+        return frames
+
+    def move(self, old_pages: Ids, new_pages: Ids) -> None:
+        """The frames of `old_pages`, which all have one, become those of `new_pages`, none of which has, in order."""
+        assert len(old_pages) == len(new_pages), "a frame for each page"
+        frames = self.frame[old_pages]
+        assert frames.all(), "move from a page that has no frame"
+        assert not self.frame[new_pages].any(), "move over a page that has a frame"
+        self.state[new_pages] = self.state[old_pages]
+        self.frame[old_pages] = 0
+        self.state[old_pages] = State.ABSENT
+        self.frame[new_pages] = frames
+
+    def mark(self, pages: Ids, state: State) -> None:
+        """The frames of those of these pages that have one are in this state now."""
+        self.state[pages[self.frame[pages] != 0]] = state
+
+    def pin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
+        """One more hold keeps these frames where they are. Where frames do not go before their pages, holds on pages
+        do that, and this does nothing."""
+        if self.idle is not None:
+            self.idle.pin(pages, rank)
+
+    def unpin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
+        """One hold less; frames without any are idle from now on, in this order."""
+        if self.idle is not None:
+            self.idle.unpin(pages, rank)
+
+    def put(self, pages: Ids, rank: Rank) -> None:
+        """These cached pages have a frame now that nothing pins; those that were idle are as if used now."""
+        if self.idle is not None:
+            self.idle.put(pages, rank)
+
+    def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
+        """Up to so many pages whose frames are idle, lowest rank first and none above rank `most`; they are not idle
+        any more, and the caller takes their frames. O(reclaimed)."""
+        return self.idle.reclaim(num_frames, most) if self.idle is not None else _NO_PAGES
+
+    # -- looking, for audits
+
+    def books(self) -> tuple[object, ...]:
+        """Everything it says, for comparison with what it said before."""
+        return self.mapping.tobytes(), self.state.tobytes(), self.idle.books() if self.idle is not None else None
+
+
+def _index(pages: Ids) -> Ids | slice:
+    run = as_run(pages)
+    return pages if run is None else run
+
+
+def _nowhere(num_pages: int) -> Ids:
+    mapping = np.zeros(num_pages + 2, dtype=np.int32)
+    mapping[-1] = -1
+    return mapping
+
+
+class _Idle:
+    """Pins and the order of idle frames of one column."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pins = np.zeros(num_pages + 1, dtype=np.int32)
+        self.rank = np.zeros(num_pages + 1, dtype=np.int8)
+        self.ticket = np.zeros(num_pages + 1, dtype=np.int64)  # of the entry that counts; 0: not idle
+        self._queues = tuple(LazyQueue(self._live, size=len) for _ in Rank)
+        self._next = 1
+        self.num_idle = 0
+        self.num_pinned = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Cached pages that have a frame here."""
+        return self.num_idle + self.num_pinned
+
+    def is_idle(self, pages: Ids | slice) -> Bools:
+        """Per page: whether its frame could be reclaimed now."""
+        idle: Bools = self.ticket[pages] != 0
+        return idle
+
+    def count_idle(self, pages: Ids) -> int:
+        """How many of these pages' frames could be reclaimed now."""
+        return int(np.count_nonzero(self.ticket[pages]))
+
+    def books(self) -> tuple[object, ...]:
+        return self.pins.tobytes(), self.ticket.tobytes(), self.num_idle, self.num_pinned
+
+    def pin(self, pages: Ids, rank: Rank) -> None:
+        self.num_idle -= self.count_idle(pages)
+        self.ticket[pages] = 0
+        pins = self.pins[pages]
+        self.num_pinned += len(pages) - int(np.count_nonzero(pins))
+        self.pins[pages] = pins + 1
+        self._raise_rank(pages, rank)
+
+    def unpin(self, pages: Ids, rank: Rank) -> None:
+        pins = self.pins[pages] - 1
+        assert np.minimum.reduce(pins, initial=0) >= 0, "a page was unpinned that nothing pins"
+        self.pins[pages] = pins
+        self._raise_rank(pages, rank)
+        free = pages[pins == 0]
+        self.num_pinned -= len(free)
+        self._queue(free)
+
+    def put(self, pages: Ids, rank: Rank) -> None:
+        self._raise_rank(pages, rank)
+        free = pages[self.pins[pages] == 0]
+        self.num_idle -= self.count_idle(free)
+        self._queue(free)
+
+    def remove(self, pages: Ids) -> None:
+        assert not np.count_nonzero(self.pins[pages]), "a pinned page was removed"
+        self.num_idle -= self.count_idle(pages)
+        self.ticket[pages] = 0
+        self.rank[pages] = 0
+
+    def reclaim(self, num_frames: int, most: Rank) -> Ids:
+        victims: list[Ids] = []
+        left = num_frames
+        for queue in self._queues[: most + 1]:
+            while left > 0 and (entry := queue.pop()) is not None:
+                pages = entry.item
+                if len(pages) > left:
+                    queue.put_back(Entry(0, entry.ticket, pages[left:]))
+                    pages = pages[:left]
+                left -= len(pages)
+                victims.append(pages)
+        found = np.concatenate(victims) if victims else _NO_PAGES
+        self.remove(found)
+        return found
+
+    def _raise_rank(self, pages: Ids, rank: Rank) -> None:
+        if rank > Rank.PASSED:
+            self.rank[pages] = np.maximum(self.rank[pages], rank)
+
+    def _queue(self, pages: Ids) -> None:
+        self.num_idle += len(pages)
+        ranks = self.rank[pages]
+        for rank, queue in zip(Rank, self._queues, strict=True):
+            part = pages[ranks == rank]
+            if len(part):
+                self.ticket[part] = self._next
+                queue.push(self._next, part.copy())
+                self._next += 1
+
+    def _live(self, ticket: int, pages: Ids) -> Ids | None:
+        found = pages[self.ticket[pages] == ticket]
+        return found if len(found) else None
+
+
+class Residency:
+    """The table of one cache. `names` and `reclaims` are by group; `tiers` are those that pages have frames in.
+
+    A page *is* on a tier, for the prefix tree and for admission, where it is in the group `anchor`: the first group in
+    which pages keep their frames for as long as they exist, or, where there is none, a column of the pages themselves.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        names: Sequence[str],
+        reclaims: Sequence[bool],
+        tiers: Sequence[Tier] = (Tier.DEVICE,),
+    ) -> None:
+        self.num_pages = num_pages
+        self._columns = {
+            (tier, group): Column(name, num_pages, reclaims=reclaims[group])
+            for tier in tiers
+            for group, name in enumerate(names)
+        }
+        whole = next((group for group, each in enumerate(reclaims) if not each), None)
+        self._whole = whole
+        self.anchored = whole is not None
+        self._anchors = {
+            tier: self._columns[tier, whole] if whole is not None else Column("pages", num_pages, reclaims=False)
+            for tier in tiers
+        }
+
+    def of(self, tier: Tier, group: int) -> Column:
+        """The column of a group in a tier."""
+        return self._columns[tier, group]
+
+    def is_anchor(self, group: int) -> bool:
+        """Whether this group says which pages are on a tier at all."""
+        return self._whole == group
+
+    def anchor(self, tier: Tier) -> Column:
+        """The column that says which pages are on a tier at all."""
+        return self._anchors[tier]
+
+    # -- where no group is the anchor: the pages themselves. Otherwise these do nothing, since the group's edits do it
+
+    def came(self, pages: Ids, tier: Tier = Tier.DEVICE) -> None:
+        """These pages are on a tier now, and were not."""
+        if not self.anchored:
+            self._anchors[tier].bind(pages, pages)
+
+    def went(self, tier: Tier, pages: Ids) -> None:
+        """These pages are not on a tier any more, if they were."""
+        if not self.anchored:
+            self._anchors[tier].unbind(pages)
+
+    def arrived(self, ours: Ids, theirs: Ids) -> None:
+        """Pages `theirs` are on the device as `ours` were, where they were not before."""
+        if not self.anchored:
+            missing = ~self._anchors[Tier.DEVICE].present(theirs)
+            self._anchors[Tier.DEVICE].move(ours[missing], theirs[missing])

@@ -1,0 +1,5 @@
+"""Offload: the policies that move a cache's pages between tiers, read ahead, and keep prefixes for callers."""
+
+from quire.offload.offloading import Offloading, Offloads, offload_of
+
+__all__ = ["Offloading", "Offloads", "offload_of"]

@@ -1,0 +1,84 @@
+"""The laws of the tiers below the device, as `quire.cache.audit` checks them.
+
+a node is on the device as a whole, and its parents are with it     a prefix is loaded from its front
+one that is not has copies; copies are of a node's first pages      what is loaded is there
+host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
+a host frame's pins are the moves that read it, and who keeps it or counts on it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from quire.cache.picture import Picture
+from quire.offload.host_groups import HostGroup
+from quire.offload.prefetcher import Prefetcher
+from quire.offload.tiering import Tiering
+from quire.prefix.node import Node
+from quire.spec.ids import Tier
+
+_ALL = slice(None)
+
+
+def tier_laws(tiers: Tiering, prefetcher: Prefetcher, picture: Picture) -> Iterator[str]:
+    """What is broken, law by law."""
+    yield from _nodes(picture, picture.cache.tree.queued_lower())
+    for host in tiers.hosts:
+        moving = tiers.host_frames_of_moves(host.index).tolist() + prefetcher.host_frames(host.index).tolist()
+        yield from _frames(picture, host, moving)
+
+
+def _nodes(picture: Picture, queued: set[Node]) -> Iterator[str]:
+    tree, table = picture.cache.tree, picture.cache.parts.frames
+    device, host = table.anchor(Tier.DEVICE).frame, table.anchor(Tier.HOST).frame
+    for node, pages in picture.tree.edges:
+        here, copies = tree.is_here(node), tree.num_copies(node)
+        if len({bool(device[page]) for page in pages}) > 1:
+            yield f"a node of {len(pages)} pages is on the device in part"
+        if here and node.parent is not None and not tree.is_here(node.parent):
+            yield f"a node of {len(pages)} pages is on the device and its parent is not"
+        if not here and copies != len(pages):
+            yield f"a node has {copies} copies of {len(pages)} pages that are nowhere else"
+        if np.count_nonzero(host[pages]) != copies:
+            yield f"a node of {len(pages)} pages has copies behind a page without one"
+        ends = copies and not any(map(tree.num_copies, node.children.values()))
+        if not node.level and ends and node not in queued:
+            yield f"copies of {copies} pages can never be given up"
+
+
+def _frames(picture: Picture, host: HostGroup, moving: list[int]) -> Iterator[str]:
+    column = host.column.tolist()
+    resident = [page for page, frame in enumerate(column) if frame]
+    used = sorted([column[page] for page in resident] + moving + host.quarantined + host.left)
+    out = host.frames.is_out(_ALL).nonzero()[0].tolist()
+    name = f"host group '{host.name}'"
+    if used != out:
+        yield f"{name}: {len(out)} frames are out, {len(resident)} are pages', {len(moving)} moves', " + (
+            f"{len(host.quarantined)} set aside"
+        )
+    if host.num_free + len(out) != host.num_frames:
+        yield f"{name}: {host.num_free} free + {len(out)} out != {host.num_frames} frames"
+    cached = set(picture.tree.cached)
+    if not set(resident) <= cached:
+        yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
+    if host.whole:
+        odd = np.flatnonzero((host.column != 0) != (picture.cache.parts.frames.anchor(Tier.HOST).frame != 0))
+        if len(odd):
+            yield f"{name}: page {odd[0]} has a copy in one group and none in another"
+        return
+    idle_frames = host.table.idle
+    assert idle_frames is not None
+    readers = Counter(
+        page for holder in picture.cache.parts.audits.holders for page in holder.readers(host.index, Tier.HOST).tolist()
+    )
+    pins = idle_frames.pins.tolist()
+    wrong = [page for page, count in enumerate(pins) if count != readers[page]]
+    if wrong:
+        yield f"{name}: page {wrong[0]} has {pins[wrong[0]]} pins and {readers[wrong[0]]} moves that read it"
+    queued = idle_frames.ticket.nonzero()[0].tolist()
+    idle = [page for page in resident if not readers[page]]
+    if queued != idle:
+        yield f"{name}: page {min(set(queued) ^ set(idle))} is idle or not, which is wrong"

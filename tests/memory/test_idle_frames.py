@@ -1,0 +1,112 @@
+"""Idle frames: which go first when their pages stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.memory.residency import Column, _Idle
+from quire.spec.ids import Ids
+from quire.spec.rank import Rank
+from quire.testing.fuzz.choices import Choices
+
+
+def ids(*pages: int) -> Ids:
+    return np.array(pages, dtype=np.int32)
+
+
+def column_of(num_pages: int) -> tuple[Column, _Idle]:
+    column = Column("window", num_pages, reclaims=True)
+    assert column.idle is not None
+    return column, column.idle
+
+
+def check_idle_order() -> None:
+    """Lower ranks first, within a rank what was released first, and of one release the pages nearest the root."""
+    column, idle = column_of(20)
+    for pages, rank in (
+        (ids(5, 6), Rank.USED),
+        (ids(1, 2, 3), Rank.PASSED),
+        (ids(8), Rank.MARKED),
+        (ids(9), Rank.PASSED),
+    ):
+        column.pin(pages)
+        column.unpin(pages, rank)
+    assert column.reclaim(2).tolist() == [1, 2]
+    assert column.reclaim(3, Rank.PASSED).tolist() == [3, 9]
+    assert column.reclaim(9).tolist() == [8, 5, 6]
+    assert idle.num_pages == 0
+
+
+def test_what_goes_first() -> None:
+    check_idle_order()
+
+
+def test_use_makes_young_and_ranks_only_rise() -> None:
+    column, idle = column_of(9)
+    column.put(ids(1, 2), Rank.USED)
+    column.put(ids(3), Rank.USED)
+    column.pin(ids(1))
+    assert (idle.num_idle, idle.num_pinned, idle.is_idle(ids(1, 2, 3)).tolist()) == (2, 1, [False, True, True])
+    column.unpin(ids(1), Rank.PASSED)  # it was a resume point, and one that was used
+    assert column.reclaim(3).tolist() == [2, 3, 1]
+
+
+def test_a_page_that_comes_back_is_worth_nothing_at_first() -> None:
+    column, idle = column_of(9)
+    column.put(ids(1), Rank.USED)
+    idle.remove(ids(1))
+    column.put(ids(1), Rank.PASSED)
+    column.put(ids(2), Rank.MARKED)
+    assert column.reclaim(1).tolist() == [1]
+
+
+def test_pins_are_counted() -> None:
+    column, idle = column_of(4)
+    column.pin(ids(1))
+    column.pin(ids(1))
+    column.unpin(ids(1), Rank.USED)
+    assert column.reclaim(4).tolist() == []
+    with pytest.raises(AssertionError, match="pinned page was removed"):
+        idle.remove(ids(1))
+    column.unpin(ids(1), Rank.PASSED)
+    with pytest.raises(AssertionError, match="nothing pins"):
+        column.unpin(ids(1), Rank.PASSED)
+
+
+def test_against_a_plain_model() -> None:
+    """Random pins, releases, removals and evictions beside a list in order of use; queues stay in proportion."""
+    for seed in range(60):
+        choices = Choices.seeded(seed)
+        num_pages = choices.between(3, 12)
+        column, idle = column_of(num_pages)
+        pins = dict.fromkeys(range(1, num_pages + 1), 0)
+        ranks: dict[int, int] = {}
+        order: list[int] = []  # idle, longest unused first
+        for _ in range(200):
+            page = choices.between(1, num_pages)
+            rank = choices.one_of(tuple(Rank))
+            if choices.chance(40):
+                column.pin(ids(page), rank)
+                pins[page] += 1
+                ranks[page] = max(ranks.get(page, 0), rank)
+                order = [p for p in order if p != page]
+            elif pins[page]:
+                column.unpin(ids(page), rank)
+                pins[page] -= 1
+                ranks[page] = max(ranks[page], rank)
+                order += [page] * (not pins[page])
+            elif choices.chance(50):
+                idle.remove(ids(page))
+                order = [p for p in order if p != page]
+                ranks.pop(page, None)
+            else:
+                most, wanted = choices.one_of(tuple(Rank)), choices.between(0, 3)
+                expected = sorted((p for p in order if ranks[p] <= most), key=lambda p: ranks[p])[:wanted]
+                assert column.reclaim(wanted, most).tolist() == expected
+                order = [p for p in order if p not in expected]
+                for p in expected:
+                    del ranks[p]
+            assert idle.num_idle == len(order)
+            assert idle.num_pinned == sum(count > 0 for count in pins.values())
+            assert sum(map(len, idle._queues)) <= 65 * len(Rank) + 4 * num_pages
