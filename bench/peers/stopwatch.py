@@ -101,9 +101,9 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
     core = engine.llm.engine
     launch, step = core.runner.launch, core.step
 
-    def phased_launch(batch: Any, previous: Any) -> Any:
-        watch.begin_phase("decode" if all(work.count == 1 for work in batch.works) else "prefill")
-        return launch(batch, previous)
+    def phased_launch(scheduled: Any, previous: Any) -> Any:
+        watch.begin_phase("decode" if scheduled.num_tokens == len(scheduled) else "prefill")
+        return launch(scheduled, previous)
 
     def whole_step() -> Any:
         try:

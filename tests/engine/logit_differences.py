@@ -9,7 +9,6 @@ with those of transformers' own forward pass, with eager attention and no cache,
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from quire.engine.core import EngineCore
 from quire.engine.sampler import Drawn, Sampler
 from quire.models.hf import LoadedModel
-from quire.scheduler.request import Request
+from quire.scheduler.step import Places
 from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
 from tests.engine.running import core_for, run, shared_prompts
@@ -47,10 +46,10 @@ class _Listener(Sampler):
         super().__init__(core.eos_token_ids, core.config.seed)
         self.heard: dict[str, list[Tensor]] = {}
 
-    def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
-        for row, request in zip(logits, requests, strict=True):
+    def draw(self, logits: Tensor, places: Places) -> Drawn:
+        for row, request in zip(logits, places.requests, strict=True):
             self.heard.setdefault(request.request_id, []).append(row.clone())
-        return super().draw(logits, requests)
+        return super().draw(logits, places)
 
 
 def largest_difference(name: str) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from quire.engine.sampler import Sampler
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.step import TERMS, Places, terms_of
 
 VOCABULARY = 12
 
@@ -27,25 +29,27 @@ def request(
     name: str = "r",
     index: int = 0,
 ) -> Request:
-    """A request about to draw its next token, as the scheduler leaves it."""
-    made = Request(name, np.array(prompt, dtype=np.int32), params, max_tokens=1000, index=index)
-    for token in outputs:
-        made.append(token)
-    made.pending = 1
+    """A request about to draw its next token."""
+    made = Request(name, np.array((*prompt, *outputs), dtype=np.int32), params, max_tokens=1000, index=index)
+    made.num_prompt_tokens = len(prompt)
     return made
+
+
+def places(requests: Sequence[Request], *, skipped: Sequence[int] | None = None) -> Places:
+    """Where each draws its next token, or one that is so many tokens later."""
+    outputs = np.array([made.num_outputs for made in requests]) + (0 if skipped is None else np.array(skipped))
+    return Places(np.array(list(map(terms_of, requests)), dtype=TERMS), outputs, requests)
+
+
+def draw(logits: torch.Tensor, *requests: Request, skipped: Sequence[int] | None = None) -> list[int]:
+    """The tokens that these draw."""
+    found: list[int] = Sampler([]).draw(logits, places(requests, skipped=skipped)).tokens.tolist()
+    return found
 
 
 def draws(params: SamplingParams, logits: list[float], times: int) -> Counter[int]:
     """How often each token is drawn over many positions."""
-    sampler, found = Sampler([]), Counter[int]()
-    requests = []
-    for place in range(times):
-        made = request(params)
-        made.num_tokens += place  # only the position matters to a draw without penalties
-        requests.append(made)
-    tokens = sampler.draw(torch.tensor([logits] * times), requests).tokens
-    found.update(tokens.tolist())
-    return found
+    return Counter(draw(torch.tensor([logits] * times), *[request(params)] * times, skipped=range(times)))
 
 
 def allowed(logits: list[float], params: SamplingParams) -> set[int]:
@@ -100,9 +104,9 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     params = SamplingParams(seed=5, temperature=1.5)
     rows = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     requests = [request(params, index=i, name=f"r{i}") for i in range(8)]
-    together = Sampler([]).draw(rows.clone(), requests).tokens.tolist()
-    alone = [Sampler([]).draw(rows[i : i + 1].clone(), [requests[i]]).tokens.item() for i in range(8)]
-    backwards = Sampler([]).draw(rows.flip(0), requests[::-1]).tokens.tolist()[::-1]
+    together = draw(rows.clone(), *requests)
+    alone = [draw(rows[i : i + 1].clone(), requests[i])[0] for i in range(8)]
+    backwards = draw(rows.flip(0), *requests[::-1])[::-1]
     assert together == alone == backwards
 
 
@@ -124,9 +128,9 @@ def test_neighbours_with_other_filters_do_not_matter(kind: int) -> None:
     rows = torch.randn(40, 3000, generator=torch.Generator().manual_seed(kind)).bfloat16().float()
     for place, row in enumerate(rows):
         made = request(SamplingParams(seed=place, **KINDS[kind]))  # type: ignore[arg-type]
-        alone = Sampler([]).draw(row[None].clone(), [made]).tokens.item()
+        alone = draw(row[None].clone(), made)[0]
         others = [request(SamplingParams(seed=1, **other)) for other in KINDS]  # type: ignore[arg-type]
-        together = Sampler([]).draw(row.repeat(len(KINDS) + 1, 1), [*others, made]).tokens[-1].item()
+        together = draw(row.repeat(len(KINDS) + 1, 1), *others, made)[-1]
         assert together == alone
 
 
@@ -134,23 +138,21 @@ def test_index_and_seed_and_position_matter() -> None:
     """Sequences of one request differ, and so do seeds and positions."""
     flat = torch.zeros(1, 1000)
 
-    def draw(**settings: Any) -> int:
+    def drawn(**settings: Any) -> int:
         made = request(SamplingParams(seed=settings.get("seed", 1)), index=settings.get("index", 0))
-        made.num_tokens += settings.get("place", 0)
-        return int(Sampler([]).draw(flat.clone(), [made]).tokens.item())
+        return draw(flat.clone(), made, skipped=[settings.get("place", 0)])[0]
 
-    assert len({draw(index=i) for i in range(5)}) == 5
-    assert len({draw(seed=i) for i in range(5)}) == 5
-    assert len({draw(place=i) for i in range(5)}) == 5
-    assert draw(seed=2) == draw(seed=2)
+    assert len({drawn(index=i) for i in range(5)}) == 5
+    assert len({drawn(seed=i) for i in range(5)}) == 5
+    assert len({drawn(place=i) for i in range(5)}) == 5
+    assert drawn(seed=2) == drawn(seed=2)
 
 
 def test_greedy_takes_the_highest_among_sampled_rows() -> None:
     """Greedy and sampled rows share a batch."""
     rows = torch.tensor([[0.0, 5.0, 1.0], [9.0, 0.0, 0.0], [0.0, 0.0, 7.0]])
     params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0)]
-    tokens = Sampler([]).draw(rows, [request(p, prompt=(1,)) for p in params]).tokens.tolist()
-    assert tokens == [1, 0, 2]
+    assert draw(rows, *[request(p, prompt=(1,)) for p in params]) == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_greedy_takes_the_highest_among_sampled_rows() -> None:
 def test_adjustments(params: SamplingParams, expected: list[float]) -> None:
     """Repetition counts the prompt (token 0) and the outputs (2, 3, 3); presence and frequency the outputs alone."""
     row = torch.tensor([[4.0, 1.0, -1.0, 3.0]])
-    Sampler([]).draw(row, [request(params, prompt=(0,), outputs=(2, 3, 3))])
+    draw(row, request(params, prompt=(0,), outputs=(2, 3, 3)))
     assert row[0].tolist() == pytest.approx(expected)
 
 
@@ -174,7 +176,8 @@ def test_min_tokens_holds_the_end_back() -> None:
     params = SamplingParams(temperature=0, min_tokens=2, max_tokens=9)
     for outputs, expected in (((), 0), ((0,), 0), ((0, 0), 3)):
         row = torch.tensor([[1.0, 0.0, 0.0, 5.0]])
-        assert Sampler([3]).draw(row, [request(params, prompt=(1,), outputs=outputs)]).tokens.item() == expected
+        place = places([request(params, prompt=(1,), outputs=outputs)])
+        assert Sampler([3]).draw(row, place).tokens.item() == expected
 
 
 def test_logprobs_are_of_the_model_not_of_the_draw() -> None:
@@ -182,26 +185,40 @@ def test_logprobs_are_of_the_model_not_of_the_draw() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     params = SamplingParams(temperature=0.7, seed=1, logprobs=2, presence_penalty=2.0)
     made = request(params, prompt=(1,), outputs=(1,))
-    drawn = Sampler([]).draw(logits.clone(), [made])
+    drawn = Sampler([]).draw(logits.clone(), places([made]))
     found = drawn.row_logprobs(0)
     assert found is not None
     truth = torch.log_softmax(logits[0], -1)
     token = int(drawn.tokens.item())
-    assert found[0].logprob == pytest.approx(truth[token].item())
-    assert found[0].rank == 1 + int((truth > truth[token]).sum())
-    assert found[0].top_ids == [1, 3]
-    assert found[0].top_logprobs == pytest.approx(truth[[1, 3]].tolist())
+    assert found.logprob == pytest.approx(truth[token].item())
+    assert found.rank == 1 + int((truth > truth[token]).sum())
+    assert found.top_ids == [1, 3]
+    assert found.top_logprobs == pytest.approx(truth[[1, 3]].tolist())
 
 
 def test_wide_vocabulary_falls_back_to_a_whole_sort() -> None:
     """A flat distribution over more candidates than the shortcut holds: top-p still reaches its share of them."""
     times, size = 400, 2500
-    requests = []
-    for place in range(times):
-        made = request(SamplingParams(seed=2, top_p=0.9))
-        made.num_tokens += place
-        requests.append(made)
+    requests = [request(SamplingParams(seed=2, top_p=0.9))] * times
     logits = torch.linspace(0.01, 0, size).repeat(times, 1)
-    tokens = Sampler([]).draw(logits, requests).tokens
-    assert int(tokens.max()) > 0.8 * size
-    assert int(tokens.max()) <= 0.91 * size
+    tokens = draw(logits, *requests, skipped=range(times))
+    assert max(tokens) > 0.8 * size
+    assert max(tokens) <= 0.91 * size
+
+
+def test_a_seed_draws_what_it_always_drew() -> None:
+    """Tokens of a seed never change: these were drawn by version 0.5."""
+    rows = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
+    params = [
+        SamplingParams(seed=7),
+        SamplingParams(seed=-3, temperature=0.7),
+        SamplingParams(top_p=0.8),
+        SamplingParams(seed=2**64 - 1, top_k=9),
+        SamplingParams(temperature=0),
+        SamplingParams(min_p=0.1),
+    ]
+    requests = [request(p, index=i % 3) for i, p in enumerate(params)]
+    for arrival, made in enumerate(requests):
+        made.arrival = arrival
+    found = [Sampler([], seed).draw(rows.clone(), places(requests, skipped=[3] * 6)).tokens.tolist() for seed in (0, 9)]
+    assert found == [[309, 350, 9, 152, 5, 8], [309, 350, 466, 152, 5, 36]]

@@ -6,7 +6,7 @@ from quire.cache.carried import CarriedGroup
 from quire.cache.groups import PassingGroup
 from quire.cache.request_kv import RequestKV
 from quire.memory.residency import Column, _Idle
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.followers import Leaders
 from quire.spec.rank import Rank
 from tests.mutants.mutants import Patch, mutant
 
@@ -61,7 +61,7 @@ def no_state_where_prompts_part(patch: Patch) -> None:
 
 @mutant("reuse", "requests that come together and share a prefix each compute it, since no state is left for them")
 def a_leader_does_not_hear_who_waits(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_leader", lambda self, request, hit, leaders: None)
+    patch.setattr(Leaders, "of", lambda self, request, hit: None)
 
 
 @mutant("reuse", "no test would see that checkpoints are skipped")

@@ -65,11 +65,11 @@ class HybridServer:
 
     def step(self) -> None:
         """One step, launched and settled."""
-        batch = self.scheduler.schedule()
-        assert batch.works, f"nothing progresses: {[request.wait_reason for request in self.scheduler.waiting]}"
-        step = self.model.launch(batch)
-        self.scheduler.settle(step.batch, self.model.execute(step))
-        self.cache.close_fence(step.fence)
+        step = self.scheduler.schedule()
+        assert len(step), f"nothing progresses: {[request.wait_reason for request in self.scheduler.waiting]}"
+        launched = self.model.launch(step)
+        self.scheduler.settle(step, self.model.execute(launched))
+        self.cache.close_fence(launched.fence)
 
     def finish(self) -> None:
         """Serve all that is queued to its end."""

@@ -46,10 +46,10 @@ class Queue:
         return request
 
     def step(self) -> None:
-        batch = self.scheduler.schedule()
-        self.begun += [request.request_id for request in batch.admitted]
-        self.scheduler.settle(batch, [7 if work.samples else None for work in batch.works])
-        if not batch.works:
+        step = self.scheduler.schedule()
+        self.begun += [request.request_id for request in step.admitted]
+        self.scheduler.settle(step, np.full(len(step.draws), 7))
+        if not len(step):
             self.world.advance()
         self.world.cache.audit()
 

@@ -36,12 +36,13 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         """One step; returns the tokens computed per request."""
-        batch = self.scheduler.schedule()
-        computed = {work.request.request_id: work.count for work in batch.works}
-        if batch.works:
-            step = self.model.launch(batch)
-            self.scheduler.settle(batch, self.model.execute(step))
-            self.cache.close_fence(step.fence)
+        step = self.scheduler.schedule()
+        names = [request.request_id for request in step.requests]
+        computed = dict(zip(names, step.counts.tolist(), strict=True))
+        if len(step):
+            launched = self.model.launch(step)
+            self.scheduler.settle(step, self.model.execute(launched))
+            self.cache.close_fence(launched.fence)
         return computed
 
     def run(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.messages import EngineRequest, StepOutputs, TokenOutput
 from quire.engine.process import Progress
 from quire.errors import ContextTooLong, PlanError
 from quire.observe.explain import Explanations
@@ -60,12 +60,12 @@ class EchoCore:
     def close(self) -> None:
         pass
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> StepOutputs:
         time.sleep(STEP_S)
         if any(b"stall" in bytes(r.tokens().tolist()) for r, _ in self._running.values()):
-            return []
+            return StepOutputs()
         self._num_steps += 1
-        return [self._advance(request_id) for request_id in list(self._running)]
+        return StepOutputs(noted=[self._advance(request_id) for request_id in list(self._running)])
 
     def _advance(self, request_id: str) -> TokenOutput:
         request, drawn = self._running[request_id]

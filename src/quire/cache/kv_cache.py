@@ -212,11 +212,26 @@ class KVCache:
         if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
             self._extend_by_one(kvs)
             return
-        rows = self.rows.rows_of(kvs) if isinstance(kvs, RunningBatch) else self.rows.distinct(self.rows.rows_of(kvs))
-        before = self._table.allocated[rows]
-        after = before + np.asarray(counts, dtype=np.int64)
-        if len(rows) and (np.minimum.reduce(after - before) < 0 or np.maximum.reduce(after) > self.plan.context):
+        rows = self._distinct_rows(kvs)
+        after = self._table.allocated[rows] + np.asarray(counts, dtype=np.int64)
+        if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self.plan.context):
             raise self._beyond_context(int(after.max()))
+        self._extend_to(kvs, rows, after)
+
+    def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int] | Lengths) -> None:
+        """Make room for `lengths[i]` tokens in each request that has less: how far a step may run ahead of what has
+        settled. As `extend`, but that it may go beyond the plan's context, as far as rows are longer than that, where
+        it is cut."""
+        rows = self._distinct_rows(kvs)
+        most = np.minimum(np.asarray(lengths, dtype=np.int64), self._table.width * self.page_size)
+        self._extend_to(kvs, rows, np.maximum(self._table.allocated[rows], most))
+
+    def _distinct_rows(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+        return self.rows.rows_of(kvs) if isinstance(kvs, RunningBatch) else self.rows.distinct(self.rows.rows_of(kvs))
+
+    def _extend_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
+        """Room for `after[i]` tokens in each row, which has no more than that."""
+        before = self._table.allocated[rows]
         have = -(-before // self.page_size)
         new = -(-after // self.page_size) - have
         num_new = int(new.sum())

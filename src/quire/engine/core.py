@@ -15,8 +15,8 @@ from quire.cache import KVCache
 from quire.engine.before_load import Storage, open_tiers
 from quire.engine.config import MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
-from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
-from quire.engine.runner import ModelRunner, Step, build_pools
+from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
+from quire.engine.runner import Launched, ModelRunner, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
@@ -31,11 +31,11 @@ from quire.offload.retention import Granted, RetainedList
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
-from quire.scheduler.batch import Batch
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import eos_or_stop
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class EngineCore:
             self._wire()
             undo.pop_all()
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
-        self._in_flight: Step | None = None
+        self._in_flight: Launched | None = None
         self._settled_at = 0.0  # when the last step did, by `time.perf_counter`
         self._ended: list[TokenOutput] = []
         self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
@@ -203,53 +203,54 @@ class EngineCore:
 
     # -- the loop
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> StepOutputs:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
-        outputs, self._ended = self._ended, []
+        outputs = StepOutputs(noted=self._ended)
+        self._ended = []
         self.offload.kept.expire()
-        batch = self.scheduler.schedule()
-        for request in batch.admitted:
+        step = self.scheduler.schedule()
+        for request in step.admitted:
             self._explain(request, outputs)
-        if not batch.works and self._in_flight is None and not outputs:
+        if not len(step) and self._in_flight is None and not len(outputs):
             self.offload.ahead.wait_moves(_MOVES_S)
-        launched = self._launch(batch, outputs)
+        launched = self._launch(step, outputs)
         if self._in_flight is not None:
-            outputs += self._settle(self._in_flight)
+            self._settle(self._in_flight, outputs)
         self._in_flight = launched
         if launched is not None and not self._overlap:
-            outputs += self._settle(launched)
+            self._settle(launched, outputs)
             self._in_flight = None
         return outputs
 
-    def _launch(self, batch: Batch, outputs: list[TokenOutput]) -> Step | None:
-        if not batch.works:
+    def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
+        if not len(step):
             return None
         self._counts["steps"] += 1
         try:
-            return self.runner.launch(batch, self._in_flight)
+            return self.runner.launch(step, self._in_flight)
         except AssertionError:
             raise  # a broken invariant of ours: nothing after it can be trusted
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(batch.works))
-            outputs += [self._fail(work.request, error) for work in batch.works]
+            logger.exception("a step of %d requests failed", len(step))
+            outputs.noted += [self._fail(request, error) for request in step.requests]
             return None
 
-    def _settle(self, step: Step) -> list[TokenOutput]:
-        drawn = step.wait()
-        self._measure(step)
-        logprobs = step.logprobs()
-        requests = self.scheduler.settle(step.batch, drawn)
-        self.cache.close_fence(step.fence)
-        return [self._output(request, logprobs) for request in requests]
+    def _settle(self, launched: Launched, outputs: StepOutputs) -> None:
+        tokens = launched.wait()
+        self._measure(launched)
+        logprobs = launched.logprobs()
+        found = self.scheduler.settle(launched.step, tokens)
+        self.cache.close_fence(launched.fence)
+        self._report(found, logprobs, outputs)
 
-    def _measure(self, step: Step) -> None:
+    def _measure(self, launched: Launched) -> None:
         """Learn from a step that has settled what prompts cost, unless it waited for more than the device: for bytes.
         It began when it was launched, or when the one before it was done."""
-        began, self._settled_at = max(step.began, self._settled_at), time.perf_counter()
-        if step.batch.computes_prompts and not step.waits:
-            self.offload.ahead.computed(step.batch.num_tokens, self._settled_at - began)
+        began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
+        if launched.step.computes_prompts and not launched.waits:
+            self.offload.ahead.computed(launched.step.num_tokens, self._settled_at - began)
 
-    def _explain(self, request: Request, outputs: list[TokenOutput]) -> None:
+    def _explain(self, request: Request, outputs: StepOutputs) -> None:
         """Keep why no more of a request's prompt was cached, and tell its client, who may have asked."""
         if request.explanation is None:
             return
@@ -262,15 +263,34 @@ class EngineCore:
                 num_storage_tokens=request.num_storage,
                 explanation=request.explanation,
             )
-            outputs.append(told)
+            outputs.noted.append(told)
 
-    def _output(self, request: Request, logprobs: dict[str, Any]) -> TokenOutput:
-        self._counts["output_tokens"] += 1
+    def _report(self, found: Settled, logprobs: dict[str, list[TokenLogprobs]], outputs: StepOutputs) -> None:
+        """Tell who got which tokens: all that matters of most requests is their one token."""
+        self._counts["output_tokens"] += len(found.tokens)
+        ids, tokens = [request.request_id for request in found.requests], found.tokens.tolist()
+        apart = set(found.noted)
+        if logprobs or len(tokens) > len(ids):
+            apart |= {at for at, name in enumerate(ids) if name in logprobs or found.counts[at] > 1}
+        if apart:
+            stops = np.cumsum(found.counts).tolist()
+            for at in sorted(apart):
+                own = tokens[stops[at] - int(found.counts[at]) : stops[at]]
+                outputs.noted.append(self._output(found.requests[at], own, logprobs.get(ids[at])))
+            starts = [stop - 1 for stop in stops]
+            ids, tokens = (
+                [name for at, name in enumerate(ids) if at not in apart],
+                [tokens[start] for at, start in enumerate(starts) if at not in apart],
+            )
+        outputs.request_ids += ids
+        outputs.token_ids += tokens
+
+    def _output(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> TokenOutput:
         self._counts["finished"] += request.finish_reason is not None
         return TokenOutput(
             request_id=request.request_id,
-            token_ids=[int(request.tokens[-1])],
-            logprobs=logprobs.get(request.request_id),
+            token_ids=tokens,
+            logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
             num_cached_tokens=request.num_cached,
             num_host_tokens=request.num_host,
             num_storage_tokens=request.num_storage,

@@ -225,17 +225,20 @@ class LLM:
 
     def _run(self, assemblers: list[RequestAssembler], bar: Progress) -> list[RequestOutput]:
         task = bar.add_task("sequences", total=sum(assembler.params.n for assembler in assemblers))
-        by_id = {assembler.request_id: assembler for assembler in assemblers}
+        sequences = {request_id: found for assembler in assemblers for request_id, found in assembler.by_id()}
         try:
             while self.engine.has_work():
-                for output in self.engine.step():
-                    assembler = by_id.get(output.request_id.rpartition("-")[0])
-                    if assembler is None:
-                        continue
-                    delta = assembler.push(output)
-                    if delta.must_abort:
-                        self.engine.abort(output.request_id, stopped=True)
-                    bar.advance(task, delta.finish_reason is not None and bool(delta.token_ids))
+                outputs = self.engine.step()
+                for output in outputs.noted:
+                    if (sequence := sequences.get(output.request_id)) is not None:
+                        delta = sequence.push(output)
+                        bar.advance(task, delta.finish_reason is not None and bool(delta.token_ids))
+                        if delta.must_abort:
+                            self.engine.abort(output.request_id, stopped=True)
+                for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+                    if (sequence := sequences.get(request_id)) is not None and sequence.push_token(token_id):
+                        bar.advance(task)
+                        self.engine.abort(request_id, stopped=True)
         except BaseException:
             self._abort(assemblers)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -75,6 +76,27 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     status: int = 500
     explanation: Explanation | None = None
+
+
+class StepOutputs(msgspec.Struct):
+    """What one step brought, for all sequences at once.
+
+    `request_ids[i]` got the one token `token_ids[i]` and nothing else that its reader has not heard of: most sequences,
+    in most steps. `noted` are those of which there is more to say.
+    """
+
+    noted: list[TokenOutput] = []
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.noted) + len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        """All as single outputs, one by one."""
+        yield from self.noted
+        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
+            yield TokenOutput(request_id=request_id, token_ids=[token_id])
 
 
 def prompt_bytes(token_ids: Any) -> bytes:

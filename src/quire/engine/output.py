@@ -258,6 +258,16 @@ class SequenceAssembler:
             explanation=self.explanation,
         )
 
+    def push_token(self, token_id: int) -> bool:
+        """Add one token of which the engine has nothing else to say; whether the text ends with it, on a stop string,
+        which the engine cannot see."""
+        if self.finished:
+            return False
+        self.token_ids.append(token_id)
+        if self._stream:
+            self._pieces.append(self._show(self._stream.push(token_id)))
+        return self.finished
+
     def completion(self) -> CompletionOutput:
         """The sequence as it stands."""
         return CompletionOutput(
@@ -354,6 +364,10 @@ class RequestAssembler:
             )
             for index in range(self.params.n)
         ]
+
+    def by_id(self) -> list[tuple[str, SequenceAssembler]]:
+        """The sequences with the engine's id of each."""
+        return [(sequence_id(self.request_id, sequence.index), sequence) for sequence in self.sequences]
 
     def unfinished_ids(self) -> list[str]:
         """Engine ids of the sequences that still run."""

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 
 from quire.engine.config import FLUSH_S, EngineConfig
-from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
+from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs
 from quire.engine.wire import (
     COMMAND_DECODER,
     ENCODER,
@@ -95,7 +95,7 @@ class Core(Protocol):
     def explanations(self) -> Explanations: ...
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
-    def step(self) -> list[TokenOutput]: ...
+    def step(self) -> StepOutputs: ...
     def has_work(self) -> bool: ...
     def has_moves(self) -> bool: ...
     def close(self) -> None: ...
@@ -376,8 +376,8 @@ class StepLoop:
     def _step(self) -> None:
         outputs = self._core.step()
         self._num_outputs += len(outputs)
-        self._num_empty_steps = 0 if outputs else self._num_empty_steps + 1
-        if outputs:
+        self._num_empty_steps = 0 if len(outputs) else self._num_empty_steps + 1
+        if len(outputs):
             self._link.report(Outputs(outputs))
 
     def _beat(self) -> None:

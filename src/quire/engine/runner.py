@@ -1,4 +1,4 @@
-"""ModelRunner: turns a batch into tensors, runs the model on the pools, and draws."""
+"""ModelRunner: turns a step into tensors, runs the model on the pools, and draws."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.cache import KVCache, RunningBatch
+from quire.cache.running import Lengths
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.batch import PagedBatch
@@ -19,40 +20,39 @@ from quire.memory.page_table import DevicePageTables
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan
-from quire.scheduler.batch import Batch, Work
-from quire.scheduler.request import Request
+from quire.scheduler.step import Step
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
+from quire.tiers.moves import Move
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A launched step. `sampled` are the batch's works that draw a token, in the order of `drawn`'s rows. `began` is
-    when it was launched, by `time.perf_counter`, and `waits` says that it waits for bytes from below the device."""
+class Launched:
+    """A launched step. `began` is when, by `time.perf_counter`, and `waits` says that it waits for bytes from below the
+    device."""
 
-    batch: Batch
+    step: Step
     fence: int
-    sampled: tuple[Work, ...]
     drawn: Drawn | None
-    rows: dict[str, int]
     began: float
     waits: bool
 
-    def row_of(self, request: Request) -> int:
-        """The row of `drawn` that holds this request's token."""
-        return self.rows[request.request_id]
-
-    def wait(self) -> list[int | None]:
-        """Wait for the device: the token of each work of the batch, None for those that drew none."""
-        tokens = iter(self.drawn.tokens.tolist() if self.drawn is not None else ())
-        return [next(tokens) if work.samples else None for work in self.batch.works]
+    def wait(self) -> Lengths:
+        """Wait for the device: the tokens of the step's draws, int64."""
+        if self.drawn is None:
+            return np.empty(0, dtype=np.int64)
+        tokens: Lengths = self.drawn.tokens.cpu().numpy()
+        return tokens
 
     def logprobs(self) -> dict[str, list[TokenLogprobs]]:
-        """Log-probabilities by request id, of the requests that asked."""
-        if self.drawn is None:
-            return {}
-        rows = ((work, self.drawn.row_logprobs(row)) for row, work in enumerate(self.sampled))
-        return {work.request.request_id: found for work, found in rows if found is not None}
+        """Log-probabilities of drawn tokens by request id, of the requests that asked."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        for row in self.drawn.logprobs if self.drawn is not None else ():
+            request = self.step.requests[int(self.step.drawers[row])]
+            said = self.drawn.row_logprobs(row) if self.drawn is not None else None
+            if said is not None:
+                found.setdefault(request.request_id, []).append(said)
+        return found
 
 
 def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
@@ -80,55 +80,53 @@ class ModelRunner:
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, previous: Step | None) -> Step:
+    def launch(self, step: Step, previous: Launched | None) -> Launched:
         """Start a step. `previous` is the step in flight, whose tokens this one's may continue."""
         began = time.perf_counter()
-        works = batch.works
-        starts = np.array([work.start for work in works], dtype=np.int64)
-        counts = np.array([work.count for work in works], dtype=np.int64)
-        offsets = np.cumsum(counts)
-        positions = np.arange(int(offsets[-1])) + np.repeat(starts - (offsets - counts), counts)
-        sampled = tuple(work for work in works if work.samples)
-        rows = offsets[[work.samples for work in works]] - 1
         fence = self._cache.open_fence()
         try:
-            requests = self._cache.rows.batch([work.kv for work in works])
             self._tables.apply(self._cache.rows.page_table_changes())
-            loads = tuple({load for work in works for load in work.kv.loads})
+            loads = self._loads(step)
             waits = not all(load.done for load in loads)
             for pool in self.pools:
                 pool.arriving = loads
-            batches = [self._of_group(requests, starts, counts, group) for group in range(len(self.pools))]
+            batches = [self._of_group(step, group) for group in range(len(self.pools))]
             logits = self._model.forward(
-                self._input_ids(batch, offsets, previous),
-                torch.from_numpy(positions).to(self._device, non_blocking=True),
+                self._input_ids(step, previous),
+                torch.from_numpy(step.positions).to(self._device, non_blocking=True),
                 batches,
                 self.pools,
-                torch.from_numpy(rows).to(self._device, non_blocking=True),
+                torch.from_numpy(step.draws).to(self._device, non_blocking=True),
             )
-            drawn = self._sampler.draw(logits, [work.request for work in sampled]) if sampled else None
+            drawn = self._sampler.draw(logits, step.places) if len(step.draws) else None
         except BaseException:
             self._cache.close_fence(fence)
             raise
         finally:
             for pool in self.pools:
                 pool.arriving = ()
-        row_of = {work.request.request_id: row for row, work in enumerate(sampled)}
-        return Step(batch, fence, sampled, drawn, row_of, began, waits)
+        return Launched(step, fence, drawn, began, waits)
 
-    def _of_group(
-        self, requests: RunningBatch, starts: np.ndarray, counts: np.ndarray, group: int
-    ) -> PagedBatch | StateBatch:
+    def _loads(self, step: Step) -> tuple[Move, ...]:
+        """What is still on its way to the device for the requests of a step."""
+        return tuple({load for kv in [kv for kv in step.batch.kvs if kv.loads] for load in kv.loads})
+
+    def _of_group(self, step: Step, group: int) -> PagedBatch | StateBatch:
         """Where one group's frames for this step are."""
-        ends = starts + counts
+        requests, ends = step.batch, step.ends
         pieces = self._cache.launch(group, requests, ends)
         if pieces is not None:
             return StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets)
+        slots = (
+            self._cache.rows.next_slots(requests, group)
+            if step.is_decode
+            else self._cache.rows.slots(requests, step.starts, ends, group)
+        )
         return PagedBatch(
-            query_starts=_starts(counts),
+            query_starts=step.offsets.astype(np.int32),
             context_lens=ends.astype(np.int32),
             frames=self._frames(requests, ends, group),
-            slots=self._cache.rows.slots(requests, starts, ends, group),
+            slots=slots,
             page_size=self._cache.page_size,
             planner=self._planners[group],
             ids=requests.rows,
@@ -143,21 +141,13 @@ class ModelRunner:
         frames: Ids = self._tables.rows(self._place[group], torch.from_numpy(requests.rows), width).numpy()
         return frames
 
-    def _input_ids(self, batch: Batch, offsets: np.ndarray, previous: Step | None) -> Tensor:
-        """Token ids of the batch, int64 `[tokens]`; those that only the device knows yet are copied there."""
-        ids = np.zeros(int(offsets[-1]), dtype=np.int64)
-        future: list[tuple[int, int]] = []
-        for work, end in zip(batch.works, offsets.tolist(), strict=True):
-            known = work.request.tokens[work.start : work.start + work.count]
-            ids[end - work.count : end - work.count + len(known)] = known
-            if len(known) < work.count:
-                assert previous is not None, "a token is pending and no step is in flight"
-                future.append((end - 1, previous.row_of(work.request)))
-        tensor = torch.from_numpy(ids).to(self._device, non_blocking=True)
-        if future:
-            assert previous is not None and previous.drawn is not None
-            where, row = torch.tensor(future, device=self._device).T
-            tensor[where] = previous.drawn.tokens[row]
+    def _input_ids(self, step: Step, previous: Launched | None) -> Tensor:
+        """Token ids of the step, int64 `[tokens]`; those that only the device knows yet are copied there."""
+        tensor = torch.from_numpy(step.tokens).to(self._device, non_blocking=True)
+        if len(step.future):
+            assert previous is not None and previous.drawn is not None, "a token is pending and no step is in flight"
+            where, draws = torch.from_numpy(np.stack((step.future, step.continued(previous.step)))).to(self._device)
+            tensor[where] = previous.drawn.tokens[draws]
         return tensor
 
 

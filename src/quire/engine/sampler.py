@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.cache.running import Lengths, Rows
 from quire.engine.messages import TokenLogprobs
 from quire.scheduler.request import Request
-from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.step import TERMS, Places, Terms
 
 _MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,35 +31,38 @@ class Drawn:
     tokens: Tensor
     logprobs: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def row_logprobs(self, row: int) -> list[TokenLogprobs] | None:
+    def row_logprobs(self, row: int) -> TokenLogprobs | None:
         """What `TokenOutput.logprobs` reports for one row; waits for the device."""
         if row not in self.logprobs:
             return None
         chosen, rank, values, ids = self.logprobs[row]
-        return [TokenLogprobs(float(chosen), int(rank), ids.tolist(), values.tolist())]
+        return TokenLogprobs(float(chosen), int(rank), ids.tolist(), values.tolist())
 
 
 class Sampler:
-    """Draws one token per row. `eos_token_ids` are what `min_tokens` holds back."""
+    """Draws one token at each place. `eos_token_ids` are what `min_tokens` holds back."""
 
     def __init__(self, eos_token_ids: Sequence[int], seed: int = 0) -> None:
         self._eos = list(eos_token_ids)
         self._seed = seed
+        self._draws = _Draws(np.zeros(0, dtype=TERMS), seed, torch.device("cpu"))  # of the last step
 
-    def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
-        """Draw the next token of `requests[i]` from row i of `logits`, float32 `[rows, vocabulary]`, overwritten."""
-        logprobs = {i: logits[i].clone() for i, r in enumerate(requests) if r.params.logprobs is not None}
-        for row, request in enumerate(requests):
-            self._adjust(logits[row], request)
+    def draw(self, logits: Tensor, places: Places) -> Drawn:
+        """Draw a token at `places[i]` from row i of `logits`, float32 `[places, vocabulary]`, overwritten."""
+        terms = places.terms
+        if self._draws.terms is not terms:
+            self._draws = _Draws(terms, self._seed, logits.device)
+        draws = self._draws
+        logprobs = {i: logits[i].clone() for i in draws.logprobs}
+        for row in draws.to_adjust(places.outputs):
+            self._adjust(logits[row], places.requests[row], int(places.outputs[row]))
         tokens = logits.argmax(dim=-1)
-        drawn = [i for i, request in enumerate(requests) if not request.params.greedy]
-        if drawn:
-            rows = torch.tensor(drawn, device=logits.device)
-            chosen = self._draw_rows(logits[rows], [requests[i] for i in drawn])
-            tokens[rows] = chosen
-        return Drawn(tokens, {i: _logprobs(row, tokens[i], requests[i]) for i, row in logprobs.items()})
+        if draws.rows is not None:
+            chosen = draws.draw(logits if draws.is_all else logits[draws.rows], places.outputs)
+            tokens[draws.rows] = chosen
+        return Drawn(tokens, {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()})
 
-    def _adjust(self, row: Tensor, request: Request) -> None:
+    def _adjust(self, row: Tensor, request: Request, place: int) -> None:
         """Penalties, bias and held-back tokens of one request, in place. Most requests have none."""
         params = request.params
         if params.logit_bias:
@@ -66,38 +70,51 @@ class Sampler:
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
         if params.needs_history:
             _penalise(row, request)
-        if _place(request) < params.min_tokens:
+        if place < params.min_tokens:
             row[list(request.stop_ids | set(self._eos))] = float("-inf")
 
-    def _draw_rows(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        device = logits.device
-        params = [request.params for request in requests]
-        scale = torch.tensor([1.0 / p.temperature for p in params], dtype=logits.dtype, device=device)
-        logits = logits * scale[:, None]
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float64)
-        filtered = [row for row, p in enumerate(params) if _filters(p)]
-        if filtered:
-            rows = torch.tensor(filtered, device=device)
-            some = probabilities[rows]
-            least = _least_kept(some, [params[row] for row in filtered])
-            probabilities[rows] = torch.where(some >= least[:, None], some, 0.0)
-        return _invert(probabilities, torch.from_numpy(self._uniform(requests)).to(device))
 
-    def _uniform(self, requests: Sequence[Request]) -> npt.NDArray[np.float64]:
-        """One number in [0, 1) per request, hashed from its seed, index and position."""
-        mask = 2**64 - 1
-        seeds = [
-            (r.params.seed if r.params.seed is not None else ~((self._seed << 32) + r.arrival)) & mask for r in requests
-        ]
-        where = [(r.index << 40) + _place(r) for r in requests]
-        state = _mix(np.array(seeds, dtype=np.uint64))
-        state = _mix(state ^ _mix(np.array(where, dtype=np.uint64)))
+class _Draws:
+    """What the terms of some requests say of their draws, worked out once for all steps in which they are together.
+
+    `rows` are those that are not greedy, None where all are.
+    """
+
+    def __init__(self, terms: Terms, seed: int, device: torch.device) -> None:
+        self.terms = terms
+        self.logprobs: list[int] = terms["logprobs"].nonzero()[0].tolist()
+        self._adjusted: list[int] = terms["adjusts"].nonzero()[0].tolist()
+        self._least = terms["least"].copy() if np.count_nonzero(terms["least"]) else None
+        at = (~terms["greedy"]).nonzero()[0]
+        self.rows = torch.from_numpy(at).to(device) if len(at) else None
+        self.is_all = len(at) == len(terms)
+        drawn = terms if self.is_all else terms[at]
+        self._at = at
+        self._scale = torch.from_numpy((1.0 / drawn["temperature"]).astype(np.float32)).to(device)[:, None]
+        self._filtered = _Filters.of(drawn, device)
+        own = ~((np.uint64(seed % 2**32) << np.uint64(32)) + drawn["arrival"])
+        self._seeds = _mix(np.where(drawn["seeded"], drawn["seed"], own))
+        self._indices = drawn["index"] << np.uint64(40)
+
+    def to_adjust(self, outputs: Lengths) -> list[int]:
+        """Rows whose logits are changed before the draw: always, or until so many tokens have been drawn."""
+        if self._least is None:
+            return self._adjusted
+        held = (outputs < self._least).nonzero()[0].tolist()
+        return sorted({*self._adjusted, *held})
+
+    def draw(self, logits: Tensor, outputs: Lengths) -> Tensor:
+        """A token from each of these rows of logits, those of `rows`."""
+        probabilities = torch.softmax(logits * self._scale, dim=-1, dtype=torch.float64)
+        if self._filtered is not None:
+            self._filtered.apply(probabilities)
+        return _invert(probabilities, torch.from_numpy(self._uniform(outputs)).to(logits.device))
+
+    def _uniform(self, outputs: Lengths) -> npt.NDArray[np.float64]:
+        """One number in [0, 1) per draw, hashed from the request's seed and index and the draw's place."""
+        where = self._indices + outputs[self._at].astype(np.uint64)
+        state = _mix(self._seeds ^ _mix(where))
         return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _place(request: Request) -> int:
-    """Index, among the request's outputs, of the token being drawn; the scheduler has counted it as pending."""
-    return request.num_outputs + request.pending - 1
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -108,28 +125,45 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+class _Filters:
+    """Top-k, top-p and min-p of the rows that have any, `rows` among those that are drawn."""
 
+    def __init__(self, terms: Terms, rows: Rows, device: torch.device) -> None:
+        some = terms[rows]
+        top_k = np.where(some["top_k"] > 0, some["top_k"], np.iinfo(np.int64).max)
+        self._rows = torch.from_numpy(rows).to(device)
+        self._top_k, self._top_p, self._min_p = (
+            torch.from_numpy(array.copy()).to(device) for array in (top_k, some["top_p"], some["min_p"])
+        )
 
-def _least_kept(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Per row, the smallest probability that top-k, then top-p of what that kept, then min-p leave in. Equals stay.
+    @classmethod
+    def of(cls, terms: Terms, device: torch.device) -> _Filters | None:
+        """The filters of these requests; None where there are none."""
+        rows = ((terms["top_k"] > 0) | (terms["top_p"] < 1.0) | (terms["min_p"] > 0.0)).nonzero()[0]
+        return cls(terms, rows, device) if len(rows) else None
 
-    A threshold, so that neither the order of equals nor the other rows matter.
-    """
-    device, vocabulary = probabilities.device, probabilities.shape[-1]
-    top_k = torch.tensor([min(p.top_k, vocabulary) if p.top_k > 0 else vocabulary for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
-    likeliest = probabilities.topk(min(vocabulary, _MOST_CANDIDATES), dim=-1).values
-    unbounded = (top_k == vocabulary) & (top_p >= 1.0)
-    few = (top_k <= likeliest.shape[-1]) | ((top_k == vocabulary) & (likeliest.sum(-1) >= top_p)) | unbounded
-    least = _prefix_end(likeliest, top_k, top_p)
-    if not bool(few.all()):
-        many = ~few
-        least[many] = _prefix_end(probabilities[many].sort(-1, descending=True).values, top_k[many], top_p[many])
-    least = torch.where(unbounded, 0.0, least)
-    return torch.maximum(least, min_p * likeliest[:, 0])
+    def apply(self, probabilities: Tensor) -> None:
+        """Set what they leave out to zero."""
+        some = probabilities[self._rows]
+        least = self._least_kept(some)
+        probabilities[self._rows] = torch.where(some >= least[:, None], some, 0.0)
+
+    def _least_kept(self, probabilities: Tensor) -> Tensor:
+        """Per row, the smallest probability that top-k, then top-p of what that kept, then min-p leave in. Equals stay.
+
+        A threshold, so that neither the order of equals nor the other rows matter.
+        """
+        vocabulary, top_p = probabilities.shape[-1], self._top_p
+        top_k = self._top_k.clamp(max=vocabulary)
+        likeliest = probabilities.topk(min(vocabulary, _MOST_CANDIDATES), dim=-1).values
+        unbounded = (top_k == vocabulary) & (top_p >= 1.0)
+        few = (top_k <= likeliest.shape[-1]) | ((top_k == vocabulary) & (likeliest.sum(-1) >= top_p)) | unbounded
+        least = _prefix_end(likeliest, top_k, top_p)
+        if not bool(few.all()):
+            many = ~few
+            least[many] = _prefix_end(probabilities[many].sort(-1, descending=True).values, top_k[many], top_p[many])
+        least = torch.where(unbounded, 0.0, least)
+        return torch.maximum(least, self._min_p * likeliest[:, 0])
 
 
 def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire import errors
-from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput
+from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs
 from quire.errors import QuireError
 from quire.observe.explain import Explanation
 from quire.offload.flush import Flushed
@@ -157,7 +157,7 @@ class Refused(msgspec.Struct, tag=True):
 class Outputs(msgspec.Struct, tag=True):
     """Report: what one step brought."""
 
-    outputs: list[TokenOutput]
+    outputs: StepOutputs
 
 
 class Beat(msgspec.Struct, tag=True):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
 
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths
 from quire.observe.explain import Explanation
 from quire.offload.prefetch import Prefetch
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+
+KNOWN, LAUNCHED, SETTLED, PENDING = range(4)
+"""What `Request.lengths` counts, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A request waits until `leader` has committed `num_pages` pages; it had `num_cached` tokens cached before."""
+
+    leader: RequestKV
+    num_pages: int
+    num_cached: int
 
 
 class RequestState(Enum):
@@ -25,11 +39,12 @@ class RequestState(Enum):
 class Request:
     """A sequence's tokens and how far they are: known, launched, settled.
 
-        |-- settled --|-- launched, not settled --|-- known, not launched --|  one more may be `pending`
+        |-- settled --|-- launched, not settled --|-- known, not launched --|  others may be `pending`
         0             num_settled                 num_launched              num_tokens
 
-    `pending` tokens have been drawn by a step in flight and are not on the host yet (0 or 1). Settled tokens are in the
-    cache for good; only they are committed.
+    `pending` tokens are drawn by a step in flight and are not on the host yet. Settled tokens are in the cache for
+    good; only they are committed. While it runs, tokens and lengths are views of its row in `RunningRows`, where steps
+    advance all requests at once.
     """
 
     def __init__(
@@ -60,9 +75,7 @@ class Request:
         self.read_ahead = False  # whether storage was asked for its prompt
         self.prefetch: Prefetch | None = None  # what of its prompt comes from storage while it waits
         self.prefetched: list[Prefetch] = []  # what has come of it, which is held until it begins
-        self.num_launched = 0
-        self.num_settled = 0
-        self.pending = 0
+        self.follows: Following | None = None  # whom it waits for, as it was found when it was looked at last
         self.num_cached = -1  # of its first admission; -1 before
         self.num_host = self.num_storage = 0  # of these, from host memory and from storage
         self.explanation: Explanation | None = None  # of its first admission, where the cache explains
@@ -70,9 +83,18 @@ class Request:
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
-        self._tokens = np.empty(len(prompt) + min(max_tokens, 256), dtype=np.int32)
-        self._tokens[: len(prompt)] = prompt
-        self.num_tokens = len(prompt)
+        self._tokens: Ids = np.array(prompt, dtype=np.int32)
+        self._lengths: Lengths = np.array([len(prompt), 0, 0, 0], dtype=np.int64)
+
+    def bind(self, tokens: Ids, lengths: Lengths) -> None:
+        """It runs: from now on its tokens and its lengths are in these arrays, which have room for all of them."""
+        tokens[: self.num_tokens] = self.tokens
+        lengths[:] = self._lengths
+        self._tokens, self._lengths = tokens, lengths
+
+    def unbind(self) -> None:
+        """It runs no more, and keeps what it has to itself."""
+        self._tokens, self._lengths = self.tokens.copy(), self._lengths.copy()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -81,13 +103,33 @@ class Request:
 
     @property
     def tokens(self) -> Ids:
-        """All tokens on the host, prompt and output, int32: a view, valid until the next `append`."""
-        return self._tokens[: self.num_tokens]
+        """All tokens on the host, prompt and output, int32: a view, valid until a step settles."""
+        return self._tokens[: self._lengths[KNOWN]]
 
     @property
     def output_tokens(self) -> Ids:
         """Tokens drawn so far, a view."""
-        return self._tokens[self.num_prompt_tokens : self.num_tokens]
+        return self._tokens[self.num_prompt_tokens : self._lengths[KNOWN]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on the host, prompt and output."""
+        return int(self._lengths[KNOWN])
+
+    @property
+    def num_launched(self) -> int:
+        """Tokens that steps have computed or are computing."""
+        return int(self._lengths[LAUNCHED])
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens of which the step that computed them has finished."""
+        return int(self._lengths[SETTLED])
+
+    @property
+    def pending(self) -> int:
+        """Tokens that a step in flight draws."""
+        return int(self._lengths[PENDING])
 
     @property
     def num_outputs(self) -> int:
@@ -100,25 +142,10 @@ class Request:
         return self.num_tokens + self.pending
 
     @property
-    def num_ready(self) -> int:
-        """Tokens that could be launched now: none once the last one it may draw is on its way."""
-        known = self.num_tokens + self.pending
-        if known - self.num_prompt_tokens >= self.max_tokens or (self.pending and self.params.needs_history):
-            return 0
-        return known - self.num_launched
-
-    @property
     def in_prefill(self) -> bool:
         """Whether tokens known before it was last admitted are still to be settled."""
         return self.num_known - self.num_launched > 1 or self.num_settled < self.num_prompt_tokens
 
-    def append(self, token: int) -> None:
-        """Add a drawn token."""
-        if self.num_tokens == len(self._tokens):
-            self._tokens = np.concatenate((self._tokens, np.empty(len(self._tokens), dtype=np.int32)))
-        self._tokens[self.num_tokens] = token
-        self.num_tokens += 1
-        if token in self.stop_ids and self.num_outputs >= self.params.min_tokens:
-            self.finish_reason, self.stop_token = "stop", token
-        elif self.num_outputs >= self.max_tokens:
-            self.finish_reason = "length"
+    def start_at(self, num_tokens: int) -> None:
+        """So many of its tokens are there already, computed by others, or none any more."""
+        self._lengths[LAUNCHED] = self._lengths[SETTLED] = num_tokens

@@ -6,8 +6,8 @@ waits again; what it had committed stays cached. The first in that order is neve
 finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
 
 Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why. What of
-its prompt is in storage is fetched while it waits, and held until it begins: for those that are next, and others once
-they come near. What is on the host is loaded once it is admitted, and it computes as soon as that is on its way.
+its prompt is in storage is fetched while it waits (`quire.scheduler.prefetching`). What is on the host is loaded once
+it is admitted, and it computes as soon as that is on its way.
 """
 
 from __future__ import annotations
@@ -18,17 +18,60 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.running import Lengths
 from quire.errors import InvalidInput, OutOfPages
-from quire.offload.prefetch import Prefetch
 from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
-from quire.scheduler.batch import Batch, Work
+from quire.scheduler.followers import Leaders
 from quire.scheduler.policy import SchedulingPolicy
+from quire.scheduler.prefetching import Prefetching
 from quire.scheduler.request import Request, RequestState
+from quire.scheduler.rows import RunningRows
+from quire.scheduler.step import Settled, Step, StepRows
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
-_NEXT = 32
-"""Waiting requests, from the first, that begin to read ahead as soon as there is room for that."""
+
+class _Granted:
+    """Works of the step that is being made, which have room: requests that decode, with their drafts where there are
+    any, then others with their counts."""
+
+    def __init__(self) -> None:
+        self.decodes: StepRows | None = None
+        self.others: list[Request] = []
+        self.admitted: list[Request] = []
+        self.num_tokens = 0
+        self._drafts: Lengths | None = None
+        self._counts: list[int] = []
+
+    def add_decodes(self, decodes: StepRows, drafts: Lengths | None) -> None:
+        self.decodes, self._drafts = decodes, drafts
+        self.num_tokens = len(decodes) + (int(drafts.sum()) if drafts is not None else 0)
+
+    def add(self, requests: list[Request], counts: list[int]) -> None:
+        self.others += requests
+        self._counts += counts
+        self.num_tokens += sum(counts)
+
+    def drop(self, request: Request, width: int) -> None:
+        """It has no room any more."""
+        if self.decodes is not None and request in self.decodes.requests:
+            others = np.array([at for at, r in enumerate(self.decodes.requests) if r is not request], dtype=np.intp)
+            drafts = self._drafts[others] if self._drafts is not None else None
+            self.add_decodes(self.decodes.part(others, width), drafts)
+            self.num_tokens += sum(self._counts)
+        if request in self.others:
+            at = self.others.index(request)
+            del self.others[at]
+            self.num_tokens -= self._counts.pop(at)
+
+    def counts(self) -> Lengths | None:
+        """Tokens of each work, None where each has one and decodes."""
+        if self.decodes is None:
+            return np.array(self._counts, dtype=np.int64)
+        if not self._counts and self._drafts is None:
+            return None
+        own = self.decodes.ones if self._drafts is None else 1 + self._drafts
+        return np.concatenate((own, np.array(self._counts, dtype=np.int64)))
 
 
 class Scheduler:
@@ -49,11 +92,16 @@ class Scheduler:
         self._policy = policy
         self._max_running = max_running
         self._max_tokens = max_tokens
+        self._per_step = cache.plan.tokens_per_step
         self._waiting: list[Request] = []  # sorted by Request.order
         self._running: list[Request] = []  # sorted by Request.order
         self._requests: dict[str, Request] = {}
-        self._decoding = cache.rows.batch([])
-        self._blocked_at: tuple[int, ...] | None = None
+        self._rows = RunningRows(cache.plan.max_requests, cache.plan.pages_per_row * cache.plan.tokens_per_page)
+        self._of_running: StepRows | None = self._rows.together([])  # None: who runs has changed
+        self._decoding = self._of_running  # of the last step
+        self._prefetching = Prefetching(ahead)
+        self._leaders = Leaders(cache, self._rows)
+        self._quiet_at: tuple[int, ...] | None = None
         self._arrivals = 0
         self.num_preemptions = 0
 
@@ -84,46 +132,7 @@ class Scheduler:
         self._arrivals += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
-        self._read_ahead(request)
-
-    def _read_ahead(self, request: Request, behind: Sequence[Request] = ()) -> None:
-        """Have what is stored of its prompt fetched, once. Where too many do, the last of those `behind` it that holds
-        something does so later."""
-        if request.read_ahead or not self._ahead.stores:
-            return
-        if behind and not self._ahead.can_prefetch:
-            last = next((other for other in reversed(behind) if other.prefetch or other.prefetched), None)
-            if last is not None:
-                self._let_go(last)
-                last.read_ahead = False
-        if self._ahead.can_prefetch:
-            request.read_ahead = True
-            request.prefetch = self._ahead.prefetch(request.tokens, request.namespace)
-
-    def _read_ahead_next(self) -> None:
-        """Those that are next read ahead, as far as there is room for that."""
-        for request in self._waiting[:_NEXT]:
-            if not request.read_ahead:
-                if not self._ahead.can_prefetch:
-                    return
-                self._read_ahead(request)
-
-    def _let_go(self, request: Request) -> None:
-        """Nothing is fetched for it, or held, any more."""
-        for prefetch in request.prefetched:
-            self._ahead.stop_prefetch(prefetch)
-        request.prefetched.clear()
-        if request.prefetch is not None:
-            self._ahead.stop_prefetch(request.prefetch)
-            request.prefetch = None
-
-    def _has_read_ahead(self, request: Request, prefetch: Prefetch) -> None:
-        """It waits no more. Where what has come is the beginning of several prompts, each asks for the rest of its."""
-        request.prefetch = None
-        request.prefetched.append(prefetch)
-        if prefetch.leads_on(request.tokens):
-            request.read_ahead = False
-            self._read_ahead(request)
+        self._prefetching.start(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
@@ -136,137 +145,195 @@ class Scheduler:
             self._finish(request)
         return request
 
+    def draft(self, request: Request, tokens: Ids) -> int:
+        """These may be the next tokens of a running request that waits for none: its next step computes them too, and
+        `settle` says how many came true. Returns how many of them that are, as far as the plan reserves room and the
+        request may still draw."""
+        room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
+        ready = request.state is RequestState.RUNNING and not request.pending and not request.in_prefill
+        if not ready or request.params.needs_history or room < 1:
+            return 0
+        self._rows.draft(request, tokens[:room])
+        return min(room, len(tokens))
+
     # -- one step
 
-    def schedule(self) -> Batch:
+    def schedule(self) -> Step:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
-        batch = Batch()
+        granted = _Granted()
         self._ahead.settle_moves()
-        self._read_ahead_next()
+        self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
-        decodes: list[Work] = []
-        prefills: list[Request] = []
-        for request in self._launchable():
-            ready = request.num_ready
-            if ready == 1:
-                assert request.kv is not None
-                decodes.append(Work(request, request.kv, request.num_launched, 1, True))
-            elif ready:
-                prefills.append(request)
-        self._grant_decodes(batch, decodes[: self._max_tokens])
-        for request in prefills:
-            left = self._max_tokens - batch.num_tokens
+        running = self._launchable()
+        ready = self._rows.ready(running)
+        self._grant_decodes(granted, running, ready)
+        for at in (ready > 1).nonzero()[0].tolist():
+            left = self._max_tokens - granted.num_tokens
+            request = running.requests[at]
             if left and request.state is RequestState.RUNNING:
-                self._grant(batch, [self._work(request, left)])
-        if preempted == self.num_preemptions and self._waiting and self._blocked_at != self._admission_state():
-            self._blocked_at = self._admission_state() if self._admit(batch) else None
-        for work in batch.works:
-            work.request.num_launched += work.count
-            work.request.pending += work.samples
-        return batch
+                self._grant(granted, [request], [self._chunk(request, int(ready[at]), left)])
+        if preempted == self.num_preemptions and self._waiting and self._quiet_at != self._admission_state():
+            self._quiet_at = self._admission_state() if self._admit(granted) else None
+        return self._step(granted)
 
-    def settle(self, batch: Batch, drawn: Sequence[int | None]) -> list[Request]:
-        """The step has finished: `drawn[i]` is the token of work i, None where it drew none.
+    def settle(self, step: Step, tokens: Lengths, kept: Lengths | None = None) -> Settled:
+        """The step has finished. It drew `tokens`, one for each of `step.draws`, of which work i keeps the first
+        `kept[i]`, at least one where it drew any; without `kept` all of them.
 
-        Commits what has settled and ends requests that are done. Returns the requests that got a token, in order.
+        Commits what has settled and ends requests that are done. Returns who got which tokens.
         """
-        advanced = []
-        size, at_every_page = self._cache.page_size, self._cache.admission.gives_back_early
-        for work, token in zip(batch.works, drawn, strict=True):
-            request = work.request
-            if request.state is RequestState.FINISHED:
-                continue
-            if request.kv is work.kv:
-                request.num_settled = settled = work.start + work.count
-                if (at_every_page or work.count > 1) and settled // size > work.kv.lease.num_pages:
-                    self._cache.commit(work.kv, request.tokens[:settled])
-            if token is not None:
-                request.pending -= 1
-                request.append(token)
-                advanced.append(request)
-                if request.finish_reason is not None:
-                    self._finish(request)
-        return advanced
+        found, settled, done = self._rows.settle(step, np.asarray(tokens, dtype=np.int64), kept)
+        requests, size = step.requests, self._cache.page_size
+        whole = settled // size > self._rows.committed[step.of.rows]
+        if not self._cache.admission.gives_back_early:
+            whole &= step.counts > 1
+        commits = whole.nonzero()[0].tolist()
+        for at in sorted({*commits, *done}) if done else commits:
+            if whole[at]:
+                self._commit(requests[at])
+            if requests[at].finish_reason is not None:
+                self._finish(requests[at])
+        return found
 
     # -- inside
 
-    def _launchable(self) -> list[Request]:
+    def _commit(self, request: Request) -> None:
+        assert request.kv is not None
+        self._cache.commit(request.kv, request.tokens[: request.num_settled])
+        self._rows.committed[request.kv.row] = request.num_settled // self._cache.page_size
+
+    def _together(self) -> StepRows:
+        """All that run, in order."""
+        if self._of_running is None:
+            self._of_running = self._rows.together(self._running)
+        return self._of_running
+
+    def _launchable(self) -> StepRows:
         """Running requests whose prefix is there, or arriving layer by layer. Where one's cannot be had, it begins
         again."""
         if not self._ahead.loads:
-            return self._running
-        for request in list(self._running):
-            if request.kv is not None and request.kv.has_failed and not request.pending:
+            return self._together()
+        absent = set()
+        for request in [request for request in self._running if request.kv is not None and request.kv.loads]:
+            assert request.kv is not None
+            if request.kv.has_failed and not request.pending:
                 self._put_back(request, "a cached prefix turned out to be damaged")
-        return [request for request in self._running if request.kv is not None and request.kv.is_ready]
+            elif not request.kv.is_ready:
+                absent.add(request)
+        running = self._together()
+        if not absent:
+            return running
+        there = [at for at, request in enumerate(running.requests) if request not in absent]
+        return running.part(np.array(there, dtype=np.intp), self._rows.width)
 
-    def _grant_decodes(self, batch: Batch, works: list[Work]) -> None:
-        """As `_grant` for requests that go on by one token each, which are mostly those of the step before."""
-        kvs = [work.kv for work in works]
-        if kvs != self._decoding.kvs:
-            self._decoding = self._cache.rows.batch(kvs)
-        try:
-            self._cache.extend(self._decoding, 1)
-        except OutOfPages:
-            self._grant(batch, works)
+    def _grant_decodes(self, granted: _Granted, running: StepRows, ready: Lengths) -> None:
+        """Allocate for requests that go on by one token each, and their drafts. Mostly they are those of the step
+        before, and none of them is looked at."""
+        places = (ready == 1).nonzero()[0][: self._max_tokens]
+        if len(places) == len(running):
+            decodes = running
         else:
-            batch.works = works
+            decodes, serials = self._decoding, running.serials[places]
+            if not np.array_equal(serials, decodes.serials):
+                decodes = running.part(places, self._rows.width)
+        drafts = self._rows.drafts[decodes.rows] if self._rows.num_drafted else None
+        if drafts is not None and len(decodes) + drafts.sum() > self._max_tokens:
+            some = (np.cumsum(1 + drafts) <= self._max_tokens).nonzero()[0]
+            decodes, drafts = decodes.part(some, self._rows.width), drafts[some]
+        self._decoding = decodes
+        if not len(decodes):
+            return
+        try:
+            if self._per_step == 1:
+                self._cache.extend(decodes.batch, 1)
+            else:
+                self._cache.reserve(decodes.batch, self._rows.launched[decodes.rows] + self._per_step)
+        except OutOfPages:
+            self._rows.forget_drafts(decodes.rows)
+            self._grant(granted, decodes.requests, decodes.ones.tolist())
+        else:
+            granted.add_decodes(decodes, drafts)
 
-    def _work(self, request: Request, limit: int) -> Work:
+    def _chunk(self, request: Request, ready: int, limit: int) -> int:
+        """How many tokens of a prompt to compute now."""
         assert request.kv is not None
-        count = self._cache.admission.at_once(request.kv, min(request.num_ready, limit))
-        start = request.num_launched
-        return Work(request, request.kv, start, count, samples=start + count == request.num_known)
+        return self._cache.admission.at_once(request.kv, min(ready, limit))
 
-    def _grant(self, batch: Batch, works: list[Work]) -> None:
-        """Allocate for these works, in one operation, and put them into the batch; preempt until what is left fits."""
-        while works:
+    def _grant(self, granted: _Granted, requests: list[Request], counts: list[int]) -> None:
+        """Allocate for these, in one operation, and put them into the step; preempt until what is left fits."""
+        while requests:
+            kvs = [request.kv for request in requests if request.kv is not None]
             try:
-                self._cache.extend([work.kv for work in works], [work.count for work in works])
+                if self._per_step == 1:
+                    self._cache.extend(kvs, counts)
+                else:
+                    self._cache.reserve(kvs, [r.num_launched + n for r, n in zip(requests, counts, strict=True)])
             except OutOfPages:
                 if self._cache.fences.num_open:
-                    works = works[:-1]
+                    requests, counts = requests[:-1], counts[:-1]
                     continue
                 victim = self._running[-1]
+                if victim in requests:
+                    at = requests.index(victim)
+                    requests, counts = requests[:at] + requests[at + 1 :], counts[:at] + counts[at + 1 :]
+                granted.drop(victim, self._rows.width)
                 self._preempt(victim)
-                works = [work for work in works if work.request is not victim]
-                batch.works = [work for work in batch.works if work.request is not victim]
             else:
-                batch.works.extend(works)
+                granted.add(requests, counts)
                 return
 
+    def _step(self, granted: _Granted) -> Step:
+        """The step that was granted, launched."""
+        decodes = granted.decodes
+        counts = granted.counts()
+        if decodes is not None and counts is None:
+            step = self._rows.step(decodes)
+        else:
+            requests = granted.others if decodes is None else decodes.requests + granted.others
+            of = decodes if decodes is not None and not granted.others else self._rows.together(requests)
+            step = self._rows.step(of, counts)
+        step.admitted = granted.admitted
+        return step
+
     def _preempt(self, request: Request) -> None:
-        assert request.kv is not None and not request.pending
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._put_back(request, "was preempted: older requests needed its pages")
 
     def _put_back(self, request: Request, reason: str) -> None:
         """A running request waits again, without memory."""
-        assert request.kv is not None and not request.pending
-        failed = request.kv.has_failed
-        self._cache.finish(request.kv, None if failed else request.tokens[: request.num_settled], returns=True)
-        self._running.remove(request)
-        request.kv = None
+        kv, settled = request.kv, request.num_settled
+        assert kv is not None and not request.pending
+        failed = kv.has_failed
+        self._leave_row(request)
+        self._cache.finish(kv, None if failed else request.tokens[:settled], returns=True)
         request.read_ahead = False  # storage may have what was damaged, and what it leaves may go before its turn comes
         if failed:
             self._ahead.settle_moves()  # what was damaged is forgotten now, and can be fetched
         request.state = RequestState.WAITING
-        request.num_launched = request.num_settled = 0
+        request.start_at(0)
         request.wait_reason = reason
         insort(self._waiting, request, key=_order)
 
-    def _admission_state(self) -> tuple[int, ...]:
-        """What has to change before a request that does not fit may fit: something came back or became cached, or other
-        requests wait or run."""
-        return (self._cache.num_changes, self._arrivals, len(self._waiting), len(self._running))
+    def _leave_row(self, request: Request) -> None:
+        """It runs no more. Its record of the cache is still to be finished."""
+        self._rows.unbind(request)
+        self._running.remove(request)
+        self._of_running = None
+        request.kv = None
 
-    def _admit(self, batch: Batch) -> bool:
-        """Admit waiting requests, in the policy's order. True where the next one did not fit, which another step will
-        not change."""
+    def _admission_state(self) -> tuple[int, ...]:
+        """What has to change before a request that waits may be admitted: something came back or became cached, a
+        prompt is computed, or other requests wait or run."""
+        computing = self._leaders.num_computing(self._together())
+        return (self._cache.num_changes, self._arrivals, len(self._waiting), len(self._running), computing)
+
+    def _admit(self, granted: _Granted) -> bool:
+        """Admit waiting requests, in the policy's order. True where nothing would come of looking again before
+        `_admission_state` changes."""
         hits: dict[str, PrefixHit] = {}
         self._commit_settled()
-        leaders = self._leaders()
+        self._leaders.renew(self._together())
 
         def match(request: Request) -> PrefixHit:
             hit = hits.get(request.request_id)
@@ -274,48 +341,54 @@ class Scheduler:
                 hit = hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
             return hit
 
-        deferred = 0
-        order = list(self._policy.arrange(self._waiting, lambda request: match(request).num_tokens))
+        def cached(request: Request) -> int:
+            following = request.follows
+            return following.num_cached if following and self._follows(request) else match(request).num_tokens
+
+        deferred, quiet = 0, True
+        reads_ahead = self._ahead.stores
+        order = list(self._policy.arrange(self._waiting, cached))
         for place, request in enumerate(order):
             if deferred >= self._max_running:
-                return False
+                return quiet
             if len(self._running) >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
-                return not deferred
-            if not request.read_ahead:
-                self._read_ahead(request, order[place + 1 :])
-            if request.prefetch is not None:
-                if self._ahead.is_awaited(request.prefetch):
-                    request.wait_reason = "waits for a part of its prompt that is in storage"
-                    deferred += 1
-                    continue
-                self._has_read_ahead(request, request.prefetch)
-                if request.prefetch is not None:
-                    deferred += 1
-                    continue
-            hit = match(request)
-            # Also where nothing is left of the step: a leader hears of who waits for it.
-            leader = self._leader(request, hit, leaders)
-            if leader is not None:
-                request.wait_reason = f"waits for the prefix that {leader.request_id} is computing"
+                return quiet
+            if reads_ahead and not request.read_ahead:
+                self._prefetching.start(request, order[place + 1 :])
+            if self._prefetching.awaits(request):
+                deferred, quiet = deferred + 1, False
+                continue
+            if self._follows(request):
                 deferred += 1
                 continue
-            left = self._max_tokens - batch.num_tokens
+            hit = match(request)
+            # Also where nothing is left of the step: a leader hears of who waits for it.
+            leader = self._leaders.of(request, hit)
+            if leader is not None:
+                request.wait_reason = f"waits for the prefix that {leader[0].request_id} is computing"
+                request.follows = leader[1]
+                deferred, quiet = deferred + 1, quiet and leader[1] is not None
+                continue
+            left = self._max_tokens - granted.num_tokens
             if not left:
                 return False
             if not self._fits(request, hit):
-                return not deferred
+                return quiet
             try:
-                self._begin(batch, request, hit, left)
+                self._begin(granted, request, hit, left)
             except OutOfPages as error:
                 request.wait_reason = error.message
-                return not deferred
-            if self._cache.share_prefixes:
-                leaders.append(request)
-        return False
+                return quiet
+            self._leaders.join(request)
+        return quiet
 
-    def _begin(self, batch: Batch, request: Request, hit: PrefixHit, limit: int) -> None:
-        request.kv = self._cache.begin(
+    def _follows(self, request: Request) -> bool:
+        """Whether it waits for a leader of which there is nothing new."""
+        return request.follows is not None and self._leaders.is_waited_for(request.follows)
+
+    def _begin(self, granted: _Granted, request: Request, hit: PrefixHit, limit: int) -> None:
+        kv = request.kv = self._cache.begin(
             request.tokens,
             request.namespace,
             hit=hit,
@@ -323,49 +396,31 @@ class Scheduler:
             resumed=request.num_cached >= 0,
             label=request.request_id,
         )
-        request.num_launched = request.num_settled = request.kv.num_cached
+        request.start_at(kv.num_cached)
+        self._rows.bind(request)
+        self._rows.committed[kv.row] = kv.num_cached // self._cache.page_size
         if request.num_cached < 0:
-            request.num_cached = request.kv.num_cached
-            request.num_host, request.num_storage = request.kv.num_host, request.kv.num_storage
-            request.explanation = request.kv.explanation
-            batch.admitted.append(request)
-        self._let_go(request)
-        request.state = RequestState.RUNNING
+            request.num_cached = kv.num_cached
+            request.num_host, request.num_storage = kv.num_host, kv.num_storage
+            request.explanation = kv.explanation
+            granted.admitted.append(request)
+        self._prefetching.let_go(request)
+        request.state, request.follows = RequestState.RUNNING, None
         self._waiting.remove(request)
         insort(self._running, request, key=_order)
-        if request.kv.is_ready:
-            self._grant(batch, [self._work(request, limit)])
+        self._of_running = None
+        if kv.is_ready:
+            self._grant(granted, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
     def _commit_settled(self) -> None:
         """What running requests have computed is there for the waiting ones. While nobody waits, nobody asks for it, so
         that what a request draws is committed in one piece and not page by page."""
         if not self._cache.share_prefixes:
             return
-        size = self._cache.page_size
-        for request in self._running:
-            if request.kv is not None and request.num_settled // size > request.kv.lease.num_pages:
-                self._cache.commit(request.kv, request.tokens[: request.num_settled])
-
-    def _leaders(self) -> list[Request]:
-        """Running requests that others may wait for: they compute a prompt, or have still to leave something where they
-        are now, at the end of a page."""
-        if not self._cache.share_prefixes:
-            return []
-        early, size = self._cache.admission.gives_back_early, self._cache.page_size
-        return [other for other in self._running if other.in_prefill or (early and other.num_settled % size == 0)]
-
-    def _leader(self, request: Request, hit: PrefixHit, leaders: Sequence[Request]) -> Request | None:
-        """A running request that is computing more of this one's prefix than is cached: worth waiting for."""
-        size = self._cache.page_size
-        for other in leaders:
-            if other.kv is None or other.namespace != request.namespace:
-                continue
-            shared = min(_common_tokens(other.tokens, request.tokens), len(request.tokens) - 1) // size
-            if not other.in_prefill and shared * size != other.num_settled:
-                continue
-            if shared > hit.num_pages and self._cache.will_leave(other.kv, shared):
-                return other
-        return None
+        running, rows = self._together(), self._rows
+        whole = rows.settled[running.rows] // self._cache.page_size > rows.committed[running.rows]
+        for at in whole.nonzero()[0].tolist():
+            self._commit(running.requests[at])
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
@@ -381,22 +436,16 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
-            assert request.kv is not None
-            self._cache.finish(request.kv, request.tokens[: request.num_settled])
-            self._running.remove(request)
+            kv, settled = request.kv, request.num_settled
+            assert kv is not None
+            self._leave_row(request)
+            self._cache.finish(kv, request.tokens[:settled])
         else:
             self._waiting.remove(request)
-        self._let_go(request)
-        request.kv = None
+        self._prefetching.let_go(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
 
 
 def _order(request: Request) -> tuple[int, int]:
     return request.order
-
-
-def _common_tokens(left: Ids, right: Ids) -> int:
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length

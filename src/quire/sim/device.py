@@ -31,12 +31,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from quire.cache import KVCache, RequestKV
+from quire.cache import KVCache, RunningBatch
 from quire.cache.groups import Pieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
-from quire.scheduler.batch import Batch
 from quire.scheduler.request import RequestState
+from quire.scheduler.step import Step
 from quire.sim.names import NameChain, Names, page_weights
 from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.spec.ids import Ids
@@ -55,12 +55,9 @@ class Rows:
     ends: Lengths
 
     @classmethod
-    def of(cls, batch: Batch) -> Rows:
-        """The rows of a batch, in its order."""
-        works = batch.works
-        starts = np.fromiter([work.start for work in works], dtype=np.int64, count=len(works))
-        counts = np.fromiter([work.count for work in works], dtype=np.int64, count=len(works))
-        return cls(starts, starts + counts)
+    def of(cls, step: Step) -> Rows:
+        """The works of a step, in its order."""
+        return cls(step.starts, step.ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +70,14 @@ class _Reads:
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """A launched step. `drawn` is the token of each work, None for those that draw none. The rest is what the device
-    needs to check it: by group the pieces where requests carry a frame, the slots it writes and the tables it reads,
-    and the lane of each work."""
+    """A launched step. `drawn` are the tokens it draws, int64. The rest is what the device needs to check it: by group
+    the pieces where requests carry a frame, the slots it writes and the tables it reads, and the lane of each work."""
 
     number: int
-    batch: Batch
+    step: Step
     fence: int
     rows: Rows
-    drawn: list[int | None]
+    drawn: Lengths
     pieces: dict[int, Pieces]
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[_Reads]] = field(default_factory=dict)
@@ -112,26 +108,22 @@ class SimulatedDevice:
         width = {True: 1, False: plan.page_size}
         return [Frames(plan.frames_of(at), width[group.reach.carried]) for at, group in enumerate(plan.groups)]
 
-    def launch(self, batch: Batch, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
+    def launch(self, scheduled: Step, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
         """Start a step. `fence` was opened for it, and `pieces` are `KVCache.launch` of every group that has any.
         O(works) without checks."""
-        requests = scripted(work.request for work in batch.works)
-        drawn: list[int | None] = [
-            request.draws[end] if work.samples else None
-            for request, work, end in zip(requests, batch.works, rows.ends.tolist(), strict=True)
-        ]
+        requests, ends = scripted(scheduled.requests), rows.ends.tolist()
+        drawn = np.array([requests[at].draws[ends[at]] for at in scheduled.drawers.tolist()], dtype=np.int64)
         self._launched += 1
-        step = SimulatedStep(self._launched, batch, fence, rows, drawn, pieces)
+        step = SimulatedStep(self._launched, scheduled, fence, rows, drawn, pieces)
         if self._lanes is not None:
-            kvs = [work.kv for work in batch.works]
             step.lanes = self._lanes.of(requests, self._launched, self._settled)
             self._lanes.check_inputs(requests, rows)
             for memory in self._memory:
-                memory.capture(step, kvs, self._settled)
+                memory.capture(step, self._settled)
         return step
 
-    def settle(self, step: SimulatedStep) -> list[int | None]:
-        """Wait for a step: check what it does, and return the token of each work. Steps settle in launch order."""
+    def settle(self, step: SimulatedStep) -> Lengths:
+        """Wait for a step: check what it does, and return the tokens it drew. Steps settle in launch order."""
         assert step.number == self._settled + 1, "steps settle in the order of their launches"
         for memory in self._memory:
             memory.run(step)
@@ -237,12 +229,12 @@ class _Memory:
 
     # -- launching
 
-    def capture(self, step: SimulatedStep, kvs: Sequence[RequestKV], settled: int) -> None:
+    def capture(self, step: SimulatedStep, settled: int) -> None:
         """Take down what the step will touch."""
         if self._carried:
             self._check_pieces(step, settled)
             return
-        rows = step.rows
+        rows, kvs = step.rows, step.step.batch
         writes = step.writes[self._group] = self._cache.rows.slots(kvs, rows.starts, rows.ends, self._group)
         if settled + 1 < step.number:
             begun = writes[writes % self._size == 0] // self._size
@@ -254,7 +246,7 @@ class _Memory:
                 read = self._columns[: part.table.shape[1]] >= firsts[part.rows, None]
                 self._read_by[part.table[read]] = step.number
 
-    def _tables(self, rows: Rows, kvs: Sequence[RequestKV]) -> Iterator[_Reads]:
+    def _tables(self, rows: Rows, kvs: RunningBatch) -> Iterator[_Reads]:
         """Page tables of all works, those of like lengths together, so that little of a table is padding."""
         widths = -(-rows.ends // self._size)
         if int(widths.max()) * len(kvs) <= _FEW_PAGES:
@@ -263,7 +255,9 @@ class _Memory:
         order = np.argsort(-widths)
         for part in _alike(widths[order]):
             members = order[part]
-            table = self._cache.rows.page_table([kvs[at] for at in members.tolist()], rows.ends[members], self._group)
+            table = self._cache.rows.page_table(
+                [kvs.kvs[at] for at in members.tolist()], rows.ends[members], self._group
+            )
             yield _Reads(members, table)
 
     def _check_nobody_reads(self, frames: Ids, settled: int) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from quire.errors import InvalidInput
 from quire.sim.clock import CostModel, Lengths
-from quire.sim.device import Rows
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -87,15 +86,13 @@ def _steps(core: EngineCore) -> list[StepTime]:
     """Run an engine until it has no requests, a step at a time."""
     records = []
     while core.scheduler.has_requests:
-        batch = core.scheduler.schedule()
+        step = core.scheduler.schedule()
         began = time.perf_counter()
-        step = core.runner.launch(batch, None)
-        drawn = step.wait()
-        seconds = time.perf_counter() - began
-        rows = Rows.of(batch)
-        records.append(StepTime(rows.starts, rows.ends, seconds))
-        core.scheduler.settle(batch, drawn)
-        core.cache.close_fence(step.fence)
+        launched = core.runner.launch(step, None)
+        drawn = launched.wait()
+        records.append(StepTime(step.starts, step.ends, time.perf_counter() - began))
+        core.scheduler.settle(step, drawn)
+        core.cache.close_fence(launched.fence)
     return records
 
 

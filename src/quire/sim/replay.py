@@ -15,10 +15,10 @@ from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
 from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY
-from quire.scheduler.batch import Batch
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import Step
 from quire.sim.arrivals import Arrivals
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.copies import LAYER
@@ -146,11 +146,11 @@ class Replay:
     def _step(self, arrivals: Arrivals) -> None:
         """As `EngineCore.step`: schedule and launch, then settle the step before, or this one without overlap."""
         watch = time.thread_time()
-        batch = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         self._manager_seconds += time.thread_time() - watch
-        for request in scripted(batch.admitted):
+        for request in scripted(step.admitted):
             request.admitted = self.clock.now
-        launched = self._launch(batch) if batch.works else None
+        launched = self._launch(step) if len(step) else None
         if launched is None and self._in_flight is None and not self._wait(arrivals):
             assert self.scheduler.num_running, self.scheduler.waiting[0].wait_reason
         if self._in_flight is not None:
@@ -175,22 +175,21 @@ class Replay:
             self.ahead.settle_moves()
         self.clock.move_to(until)
 
-    def _launch(self, batch: Batch) -> _Launched:
+    def _launch(self, scheduled: Step) -> _Launched:
         self._steps += 1
-        rows = Rows.of(batch)
+        rows = Rows.of(scheduled)
         fence, pieces = self.cache.open_fence(), {}
         if self._carried:
-            kvs = [work.kv for work in batch.works]
             watch = time.thread_time()
-            launched = {index: self.cache.launch(index, kvs, rows.ends) for index in self._carried}
+            launched = {index: self.cache.launch(index, scheduled.batch, rows.ends) for index in self._carried}
             self._manager_seconds += time.thread_time() - watch
             pieces = {index: found for index, found in launched.items() if found is not None}
-        step = self.device.launch(batch, fence, rows, pieces)
+        step = self.device.launch(scheduled, fence, rows, pieces)
         self._occupancy.launched(self._steps, self.clock.now, *self._load())
         loads: list[Transfer] = []
         arrives = 0.0
         if self.tiers is not None:
-            loads = [load for work in batch.works for load in work.kv.loads if not load.done]
+            loads = [load for kv in scheduled.batch.kvs for load in kv.loads if not load.done]
             arrives = max(map(self.tiers.mover.end_of, loads), default=0.0)
         began = self.clock.now
         return _Launched(step, loads, began, self.clock.launch(rows.starts, rows.ends, arrives=arrives))
@@ -202,14 +201,14 @@ class Replay:
         drawn = self.device.settle(step)
         self.clock.move_to(launched.done)
         began, self._settled_at = max(launched.began, self._settled_at), launched.done
-        if step.batch.computes_prompts and not launched.loads:
-            self.ahead.computed(step.batch.num_tokens, launched.done - began)
+        if step.step.computes_prompts and not launched.loads:
+            self.ahead.computed(step.step.num_tokens, launched.done - began)
         watch = time.thread_time()
-        advanced = self.scheduler.settle(step.batch, drawn)
+        found = self.scheduler.settle(step.step, drawn)
         self.cache.close_fence(step.fence)
         self._manager_seconds += time.thread_time() - watch
         ended = len(self._ledger.records)
-        self._note(advanced, arrivals)
+        self._note([found.requests[at] for at in found.noted], arrivals)
         if self._leaving:
             self._let_go(arrivals)
         if len(self._ledger.records) > ended:
@@ -217,9 +216,9 @@ class Replay:
         if self._settings.check == "all" and self._steps % _AUDIT_EVERY == 0:
             self.cache.audit()
 
-    def _note(self, advanced: list[Request], arrivals: Arrivals) -> None:
+    def _note(self, noted: list[Request], arrivals: Arrivals) -> None:
         """Write down first tokens and ends."""
-        for request in scripted(advanced):
+        for request in scripted(noted):
             if request.first_token is None:
                 request.first_token = self.clock.now
             if request.finish_reason is not None:

@@ -17,8 +17,9 @@ import numpy as np
 from quire.cache import KVCache
 from quire.cache.groups import Pieces
 from quire.cache.request_kv import RequestKV
-from quire.scheduler.batch import Batch, Work
+from quire.cache.running import Lengths
 from quire.scheduler.request import Request
+from quire.scheduler.step import Step
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.testing.content import ContentOracle, slots_of_frames
@@ -37,39 +38,41 @@ def next_token(namespace: Namespace, tokens: Sequence[int] | Ids, vocabulary: in
 class FakeStep:
     """A launched step: what the device knows of it. `drawn` is filled by `FakeModel.execute`."""
 
-    batch: Batch
+    step: Step
     fence: int
     previous: FakeStep | None
-    known: list[Ids]  # per work: the request's tokens on the host at launch
+    inputs: list[Ids]  # per work: the request's tokens up to its last one, some of them still to come
     writes: list[Ids]  # per group: slots of the works' tokens, packed
     reads: list[list[Ids]]  # per group, per work: slots of its context, from the first page it reads on
     pieces: dict[int, Pieces]  # by group of which requests carry a frame
-    drawn: list[int | None] = field(default_factory=list)
+    drawn: Lengths = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class FakeModel:
-    """Executes batches of `Work` on a cache without bytes. Raises AssertionError when a step reads what it must not."""
+    """Executes steps on a cache without bytes. Raises AssertionError when a step reads what it must not."""
 
     def __init__(self, cache: KVCache, vocabulary: int = 3) -> None:
         self.oracle = ContentOracle(cache)
         self.vocabulary = vocabulary
         self._cache = cache
 
-    def launch(self, batch: Batch, previous: FakeStep | None = None) -> FakeStep:
+    def launch(self, step: Step, previous: FakeStep | None = None) -> FakeStep:
         """Start a step and open its fence. `previous` is the step in flight whose tokens this one may continue."""
-        kvs = [work.kv for work in batch.works]
-        starts = np.array([work.start for work in batch.works], dtype=np.int64)
-        ends = starts + np.array([work.count for work in batch.works], dtype=np.int64)
+        kvs, starts, ends = list(step.batch.kvs), step.starts, step.ends
         fence = self._cache.open_fence()
         writes, reads, pieces = [], [], {}
         for index in range(len(self._cache.groups)):
-            carried = self._cache.launch(index, kvs, ends)
+            carried = self._cache.launch(index, step.batch, ends)
             if carried is not None:
                 pieces[index] = carried
-            writes.append(self._cache.rows.slots(kvs, starts, ends, index) if carried is None else NO_SLOTS)
+            writes.append(self._cache.rows.slots(step.batch, starts, ends, index) if carried is None else NO_SLOTS)
             reads.append(self._reads(index, kvs, starts, ends) if carried is None else [])
-        known = [work.request.tokens.copy() for work in batch.works]
-        return FakeStep(batch, fence, previous, known, writes, reads, pieces)
+        news = np.split(step.tokens.astype(np.int32), step.offsets[1:-1])
+        inputs = [
+            np.concatenate((request.tokens[:start], new))
+            for request, start, new in zip(step.requests, starts.tolist(), news, strict=True)
+        ]
+        return FakeStep(step, fence, previous, inputs, writes, reads, pieces)
 
     def _reads(self, index: int, kvs: list[RequestKV], starts: np.ndarray, ends: np.ndarray) -> list[Ids]:
         size, reach = self._cache.page_size, self._cache.groups[index].reach
@@ -80,10 +83,15 @@ class FakeModel:
             for frames, first, end in zip(table, firsts, ends, strict=True)
         ]
 
-    def execute(self, step: FakeStep) -> list[int | None]:
-        """Run a launched step on the device; returns the token of each work, None where it draws none."""
-        inputs = [self._contents(step, index) for index in range(len(step.known))]
-        new = [contents[work.start :] for work, contents in zip(step.batch.works, inputs, strict=True)]
+    def execute(self, step: FakeStep) -> Lengths:
+        """Run a launched step on the device; returns the tokens it draws, int64."""
+        self._continue(step)
+        requests, starts = step.step.requests, step.step.starts.tolist()
+        inputs = [
+            self.oracle.contents(request.namespace, tokens.tolist())
+            for request, tokens in zip(requests, step.inputs, strict=True)
+        ]
+        new = [contents[start:] for start, contents in zip(starts, inputs, strict=True)]
         for group, reads in enumerate(step.reads):
             if group in step.pieces:
                 self._carry(group, step.pieces[group], step, inputs)
@@ -91,16 +99,15 @@ class FakeModel:
             self.oracle.write(group, step.writes[group], np.concatenate(new))
             for slots, contents in zip(reads, inputs, strict=True):
                 self.oracle.check(group, slots, contents[len(contents) - len(slots) :])
-        step.drawn = [self._draw(step, index) for index in range(len(step.known))]
+        step.drawn = self._draw(step)
         step.previous = None
         return step.drawn
 
     def _carry(self, group: int, pieces: Pieces, step: FakeStep, inputs: list[np.ndarray]) -> None:
         """Each piece reads what its request holds so far, if that is anything, and writes what it holds then."""
         at = 0
-        for work, contents in zip(step.batch.works, inputs, strict=True):
-            position = work.start
-            while position < work.start + work.count:
+        for position, end, contents in zip(step.step.starts.tolist(), step.step.ends.tolist(), inputs, strict=True):
+            while position < end:
                 if position:
                     self.oracle.check(group, pieces.sources[at : at + 1], contents[position - 1 : position])
                 else:
@@ -120,25 +127,19 @@ class FakeModel:
                 break
         return tokens[request.num_prompt_tokens :]
 
-    def _draw(self, step: FakeStep, index: int) -> int | None:
-        work = step.batch.works[index]
-        return next_token(work.request.namespace, self._input(step, index), self.vocabulary) if work.samples else None
+    def _draw(self, step: FakeStep) -> Lengths:
+        """The token behind each place that draws one."""
+        found = []
+        for work, place in zip(step.step.drawers.tolist(), step.step.draws.tolist(), strict=True):
+            tokens = step.inputs[work][: int(step.step.positions[place]) + 1]
+            found.append(next_token(step.step.requests[work].namespace, tokens, self.vocabulary))
+        return np.array(found, dtype=np.int64)
 
-    def _contents(self, step: FakeStep, index: int) -> np.ndarray:
-        return self.oracle.contents(step.batch.works[index].request.namespace, self._input(step, index).tolist())
-
-    def _input(self, step: FakeStep, index: int) -> Ids:
-        """The tokens of one work from its first to its last, with the one that only the device knows."""
-        work, known = step.batch.works[index], step.known[index]
-        end = work.start + work.count
-        if len(known) < end:
+    def _continue(self, step: FakeStep) -> None:
+        """The tokens that only the device knew when the step was launched."""
+        if len(step.step.future):
             assert step.previous is not None, "a token is pending and no step is in flight"
-            known = step.known[index] = np.append(known, np.int32(_drawn_for(step.previous, work)))
-        return known[:end]
-
-
-def _drawn_for(step: FakeStep, work: Work) -> int:
-    tokens = [token for other, token in zip(step.batch.works, step.drawn, strict=True) if other.request is work.request]
-    (token,) = tokens
-    assert token is not None
-    return token
+            drawn = step.previous.drawn[step.step.continued(step.previous.step)]
+            works = np.searchsorted(step.step.offsets, step.step.future, side="right") - 1
+            for work, place, token in zip(works.tolist(), step.step.future.tolist(), drawn.tolist(), strict=True):
+                step.inputs[work][step.step.positions[place]] = token

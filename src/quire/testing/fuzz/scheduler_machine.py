@@ -17,14 +17,15 @@ from quire.errors import ContextTooLong, RequestTooLarge
 from quire.offload import Offloads
 from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.prefix.evict import POLICIES as EVICTION
-from quire.scheduler.batch import Batch
 from quire.scheduler.policy import POLICIES, scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import Step
 from quire.spec.events import Namespace
 from quire.testing.fuzz.choices import Choices
-from quire.testing.fuzz.device import Part, Step
+from quire.testing.fuzz.device import Part
+from quire.testing.fuzz.device import Step as DeviceStep
 from quire.testing.fuzz.followed_cache import FollowedCache
 from quire.testing.fuzz.plain_cache import Sequence
 from quire.testing.fuzz.plans import hybrid_plan, shuffle_frames
@@ -35,15 +36,14 @@ MOST_REQUESTS = 10
 
 
 class _Flight:
-    """A launched step, its batch, and who it was launched for."""
+    """A launched step, what the device has of it, and who it was launched for."""
 
-    __slots__ = ("batch", "drawn", "followed", "step")
+    __slots__ = ("followed", "launched", "step")
 
-    def __init__(self, step: Step, batch: Batch, followed: list[Sequence]) -> None:
+    def __init__(self, launched: DeviceStep, step: Step, followed: list[Sequence]) -> None:
+        self.launched = launched
         self.step = step
-        self.batch = batch
         self.followed = followed
-        self.drawn: list[int | None] = []
 
 
 class SchedulerMachine:
@@ -152,11 +152,11 @@ class SchedulerMachine:
         first = min(self._running(), key=lambda request: request.order, default=None)
         preemptions = first.num_preemptions if first is not None else 0
         before = self.scheduler.num_preemptions
-        batch = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         assert first is None or first.num_preemptions == preemptions, "the first in order was preempted"
         self.cache.happened["preemption"] += self.scheduler.num_preemptions - before
-        self._check_batch(batch)
-        launched = self._launch(batch) if batch.works else None
+        self._check_step(step)
+        launched = self._launch(step) if len(step) else None
         settled = self._flight is not None
         self.did = *self.did, "and settle"
         if self._flight is not None:
@@ -169,33 +169,33 @@ class SchedulerMachine:
 
     # -- the device
 
-    def _launch(self, batch: Batch) -> _Flight:
-        self.did = "launch", [(work.request.request_id, work.start, work.start + work.count) for work in batch.works]
-        followed = [self.cache.followed(work.kv) for work in batch.works]
-        parts = [Part(work.start, work.start + work.count, 0) for work in batch.works]
+    def _launch(self, step: Step) -> _Flight:
+        starts, ends, kvs = step.starts.tolist(), step.ends.tolist(), list(step.batch.kvs)
+        names = [request.request_id for request in step.requests]
+        self.did = "launch", list(zip(names, starts, ends, strict=True))
+        followed = [self.cache.followed(kv) for kv in kvs]
+        parts = [Part(start, end, 0) for start, end in zip(starts, ends, strict=True)]
         for s, part in zip(followed, parts, strict=True):
             assert part.start == s.launched and part.end <= s.allocated, "a step goes on elsewhere than the last one"
             s.launched = part.end
-        step = self.cache.device.launch([work.kv for work in batch.works], parts)
-        self.cache.launched(step)
-        return _Flight(step, batch, followed)
+        launched = self.cache.device.launch(kvs, parts)
+        self.cache.launched(launched)
+        return _Flight(launched, step, followed)
 
     def _settle(self, flight: _Flight) -> None:
         """The device executes a step, draws tokens from what it read, and the host hears of it."""
-        names = self.cache.names
-        for work, part in zip(flight.batch.works, flight.step.parts, strict=True):
-            known = work.request.tokens[: part.end]
+        names, step, parts = self.cache.names, flight.step, flight.launched.parts
+        for request, part in zip(step.requests, parts, strict=True):
+            known = request.tokens[: part.end]
             if len(known) < part.end:  # the token that only the device knew at launch
-                known = np.append(known, np.int32(self._next(names.named(work.request.namespace, known.tobytes()))))
-            part.name = names.named(work.request.namespace, known.tobytes())
-        self.cache.execute(flight.step, flight.followed)
-        drawn = [
-            self._next(part.name) if work.samples else None
-            for work, part in zip(flight.batch.works, flight.step.parts, strict=True)
-        ]
-        for s, part in zip(flight.followed, flight.step.parts, strict=True):
+                known = np.append(known, np.int32(self._next(names.named(request.namespace, known.tobytes()))))
+            part.name = names.named(request.namespace, known.tobytes())
+        self.cache.execute(flight.launched, flight.followed)
+        drawn = [self._next(parts[work].name) for work in step.drawers.tolist()]
+        for s, part in zip(flight.followed, parts, strict=True):
             s.settled = part.end
-        for request in self.scheduler.settle(flight.batch, drawn):
+        found = self.scheduler.settle(step, np.array(drawn, dtype=np.int64))
+        for request in found.requests:
             expected = self._expected[request]
             output = request.output_tokens.tolist()
             if request.state is RequestState.FINISHED:
@@ -204,7 +204,7 @@ class SchedulerMachine:
                 self._ended(request)
             else:
                 assert output == expected[: len(output)], f"{request.request_id} has {output}, and alone {expected}"
-        self.cache.close_fence(flight.step)
+        self.cache.close_fence(flight.launched)
 
     def _next(self, name: int) -> int:
         """The token that follows: a fixed draw from all tokens before and the namespace."""
@@ -225,15 +225,13 @@ class SchedulerMachine:
 
     # -- checks
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_step(self, step: Step) -> None:
         happened = self.cache.happened
-        assert batch.num_tokens <= self._most_tokens, "a step has more tokens than it may"
-        assert all(work.count > 0 for work in batch.works), "a request is in a step without a token"
-        assert len({work.request.request_id for work in batch.works}) == len(batch.works), (
-            "a request is twice in a step"
-        )
-        happened["chunk"] += any(not work.samples for work in batch.works)
-        happened["mixed"] += any(work.count > 1 for work in batch.works) and len(batch.works) > 1
+        assert step.num_tokens <= self._most_tokens, "a step has more tokens than it may"
+        assert (step.counts > 0).all(), "a request is in a step without a token"
+        assert len({request.request_id for request in step.requests}) == len(step), "a request is twice in a step"
+        happened["chunk"] += bool((step.draw_counts == 0).any())
+        happened["mixed"] += bool((step.counts > 1).any()) and len(step) > 1
         happened["prefix wait"] += any("prefix" in request.wait_reason for request in self.scheduler.waiting)
 
     def _check_progress(self, *, progress: bool) -> None:

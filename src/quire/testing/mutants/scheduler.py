@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from quire.cache.admission import Admission
 from quire.cache.carried import CarriedGroup
 from quire.errors import OutOfPages
@@ -19,10 +21,10 @@ def scheduler_commits_what_is_launched(patch: Patch) -> None:
     """The scheduler commits what it has launched, and others reuse what is not computed yet."""
     real = Scheduler.settle
 
-    def settle(scheduler: Scheduler, batch: Any, drawn: Any) -> Any:
-        for work in batch.works:
-            work.count = min(work.request.num_launched, work.request.num_tokens) - work.start
-        return real(scheduler, batch, drawn)
+    def settle(scheduler: Scheduler, step: Any, *drawn: Any) -> Any:
+        ahead = [min(request.num_launched, request.num_tokens) for request in step.requests]
+        step.counts = np.array(ahead, dtype=np.int64) - step.starts
+        return real(scheduler, step, *drawn)
 
     patch.setattr(Scheduler, "settle", settle)
 
@@ -32,10 +34,10 @@ def preempt_the_first(patch: Patch) -> None:
     """The oldest request is preempted first, and two requests throw each other out for ever."""
     real = Scheduler._grant
 
-    def grant(scheduler: Scheduler, batch: Any, works: Any) -> None:
+    def grant(scheduler: Scheduler, *works: Any) -> None:
         running = scheduler._running
         scheduler._running = running[::-1]
-        real(scheduler, batch, works)
+        real(scheduler, *works)
         scheduler._running = sorted(scheduler._running, key=lambda request: request.order)
 
     patch.setattr(Scheduler, "_grant", grant)
@@ -45,11 +47,18 @@ def preempt_the_first(patch: Patch) -> None:
 def leaders_may_be_waiting(patch: Patch) -> None:
     """Two requests with one prefix wait for each other, and neither is ever admitted."""
 
-    def leader(scheduler: Scheduler, request: Any, hit: Any, leaders: Any) -> Any:
-        same = (other for other in scheduler.waiting if other is not request and other.tokens[0] == request.tokens[0])
-        return next(same, None)
+    def admit(scheduler: Scheduler, granted: Any) -> bool:
+        def leader(request: Any, hit: Any) -> Any:
+            for other in scheduler.waiting:
+                if other is not request and other.tokens[0] == request.tokens[0]:
+                    return other, None
+            return None
 
-    patch.setattr(Scheduler, "_leader", leader)
+        patch.setattr(scheduler._leaders, "of", leader)
+        return real(scheduler, granted)
+
+    real = Scheduler._admit
+    patch.setattr(Scheduler, "_admit", admit)
 
 
 @mutant("scheduler", field.ESTIMATE)

@@ -1,0 +1,76 @@
+"""Leaders: running requests that are computing what waiting ones could reuse, so that these wait for it.
+
+A waiting request looks for a leader when it is considered. Then it remembers whom it follows and how far, and is not
+looked at again before its leader has committed so many pages, or leads no more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.cache import KVCache, PrefixHit
+from quire.cache.request_kv import RequestKV
+from quire.scheduler.request import Following, Request
+from quire.scheduler.rows import RunningRows
+from quire.scheduler.step import StepRows
+from quire.spec.ids import Ids
+
+
+class Leaders:
+    """Of one scheduler. `renew` before waiting requests are looked at; `join` for each that begins meanwhile."""
+
+    def __init__(self, cache: KVCache, rows: RunningRows) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._all: list[Request] = []
+        self._computing: set[RequestKV] = set()  # those that compute what was known when they were admitted
+
+    def num_computing(self, running: StepRows) -> int:
+        """Requests that are computing a prompt now."""
+        return int(np.count_nonzero(self._rows.in_prefill(running))) if self._cache.share_prefixes else 0
+
+    def renew(self, running: StepRows) -> None:
+        """Who leads now: who computes a prompt, or has still to leave something where it is, at the end of a page."""
+        self._all, self._computing = [], set()
+        if not self._cache.share_prefixes:
+            return
+        leads = computes = self._rows.in_prefill(running)
+        if self._cache.admission.gives_back_early:
+            leads = computes | (self._rows.settled[running.rows] % self._cache.page_size == 0)
+        self._all = [running.requests[at] for at in leads.nonzero()[0].tolist()]
+        self._computing = {running.batch.kvs[at] for at in computes.nonzero()[0].tolist()}
+
+    def join(self, request: Request) -> None:
+        """It has just begun."""
+        if self._cache.share_prefixes and request.kv is not None:
+            self._all.append(request)
+            self._computing.add(request.kv)
+
+    def is_waited_for(self, following: Following) -> bool:
+        """Whether there is nothing new for who follows so."""
+        kv = following.leader
+        return kv in self._computing and kv.shares and kv.lease.num_pages < following.num_pages
+
+    def of(self, request: Request, hit: PrefixHit) -> tuple[Request, Following | None] | None:
+        """A running request that is computing more of this one's prefix than is cached, worth waiting for; and what to
+        remember, None where it is to be looked at again in the next step."""
+        size = self._cache.page_size
+        missed = slice(hit.num_pages * size, (hit.num_pages + 1) * size)  # the page that a leader has to have at least
+        first = request.tokens[missed].tobytes()
+        for other in self._all:
+            kv = other.kv
+            if kv is None or other.namespace != request.namespace or other.tokens[missed].tobytes() != first:
+                continue
+            shared = min(_common_tokens(other.tokens, request.tokens), request.num_tokens - 1) // size
+            if not other.in_prefill and shared * size != other.num_settled:
+                continue
+            if shared > hit.num_pages and self._cache.will_leave(kv, shared):
+                later = kv in self._computing and kv.lease.num_pages < shared
+                return other, Following(kv, shared, hit.num_tokens) if later else None
+        return None
+
+
+def _common_tokens(left: Ids, right: Ids) -> int:
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

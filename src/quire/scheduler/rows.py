@@ -1,0 +1,240 @@
+"""RunningRows: tokens, lengths and terms of all running requests, by the row that each has in the cache.
+
+A step reads and advances them with a few operations on arrays, however many requests are in it. `Request` shows its own
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.scheduler.request import Request
+from quire.scheduler.step import TERMS, Settled, Step, StepRows, Terms, terms_of
+from quire.spec.ids import Bools, Ids
+
+_NO_PLACES: Rows = np.empty(0, dtype=np.intp)
+
+
+class RunningRows:
+    """One row for each request that the cache has room for, of `width` tokens.
+
+    Memory is taken as rows are written, so a row costs what its longest request does.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.width = width
+        self.tokens: Ids = np.zeros((num_rows, width), dtype=np.int32)
+        self.flat: Ids = self.tokens.reshape(-1)  # a view
+        self._lengths: Lengths = np.zeros((4, num_rows), dtype=np.int64)
+        self.known, self.launched, self.settled, self.pending = self._lengths
+        self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
+        self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens behind the known ones that may come true
+        self.num_drafted = 0  # rows that have any
+        self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)  # whose the row is; 0: nobody's
+        self._terms: Terms = np.zeros(num_rows, dtype=TERMS)
+        self._last_serial = 0
+
+    def bind(self, request: Request) -> None:
+        """A request begins in the row of its `kv`."""
+        assert request.kv is not None
+        row = request.kv.row
+        request.bind(self.tokens[row], self._lengths[:, row])
+        self._terms[row] = terms_of(request)
+        self._last_serial += 1
+        self.serials[row] = self._last_serial
+
+    def unbind(self, request: Request) -> None:
+        """It gives its row up."""
+        assert request.kv is not None
+        row = request.kv.row
+        request.unbind()
+        self.forget_drafts(np.array([row]))
+        self.serials[row] = 0
+
+    def together(self, requests: Sequence[Request]) -> StepRows:
+        """These requests, for steps."""
+        kvs = [request.kv for request in requests if request.kv is not None]
+        assert len(kvs) == len(requests)
+        rows: Rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+        return StepRows(list(requests), RunningBatch(kvs, rows), self.serials[rows], self._terms[rows], self.width)
+
+    def ready(self, of: StepRows) -> Lengths:
+        """Tokens of each that could be launched now, drafts not counted: none once the last one it may draw is on its
+        way, or while it depends on what is."""
+        rows = of.rows
+        pending = self.pending[rows]
+        known = self.known[rows] + pending
+        ready: Lengths = known - self.launched[rows]
+        ready[(known >= of.limit) | (pending > of.most_pending)] = 0
+        return ready
+
+    def in_prefill(self, of: StepRows) -> Bools:
+        """As `Request.in_prefill`, of each."""
+        rows = of.rows
+        known = self.known[rows] + self.pending[rows]
+        found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < of.prompt)
+        return found
+
+    # -- drafts
+
+    def draft(self, request: Request, tokens: Ids) -> None:
+        """These may be the next tokens of a request: its next step computes them behind the last known one."""
+        assert request.kv is not None and not request.pending
+        row, known = request.kv.row, request.num_tokens
+        self.tokens[row, known : known + len(tokens)] = tokens
+        self.num_drafted += int(self.drafts[row] == 0) * bool(len(tokens))
+        self.drafts[row] = len(tokens)
+
+    def forget_drafts(self, rows: Rows) -> None:
+        """They have been launched, or nobody wants them any more."""
+        if self.num_drafted:
+            self.num_drafted -= int(np.count_nonzero(self.drafts[rows]))
+            self.drafts[rows] = 0
+
+    # -- steps
+
+    def step(self, of: StepRows, counts: Lengths | None = None) -> Step:
+        """Launch `counts[i]` tokens of each, drafts among them; without counts, the one token that each draws behind.
+
+        What is launched is counted as such, and what it draws as pending.
+        """
+        rows = of.rows
+        starts = self.launched[rows]
+        pending = self.pending[rows]
+        step = self._next_tokens(of, starts) if counts is None else self._tokens_of(of, starts, counts, pending)
+        if np.count_nonzero(pending):
+            owners = step.drawers if step.is_decode else np.repeat(of.units[:-1], step.counts)
+            unknown = (step.positions >= self.known[rows][owners]) & (pending[owners] > 0)
+            step.future = unknown.nonzero()[0]
+        self.launched[rows] = starts + step.counts
+        self.pending[rows] = pending + step.draw_counts
+        self.forget_drafts(rows)
+        return step
+
+    def _next_tokens(self, of: StepRows, starts: Lengths) -> Step:
+        every = of.units[:-1]
+        return Step(
+            of=of,
+            starts=starts,
+            counts=of.ones,
+            offsets=of.units,
+            positions=starts,
+            draw_counts=of.ones,
+            drawers=every,
+            draws=every,
+            tokens=self.flat[of.base + starts].astype(np.int64),
+            future=_NO_PLACES,
+            is_decode=True,
+        )
+
+    def _tokens_of(self, of: StepRows, starts: Lengths, counts: Lengths, pending: Lengths) -> Step:
+        rows, every = of.rows, of.units[:-1]
+        offsets = np.zeros(len(of) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        owners = np.repeat(every, counts)
+        positions = np.arange(len(owners)) + (starts - offsets[:-1])[owners]
+        drafts = self.drafts[rows]
+        last = starts + counts >= self.known[rows] + pending + drafts
+        draw_counts = np.where(last, 1 + drafts, 0)
+        drawers = np.repeat(every, draw_counts)
+        behind = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
+        return Step(
+            of=of,
+            starts=starts,
+            counts=counts,
+            offsets=offsets,
+            positions=positions,
+            draw_counts=draw_counts,
+            drawers=drawers,
+            draws=offsets[1:][drawers] - behind,
+            tokens=self.flat[of.base[owners] + positions].astype(np.int64),
+            future=_NO_PLACES,
+        )
+
+    def settle(self, step: Step, tokens: Lengths, kept: Lengths | None) -> tuple[Settled, Lengths, list[int]]:
+        """A step has finished; it drew `tokens`, of which work i keeps its first `kept[i]`: all, if not given.
+
+        Requests that are done have their `finish_reason` now, and keep nothing behind it. Returns what they got, how
+        many tokens of each work have settled (-1 where its row is not the request's any more), and works that are done.
+        """
+        of, draw_counts = step.of, step.draw_counts
+        live = self.serials[of.rows] == of.serials
+        all_live = bool(live.all())
+        kept = draw_counts if kept is None else kept
+        several = len(step.drawers) > int(np.count_nonzero(draw_counts))
+        owners, within = step.drawers, None
+        if several:
+            assert (kept <= draw_counts).all() and (kept[draw_counts > 0] > 0).all(), "a work keeps none of its draws"
+            within = np.arange(len(owners)) - (np.cumsum(draw_counts) - draw_counts)[owners]
+            some = live[owners] & (within < kept[owners])
+            owners, tokens, within = owners[some], tokens[some], within[some]
+        elif not all_live:
+            some = live[owners]
+            owners, tokens = owners[some], tokens[some]
+        at = self.known[of.rows[owners]] + (within if within is not None else 0)
+        self.flat[of.base[owners] + at] = tokens
+        outputs = at + 1 - of.prompt[owners]
+        stops = of.stopping(owners, tokens, outputs)
+        ends = stops | (at + 1 >= of.limit[owners])
+        noted = ends | (outputs == 1)
+        done: list[int] = []
+        if np.count_nonzero(ends):
+            kept = kept.copy()
+            done = _end(of, owners, tokens, within, stops, ends, kept)
+            if within is not None:
+                some = within < kept[owners]
+                owners, tokens, noted = owners[some], tokens[some], noted[some]
+        settled = step.ends - (draw_counts - kept)
+        if not all_live:
+            settled[~live] = -1
+        self._advance(of, live if not all_live else None, settled, kept, draw_counts, several=several)
+        return _what_came(of, owners, tokens, noted, kept, several=several), settled, done
+
+    def _advance(
+        self, of: StepRows, live: Bools | None, settled: Lengths, kept: Lengths, drawn: Lengths, *, several: bool
+    ) -> None:
+        rows = of.rows
+        if live is not None:
+            rows, settled, kept, drawn = rows[live], settled[live], kept[live], drawn[live]
+        self.settled[rows] = settled
+        self.known[rows] += kept
+        self.pending[rows] -= drawn
+        if several:
+            self.launched[rows] -= drawn - kept
+
+
+def _end(
+    of: StepRows,
+    owners: Rows,
+    tokens: Lengths,
+    within: Lengths | None,
+    stops: Bools,
+    ends: Bools,
+    kept: Lengths,
+) -> list[int]:
+    """The requests of these draws are done, each with the first of its draws that ends it. Returns their works."""
+    done = []
+    for at in ends.nonzero()[0].tolist():
+        work = int(owners[at])
+        request = of.requests[work]
+        if request.finish_reason is None:
+            kept[work] = 1 if within is None else within[at] + 1
+            request.finish_reason = "stop" if stops[at] else "length"
+            if stops[at]:
+                request.stop_token = int(tokens[at])
+            done.append(work)
+    return done
+
+
+def _what_came(of: StepRows, owners: Rows, tokens: Lengths, noted: Bools, kept: Lengths, *, several: bool) -> Settled:
+    if not several:
+        whole = len(owners) == len(of)
+        requests = of.requests if whole else [of.requests[i] for i in owners.tolist()]
+        return Settled(requests, kept[owners], tokens, noted.nonzero()[0].tolist())
+    works, first = np.unique(owners, return_index=True)
+    said = np.logical_or.reduceat(noted, first) if len(first) else noted
+    requests = [of.requests[i] for i in works.tolist()]
+    return Settled(requests, kept[works], tokens, said.nonzero()[0].tolist())

@@ -1,0 +1,245 @@
+"""Step: what one turn of the engine computes, as arrays. The scheduler makes it, runner and kernels read it, and
+`Scheduler.settle` takes it back with the tokens that were drawn.
+
+A step has *works*, each of another request, those that go on by one token each first. Work i computes `counts[i]`
+tokens from position `starts[i]` on; all works lie one behind the other in the flat batch:
+
+    work          0   1   2 - - - - - -   3 - - -
+    flat          .   .   . . . . . . .   . . . .
+    offsets       0   1   2               9        13
+    draws         ^   ^               ^      ^ ^ ^        flat places after which a token is drawn
+
+A work draws nothing (a prompt that goes on), one token, or several: behind its last known token it may compute drafts,
+and then it draws after that token and after each draft. How many of these are kept is known when the step has settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.scheduler.request import Request
+from quire.spec.ids import Bools, Ids
+
+MOST_STOPS = 4
+"""Stop tokens that a request may have and is still compared with all others at once."""
+
+TERMS = np.dtype(
+    [
+        ("prompt", np.int64),  # tokens of it
+        ("limit", np.int64),  # tokens at which it ends
+        ("least", np.int64),  # outputs before which no stop token ends it
+        ("most_pending", np.int64),  # pending tokens with which it still goes on
+        ("stops", np.int32, (MOST_STOPS,)),  # padded with -1
+        ("many_stops", np.bool_),  # it has more of them
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("top_k", np.int64),
+        ("seed", np.uint64),
+        ("seeded", np.bool_),
+        ("index", np.uint64),
+        ("arrival", np.uint64),
+        ("greedy", np.bool_),
+        ("adjusts", np.bool_),  # its logits are changed before a draw
+        ("logprobs", np.bool_),
+    ]
+)
+"""What of a request does not change while it runs."""
+
+Terms = npt.NDArray[Any]
+_SEEDS = 2**64
+
+
+def terms_of(request: Request) -> tuple[Any, ...]:
+    """The entry of a request, in the order of `TERMS`."""
+    params, stops = request.params, sorted(request.stop_ids)
+    many = len(stops) > MOST_STOPS
+    padded = [] if many else stops
+    return (
+        request.num_prompt_tokens,
+        request.num_prompt_tokens + request.max_tokens,
+        params.min_tokens,
+        0 if params.needs_history else 1,
+        (*padded, *(-1,) * (MOST_STOPS - len(padded))),
+        many,
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k,
+        (params.seed or 0) % _SEEDS,
+        params.seed is not None,
+        request.index,
+        request.arrival,
+        params.greedy,
+        bool(params.logit_bias) or params.needs_history,
+        params.logprobs is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where a step draws: of each draw the terms of its request, and the index among the request's outputs.
+
+    `terms` is the same object in two steps in which the same requests draw one token each.
+    """
+
+    terms: Terms
+    outputs: Lengths
+    requests: Sequence[Request]
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+
+class StepRows:
+    """Requests that are in steps together, and what stays the same as long as they are: their rows, in order.
+
+    `serials` tell whether a row is still that request's. `base` is where the row's tokens begin in `RunningRows.flat`.
+    """
+
+    __slots__ = (
+        "_many_stops",
+        "_stops",
+        "base",
+        "batch",
+        "limit",
+        "most_pending",
+        "ones",
+        "prompt",
+        "requests",
+        "rows",
+        "serials",
+        "terms",
+        "units",
+    )
+
+    def __init__(
+        self, requests: list[Request], batch: RunningBatch, serials: Lengths, terms: Terms, width: int
+    ) -> None:
+        self.requests = requests
+        self.batch = batch
+        self.rows: Rows = batch.rows
+        self.serials = serials
+        self.terms = terms
+        self.base: Lengths = self.rows * width
+        self.prompt: Lengths = terms["prompt"].copy()
+        self.limit: Lengths = terms["limit"].copy()
+        self.most_pending: Lengths = terms["most_pending"].copy()
+        self.ones: Lengths = np.ones(len(requests), dtype=np.int64)
+        self.units: Lengths = np.arange(len(requests) + 1)  # offsets where each has one token
+        self._stops: Ids | None = terms["stops"].copy() if np.count_nonzero(terms["stops"][:, 0] >= 0) else None
+        self._many_stops: Rows = terms["many_stops"].nonzero()[0]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def stopping(self, owners: Rows, tokens: Lengths, outputs: Lengths) -> Bools:
+        """Which of these tokens, drawn for the requests `owners` as their outputs number `outputs` (from 1), are the
+        last ones of their requests."""
+        if self._stops is None and not len(self._many_stops):
+            return np.zeros(len(owners), dtype=np.bool_)
+        found: Bools = np.zeros(len(owners), dtype=np.bool_)
+        if self._stops is not None:
+            found = (self._stops[owners] == tokens[:, None]).any(axis=1)
+        for at in np.isin(owners, self._many_stops).nonzero()[0].tolist():
+            found[at] = int(tokens[at]) in self.requests[int(owners[at])].stop_ids
+        return found & (outputs >= self.terms["least"][owners])
+
+    def part(self, places: Rows, width: int) -> StepRows:
+        """Some of them, in order."""
+        at = places.tolist()
+        kvs = self.batch.kvs
+        batch = RunningBatch([kvs[i] for i in at], self.rows[places])
+        requests = self.requests
+        return StepRows([requests[i] for i in at], batch, self.serials[places], self.terms[places], width)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """See this module. Lengths are int64; `offsets` is `[works + 1]`, what is flat `[num_tokens]`.
+
+    `tokens` are the input ids; `future` are the flat places of those that a step in flight still draws. `draw_counts`
+    says how many tokens each work draws, `drawers` the work of each draw. `parents`, where drafts are a tree, is for
+    each flat place the one before it; None: each follows the one before. With `is_decode` every work is the token
+    behind all that its request has room for but itself, so that `KVCache.next_slots` are its slots. `admitted` are the
+    requests that were admitted in it for the first time.
+    """
+
+    of: StepRows
+    starts: Lengths
+    counts: Lengths
+    offsets: Lengths
+    positions: Lengths
+    draw_counts: Lengths
+    drawers: Rows
+    draws: Rows
+    tokens: Lengths
+    future: Rows
+    is_decode: bool = False
+    parents: Ids | None = None
+    admitted: list[Request] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of each work its request."""
+        return self.of.requests
+
+    @property
+    def batch(self) -> RunningBatch:
+        """The works' requests, for the verbs of the cache."""
+        return self.of.batch
+
+    @property
+    def ends(self) -> Lengths:
+        """Where each work ends: tokens of its request once it is done."""
+        return self.starts + self.counts
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return len(self.positions)
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether any request computes more than it has drawn, or may have."""
+        return bool((self.counts > np.maximum(self.draw_counts, 1)).any())
+
+    @property
+    def places(self) -> Places:
+        """Its draws, for a sampler."""
+        requests, terms, prompt = self.of.requests, self.of.terms, self.of.prompt
+        if len(self.drawers) != len(self) or not self.is_decode:
+            requests = [requests[i] for i in self.drawers.tolist()]
+            terms, prompt = terms[self.drawers], prompt[self.drawers]
+        return Places(terms, self.positions[self.draws] + 1 - prompt, requests)
+
+    def continued(self, previous: Step) -> Rows:
+        """For each of `future` the draw of the step before that gives its token: the request's last one."""
+        draw_of = np.zeros(int(previous.of.rows.max()) + 1, dtype=np.intp)
+        draw_of[previous.of.rows[previous.drawers]] = np.arange(len(previous.drawers))
+        works = np.searchsorted(self.offsets, self.future, side="right") - 1
+        found: Rows = draw_of[self.of.rows[works]]
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """What a step has brought: `tokens`, those that were kept, one request's behind the other's.
+
+    `counts[i]` of them, at least one, are those of `requests[i]`; `noted` says for which of these it was the first
+    time, or the last.
+    """
+
+    requests: list[Request]
+    counts: Lengths
+    tokens: Lengths
+    noted: list[int]
