@@ -377,7 +377,7 @@ def test_what_is_to_be_forgotten_is_not_held(kind: str) -> None:
     else:
         tiers_of(world).damaged.mark(pages[:1])
         assert world.prefetcher is not None
-        world.prefetcher.lose(tiers_of(world).damaged.bad)
+        world.prefetcher.lose(tiers_of(world).damaged)
         tiers_of(world).damaged.mend(pages)
     assert not prefetch.holds and world.prefetcher is not None and not world.prefetcher.leases()
     world.cache.audit()

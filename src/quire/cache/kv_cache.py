@@ -114,7 +114,7 @@ class KVCache:
             pages=self.pages,
             groups=self.groups,
             tree=self.tree,
-            damaged=DamagedPages(num_pages, self.groups),
+            damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
             identity=identity,
             seconds=seconds,
             give_back=self._give_back,
@@ -287,8 +287,8 @@ class KVCache:
         self._table.committed[row] = len(tokens)
         if end == start:
             return
-        if self.parts.damaged.num_bad and kv.shares:
-            kv.shares = not self.parts.damaged.is_bad_from(self.tree.match(kv.namespace, tokens).pages[start:end])
+        if self.parts.damaged.num_damaged and kv.shares:
+            kv.shares = not self.parts.damaged.have_frames(self.tree.match(kv.namespace, tokens).pages[start:end])
         pages = self._table.pages[row]
         if not kv.shares:
             whole = RowPages(row, pages, end)

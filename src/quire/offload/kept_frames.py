@@ -6,6 +6,7 @@ that a request needs to begin behind the prefix are pinned too, on the device or
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,26 +39,21 @@ class KeptFrames:
         self._partial = [group for group in groups if not group.reach.whole]
         self._damaged = damaged
         self._hosts = hosts
-        width = max(len(group.frames.column) for group in groups)
-        self._soft = {group.index: np.zeros(width, dtype=np.int32) for group in self._partial}  # pins by page
-        self._hard = {group.index: np.zeros(width, dtype=np.int32) for group in self._partial}
+        self._soft: dict[int, Counter[int]] = {group.index: Counter() for group in self._partial}  # pins by page
+        self._hard: dict[int, Counter[int]] = {group.index: Counter() for group in self._partial}
         self._room = {group.index: max(0, group.num_frames - group.reach.held(largest)) for group in self._partial}
         self._num_held = 0
 
     def end(self, pages: Ids) -> tuple[int, str]:
         """The most pages of a cached path behind which a request could begin, wherever the frames are, and the group
         that stood in the way of more, "" where none did."""
-        limit = len(pages)
-        if self._damaged.num_bad:
-            limit = int(np.argmax(np.append(self._damaged.bad[pages], True)))
-        return resume_point(self._partial, pages[:limit], self._hosts)
+        return resume_point(self._partial, pages[: self._damaged.before(pages)], self._hosts)
 
     def has_room(self, pages: Ids) -> bool:
         """Whether what a request needs to begin behind these pages may be pinned for good."""
         for group in self._partial:
             hard = self._hard[group.index]
-            fresh = int(np.count_nonzero(hard[self._needed(group, pages)] == 0))
-            if int(np.count_nonzero(hard)) + fresh > self._room[group.index]:
+            if len(hard.keys() | set(self._needed(group, pages).tolist())) > self._room[group.index]:
                 return False
         return True
 
@@ -94,7 +90,7 @@ class KeptFrames:
         """Frames of a group that could be evicted but for soft pins. O(pages) where there are any."""
         if not self._num_held or group not in self._soft:
             return 0
-        pages = np.flatnonzero(self._soft[group]).astype(np.int32)
+        pages = np.fromiter(self._soft[group], dtype=np.int32)
         return int(np.count_nonzero(self._only_soft(group, pages)))
 
     def num_soft_of(self, group: int, pages: Ids) -> int:
@@ -108,7 +104,7 @@ class KeptFrames:
         takes over a frame that it alone pins, where frames are carried along."""
         most = int(self._group(group).reach.carried)
         return sum(
-            int(np.count_nonzero(self._pins(group, each.pages) - self._soft[group][each.pages] <= most))
+            int(np.count_nonzero(self._pins(group, each.pages) - self._counted(self._soft[group], each.pages) <= most))
             for each in pinned
             if each.group == group and each.tier is Tier.DEVICE
         )
@@ -121,11 +117,16 @@ class KeptFrames:
 
     # -- inside
 
-    def _count(self, pinned: Sequence[PinnedFrames], counts: dict[int, Ids], change: int) -> None:
+    def _count(self, pinned: Sequence[PinnedFrames], counts: dict[int, Counter[int]], change: int) -> None:
         for each in pinned:
             if each.tier is Tier.DEVICE:
-                counts[each.group][each.pages] += np.int32(change)
+                pages = each.pages.tolist()
+                counts[each.group].update(dict.fromkeys(pages, change))
+                counts[each.group] = +counts[each.group] if change < 0 else counts[each.group]
                 self._num_held += change
+
+    def _counted(self, counts: Counter[int], pages: Ids) -> Ids:
+        return np.array([counts[page] for page in pages.tolist()], dtype=np.int32)
 
     def _group(self, index: int) -> GroupCache:
         return next(group for group in self._partial if group.index == index)
@@ -136,7 +137,7 @@ class KeptFrames:
         return idle.pins[pages]
 
     def _only_soft(self, group: int, pages: Ids) -> Bools:
-        soft = self._soft[group][pages]
+        soft = self._counted(self._soft[group], pages)
         found: Bools = (soft > 0) & (self._pins(group, pages) == soft)
         return found
 

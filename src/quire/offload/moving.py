@@ -36,7 +36,6 @@ class Moving:
     scope: bytes
     on_device: bool
     on_host: bool
-    serial: int = 0
     abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
     pinned: bool = field(default=False)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.cache.damaged import DamagedPages
 from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts
 from quire.cache.resuming import resume_point
@@ -119,7 +120,7 @@ class Prefetcher:
         found = self._tree.match(namespace, tokens)
         known = min(found.num_pages, limit)
         start, _ = resume_point(self._partial, found.pages[:known], tiering.hosts)
-        if start == limit or tiering.damaged.bad[found.pages].any():
+        if start == limit or tiering.damaged.are(found.pages).any():
             return None
         above = int(found.pages[known - 1]) if known else 0
         parent = tiering.names.key_above(namespace, above)
@@ -211,10 +212,10 @@ class Prefetcher:
         self.stop(prefetch)
         return True
 
-    def lose(self, bad: Bools) -> None:
-        """Nobody holds what begins with pages that are `bad`, so that they can be forgotten."""
+    def lose(self, damaged: DamagedPages) -> None:
+        """Hold nothing that begins with damaged pages, so that they can be forgotten."""
         for prefetch in list(self._holding):
-            if prefetch.done and bad[prefetch.sought.path].any():
+            if prefetch.done and damaged.are(prefetch.sought.path).any():
                 self._let_go(prefetch)
 
     # -- inside
@@ -360,7 +361,7 @@ class Prefetcher:
         tiering, sought = self._tiering, prefetch.sought
         near, wanted = sought.near(), sought.far()
         prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
-        if wanted <= near or tiering.damaged.bad[sought.path].any() or tiering.is_too_much(sought.loads(wanted)):
+        if wanted <= near or tiering.damaged.are(sought.path).any() or tiering.is_too_much(sought.loads(wanted)):
             return
         tokens = (wanted - near) * self._size
         num_bytes = sum(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.damaged import DamagedPages
 from quire.cache.offload import CacheParts
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
@@ -30,7 +31,7 @@ from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
-from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
 
 RETAIN_SHARE = 0.25
@@ -211,10 +212,10 @@ class Retention:
             self._let_go(kept)
         return len(gone)
 
-    def lose(self, bad: Bools) -> int:
-        """Keep nothing that goes through a page that is `bad` (by page id): it cannot be had any more. Returns how many
-        retentions that were."""
-        gone = [kept for kept in self._kept.values() if bad[pages_to(kept.lease.node)].any()]
+    def lose(self, damaged: DamagedPages) -> int:
+        """Keep nothing that goes through a damaged page: it cannot be had any more. Returns how many retentions that
+        were."""
+        gone = [kept for kept in self._kept.values() if damaged.are(pages_to(kept.lease.node)).any()]
         for kept in gone:
             self._let_go(kept)
         self.num_lost += len(gone)
@@ -504,15 +505,19 @@ class Retention:
 
 
 class _PageCounts:
-    """How often each page is kept, by id. Who keeps a page keeps those before it too."""
+    """How often each page is kept, by id. What keeps a page keeps those before it too."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros(64, dtype=np.int32)
-        self.distinct = 0
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def distinct(self) -> int:
+        """Pages that are kept."""
+        return len(self._counts)
 
     def shared(self, pages: Ids) -> int:
         """How many of these, from the first on, are kept already."""
-        return int(np.count_nonzero(self._of(pages)))
+        return sum(page in self._counts for page in pages.tolist())
 
     def cost(self, pages: Ids) -> int:
         """How many of these are not kept yet."""
@@ -520,20 +525,12 @@ class _PageCounts:
 
     def add(self, pages: Ids) -> None:
         """Keep these once more."""
-        self.distinct += self.cost(pages)
-        self._counts[pages] += 1
+        self._counts.update(pages.tolist())
 
     def remove(self, pages: Ids) -> None:
         """Keep these once less."""
-        self._counts[pages] -= 1
-        self.distinct -= self.cost(pages)
-
-    def _of(self, pages: Ids) -> Ids:
-        top = int(pages.max(initial=0))
-        if top >= len(self._counts):
-            self._counts = np.concatenate([self._counts, np.zeros(max(top, len(self._counts)), dtype=np.int32)])
-        counts: Ids = self._counts[pages]
-        return counts
+        self._counts.subtract(pages.tolist())
+        self._counts = +self._counts
 
 
 def _least(kept: _Kept) -> tuple[bool, int, float, int]:

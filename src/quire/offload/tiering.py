@@ -22,7 +22,7 @@ from quire.cache.offload import CacheParts
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
-from quire.memory.residency import Column
+from quire.memory.residency import Column, State
 from quire.offload.archiver import NOT_DAMAGED, Archiver
 from quire.offload.below import Below
 from quire.offload.condemned import Condemned
@@ -46,7 +46,7 @@ class Tiering:
     """The tiers of one cache, which has these parts. See the module."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
-        groups, tree, num_pages = parts.groups, parts.tree, parts.frames.num_pages
+        groups, tree = parts.groups, parts.tree
         self.below = below = Below(settings, parts)
         self.settings = settings
         self.mover, self.break_even = below.mover, below.break_even
@@ -61,15 +61,11 @@ class Tiering:
         self.moving: dict[Transfer, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = parts.plan.page_size
-        self._saving = np.zeros((len(groups), num_pages + 1), dtype=np.bool_)
-        self._fetched = np.zeros(num_pages + 1, dtype=np.bool_)  # from the store, and not used since
-        self._arriving = np.zeros((len(groups), num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
-        self._loads: dict[int, Transfer] = {}
-        self._serial = 0
+        self._on_host = parts.frames.anchor(Tier.HOST)
         self._ended: list[Transfer] = []
         self._unsaved = OwedPaths(tree)  # of which a copy was wanted when too much was on its way
         self._saves_wait = False  # until a save has ended
-        self.archiver = Archiver(below, tree, num_pages, parts.seconds)
+        self.archiver = Archiver(below, tree, parts.seconds)
         self.fetched: Callable[[Transfer], None] = _nobody
 
     # -- what was flushed
@@ -106,7 +102,7 @@ class Tiering:
 
     def num_fetched(self, pages: Ids) -> int:
         """How many of these came from the store, and were not used since."""
-        return int(np.count_nonzero(self._fetched[pages]))
+        return int(np.count_nonzero(self._on_host.has(pages, State.FETCHED)))
 
     def resume_point(self, pages: Ids, *, below: bool) -> tuple[int, str]:
         """As `quire.cache.resuming`, with what the device has or `below` with what the host has, too."""
@@ -123,7 +119,7 @@ class Tiering:
             self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
             self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
-        self._fetched[pages] = False
+        self._on_host.unmark(pages, State.FETCHED)
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=(len(pages),))
 
@@ -246,9 +242,9 @@ class Tiering:
     def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         host = self.hosts[group.index]
-        lacks = ~host.resident(pages) | host.is_distrusted(pages)
-        lacks &= ~self._saving[group.index, pages] & ~self.damaged.bad[pages]
-        lacks &= self._arriving[group.index, pages] == 0
+        lacks = ~host.resident(pages) | host.is_damaged(pages)
+        lacks &= ~host.table.has(pages, State.ARRIVING) & ~self.damaged.are(pages)
+        lacks &= ~group.table.has(pages, State.ARRIVING)
         lacks &= group.frames.resident(pages)
         if group.table.idle is not None:
             useful: Bools = group.table.idle.rank[pages] >= Rank.MARKED
@@ -323,12 +319,12 @@ class Tiering:
         self.damaged.mend(pages)
         self._unsaved.forgotten(len(pages))
         self.archiver.forgotten(pages)
-        self._fetched[pages] = False
+        self._on_host.unmark(pages, State.FETCHED)
 
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group have come from the store."""
         self.archiver.stored(group, pages)
-        self._fetched[pages] = True
+        self._on_host.mark(pages, State.FETCHED)
 
     def not_stored(self, group: int, pages: Ids) -> None:
         """The store does not have the frames of these pages in that group: it is given them when they are here."""
@@ -337,7 +333,7 @@ class Tiering:
     def owed_to_storage(self, pages: Ids) -> None:
         """These pages, of which a part has come from the store, can be reused now."""
         if self._partial:
-            self._fetched[pages] = True
+            self._on_host.mark(pages, State.FETCHED)
 
     # -- loading
 
@@ -366,11 +362,8 @@ class Tiering:
         move = self._submit(Lane.LOAD, moving)
         if move is None:
             return None
-        self._serial += 1
-        moving.serial = self._serial
-        self._loads[self._serial] = move
         for part in parts:
-            self._arriving[part.group, part.pages] = self._serial
+            self._groups[part.group].table.mark(part.pages, State.ARRIVING)
         self._tree.arrive(lease, num_here, len(pages))
         self._table.came(pages[num_here:])
         return move
@@ -391,9 +384,15 @@ class Tiering:
 
     def loads_of(self, pages: Ids) -> list[Transfer]:
         """Loads that some of these pages come with."""
-        if not self._loads:
+        loads = [move for move in self.moving if move.lane is Lane.LOAD]
+        if not loads:
             return []
-        return [self._loads[serial] for serial in np.unique(self._arriving[:, pages]).tolist() if serial]
+        arriving = [pages[group.table.has(pages, State.ARRIVING)] for group in self._groups]
+        return [
+            move
+            for move in loads
+            if any(np.isin(part.pages, arriving[part.group]).any() for part in self.moving[move].parts)
+        ]
 
     # -- looking, for audits
 
@@ -454,7 +453,7 @@ class Tiering:
         moving = self._release(move)
         self._saves_wait = False
         for part in moving.parts:
-            self._saving[part.group, part.pages] = False
+            self.hosts[part.group].table.unmark(part.pages, State.ARRIVING)
         if not move.is_whole or moving.abandoned:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
@@ -472,7 +471,7 @@ class Tiering:
         """Saved frames count from now on, but for those that the tree has no use for."""
         host = self.hosts[part.group]
         had = host.resident(part.pages)
-        host.let_go(part.pages)
+        host.drop_damaged(part.pages)
         good = ~host.resident(part.pages)
         if host.whole:
             for start, stop in _runs(part.at):
@@ -491,9 +490,8 @@ class Tiering:
 
     def _loaded(self, move: Transfer) -> None:
         moving = self._release(move)
-        del self._loads[moving.serial]
         for part in moving.parts:
-            self._arriving[part.group, part.pages] = 0
+            self._groups[part.group].table.unmark(part.pages, State.ARRIVING)
         if move.is_whole:
             self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
@@ -506,7 +504,7 @@ class Tiering:
             wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
-                self.hosts[part.group].distrust(part.pages[wrong])
+                self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
             self.counters.loaded_frames += here
             bad.append(part.pages[here:])
@@ -531,7 +529,7 @@ class Tiering:
             return None
         if link is Lane.SAVE:
             for part in moving.parts:
-                self._saving[part.group, part.pages] = True
+                self.hosts[part.group].table.mark(part.pages, State.ARRIVING)
         moving.pin(self._groups, self.hosts)
         self.moving[move] = moving
         return move

@@ -10,6 +10,7 @@ import xxhash
 from quire.cache.damaged import DamagedPages
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
+from quire.memory.residency import State
 from quire.offload import page_names, prefetcher, tiering
 from quire.offload.archiver import Archiver
 from quire.offload.below import Below
@@ -138,7 +139,7 @@ def the_end_of_a_record_is_not_covered(patch: Patch) -> None:
 @mutant("tiers", field.DAMAGED)
 def pages_are_cached_behind_damaged_ones(patch: Patch) -> None:
     """A request that has computed a damaged page again goes on with the damaged one."""
-    patch.setattr(DamagedPages, "is_bad_from", lambda pages, some: False)
+    patch.setattr(DamagedPages, "have_frames", lambda damaged, pages: False)
 
 
 @mutant("tiers", field.TWICE)
@@ -220,7 +221,7 @@ def what_a_full_link_refused_is_not_stored(patch: Patch) -> None:
 
     def undo(archiver: Archiver, batch: Any) -> None:
         for part in batch.parts:
-            archiver._stored[part.group, part.pages] = False
+            archiver._stored[part.group].unmark(part.pages, State.RESIDENT)
 
     patch.setattr(Archiver, "_undo", undo)
 
