@@ -155,9 +155,7 @@ class Holds:
         as long as their pages."""
         if self._table.of(tier, group).idle is None:
             return _NO_PAGES
-        runs = [
-            each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier
-        ]
+        runs = [each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier]
         return np.concatenate(runs) if runs else _NO_PAGES
 
     def summary(self) -> str:

@@ -26,6 +26,7 @@ from quire.cache.damaged import DamagedPages
 from quire.cache.explain import names_of
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
+from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.placement import PagePlacement
 from quire.cache.prefix_hit import PrefixHit
@@ -115,6 +116,7 @@ class KVCache:
             groups=self.groups,
             tree=self.tree,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
+            holds=Holds(self.tree, table, self._give_back),
             identity=identity,
             seconds=seconds,
             give_back=self._give_back,
@@ -125,7 +127,9 @@ class KVCache:
         )
         self.offload = offload.make(self.parts)
         self.admission = Admission(self.parts, self.rows, self.offload.kept)
-        self._reclaim = Reclaim(self.groups, self.pages, self.tree, self.offload, self.counters, self.rows.live)
+        self._reclaim = Reclaim(
+            self.groups, self.pages, self.tree, self.offload, self.counters, self.rows.live, self.parts.holds
+        )
         self._table = self.rows.table
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
@@ -465,6 +469,7 @@ class KVCache:
         self.num_changes += 1
 
     def _give_back(self, pages: Ids) -> None:
+        pages = self.parts.holds.free_of(pages)
         if not len(pages):
             return
         pages = in_order(pages)

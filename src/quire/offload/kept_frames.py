@@ -8,30 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from quire.cache.damaged import DamagedPages
 from quire.cache.groups import GroupCache
+from quire.cache.hold import HeldFrames
 from quire.cache.resuming import resume_point
 from quire.offload.host_groups import HostGroup
 from quire.spec.ids import Bools, Ids, Tier
-from quire.spec.rank import Rank
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedFrames:
-    """Pages of one group whose frames one retention pins, in one tier."""
-
-    group: int
-    tier: Tier
-    pages: Ids
 
 
 class KeptFrames:
-    """Pins frames of `groups`, and of `hosts` where there are any. `largest` is a number of pages: what pins do not
-    take leaves room for a request of that length."""
+    """Which frames of `groups`, and of `hosts` where there are any, are kept. `largest` is a number of pages: what
+    pins do not take leaves room for a request of that length."""
 
     def __init__(
         self, groups: Sequence[GroupCache], damaged: DamagedPages, hosts: Sequence[HostGroup], *, largest: int
@@ -57,34 +47,30 @@ class KeptFrames:
                 return False
         return True
 
-    def pin(self, pages: Ids, *, hard: bool) -> list[PinnedFrames]:
-        """Keep what a request needs to begin behind these pages."""
-        pinned = []
+    def needed_by(self, pages: Ids) -> list[HeldFrames]:
+        """What a request needs to begin behind these pages, where it is."""
+        found = []
         for group in self._partial:
             needed = self._needed(group, pages)
             here = group.frames.resident(needed)
-            if here.any():
-                group.table.pin(needed[here], Rank.USED)
-                pinned.append(PinnedFrames(group.index, Tier.DEVICE, needed[here]))
+            found.append(HeldFrames(group.index, Tier.DEVICE, needed[here]))
             if not here.all():
-                self._hosts[group.index].pin(needed[~here])
-                pinned.append(PinnedFrames(group.index, Tier.HOST, needed[~here]))
-        self._count(pinned, self._hard if hard else self._soft, 1)
-        return pinned
+                found.append(HeldFrames(group.index, Tier.HOST, needed[~here]))
+        return found
 
-    def harden(self, pinned: Sequence[PinnedFrames]) -> None:
-        """They are not let go of for running requests any more."""
-        self._count(pinned, self._soft, -1)
-        self._count(pinned, self._hard, 1)
+    def count(self, frames: Sequence[HeldFrames], change: int, *, hard: bool) -> None:
+        """These are kept by so many more. `hard`: running requests cannot have them."""
+        counts = self._hard if hard else self._soft
+        for each in frames:
+            if each.tier is Tier.DEVICE:
+                counts[each.group].update(dict.fromkeys(each.pages.tolist(), change))
+                counts[each.group] = +counts[each.group] if change < 0 else counts[each.group]
+                self._num_held += change
 
-    def unpin(self, pinned: Sequence[PinnedFrames], *, hard: bool) -> None:
-        """Keep them no longer."""
-        self._count(pinned, self._hard if hard else self._soft, -1)
-        for each in pinned:
-            if each.tier is Tier.HOST:
-                self._hosts[each.group].unpin(each.pages)
-            else:
-                self._group(each.group).table.unpin(each.pages)
+    def harden(self, frames: Sequence[HeldFrames]) -> None:
+        """Running requests cannot have them any more."""
+        self.count(frames, -1, hard=False)
+        self.count(frames, 1, hard=True)
 
     def num_soft(self, group: int) -> int:
         """Frames of a group that could be evicted but for soft pins. O(pages) where there are any."""
@@ -99,7 +85,7 @@ class KeptFrames:
             return 0
         return int(np.count_nonzero(self._only_soft(group, self._needed(self._group(group), pages))))
 
-    def gain(self, pinned: Sequence[PinnedFrames], group: int) -> int:
+    def gain(self, pinned: Sequence[HeldFrames], group: int) -> int:
         """Of these soft pins, how many frames of a group would be to be had if all soft pins on them went. A request
         takes over a frame that it alone pins, where frames are carried along."""
         most = int(self._group(group).reach.carried)
@@ -109,21 +95,13 @@ class KeptFrames:
             if each.group == group and each.tier is Tier.DEVICE
         )
 
-    def gained(self, pinned: Sequence[PinnedFrames], group: int) -> int:
+    def gained(self, pinned: Sequence[HeldFrames], group: int) -> int:
         """Of frames that were unpinned, how many of a group's are to be had now."""
         most = int(self._group(group).reach.carried)
         runs = [each.pages for each in pinned if each.group == group and each.tier is Tier.DEVICE]
         return sum(int(np.count_nonzero(self._pins(group, pages) <= most)) for pages in runs)
 
     # -- inside
-
-    def _count(self, pinned: Sequence[PinnedFrames], counts: dict[int, Counter[int]], change: int) -> None:
-        for each in pinned:
-            if each.tier is Tier.DEVICE:
-                pages = each.pages.tolist()
-                counts[each.group].update(dict.fromkeys(pages, change))
-                counts[each.group] = +counts[each.group] if change < 0 else counts[each.group]
-                self._num_held += change
 
     def _counted(self, counts: Counter[int], pages: Ids) -> Ids:
         return np.array([counts[page] for page in pages.tolist()], dtype=np.int32)

@@ -22,7 +22,6 @@ class DeviceOnly(NoOffload):
         self.kept: Retention = Retention(parts, retain_share)
         self.ahead: ReadAhead = NOTHING_TO_READ_AHEAD
         self.tiers = self.prefetcher = None
-        parts.audits.holders.append(self.kept)
 
 
 Offloading = Tiered | DeviceOnly

@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from quire.cache.groups import GroupCache
+from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
-from quire.memory.residency import Column, State
+from quire.memory.residency import State
 from quire.offload.archiver import NOT_DAMAGED, Archiver
 from quire.offload.below import Below
 from quire.offload.condemned import Condemned
 from quire.offload.forgetting import Stored
 from quire.offload.host_groups import HostGroup
-from quire.offload.moving import Moving, Part
+from quire.offload.moving import Moving, Part, frames_of
 from quire.offload.owed_paths import OwedPaths
 from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.offload.worth_saving import worth_saving
@@ -52,7 +53,8 @@ class Tiering:
         self.mover, self.break_even = below.mover, below.break_even
         self.counters, self.hosts = below.counters, below.hosts
         self.names, self.damaged, self.forgetting = below.names, below.damaged, below.forgetting
-        self.condemned = Condemned(tree, parts.give_back)
+        self._holds = parts.holds
+        self.condemned = Condemned(tree, parts.holds, parts.give_back)
         self._groups = groups
         self._tree = tree
         self._forget = parts.give_back
@@ -141,23 +143,15 @@ class Tiering:
             self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
         self.archiver.owe(kv.lease.node)
 
-    def hold(self, pages: Ids) -> list[tuple[Column, Ids]]:
+    def hold(self, pages: Ids, label: str) -> Hold:
         """Keep what device and host have of single frames that a request needs to begin behind `pages`."""
         held = []
         for group in self._partial:
-            host, needed = self.hosts[group.index], group.reach.needed(len(pages))
+            needed = group.reach.needed(len(pages))
             part = pages[needed.start : needed.stop]
-            for column in (group.table, host.table):
-                kept = part[column.present(part)]
-                if len(kept):
-                    column.pin(kept)
-                    held.append((column, kept))
-        return held
-
-    def let_go(self, held: list[tuple[Column, Ids]]) -> None:
-        """Undo `hold`."""
-        for column, pages in held:
-            column.unpin(pages)
+            for tier, column in ((Tier.DEVICE, group.table), (Tier.HOST, self.hosts[group.index].table)):
+                held.append(HeldFrames(group.index, tier, part[column.present(part)]))
+        return self._holds.add(Reason.BEGIN, frames=held, label=label)
 
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
@@ -218,11 +212,10 @@ class Tiering:
                 saved = pages[taken]
                 ranks = group.table.idle.rank[saved] if group.table.idle is not None else None
                 parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
-        moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
             self._tree.release(lease)
             return None
-        move = self._submit(Lane.SAVE, moving)
+        move = self._submit(Lane.SAVE, lease, parts, scope)
         if move is None and not goes:
             self._saves_wait = bool(self.moving)
             self._unsaved.add(node, ends)
@@ -358,12 +351,9 @@ class Tiering:
                 host = self.hosts[group.index].column[lacking].copy()
                 assert host.all(), "a page is loaded that is nowhere"
                 parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
-        moving = Moving(lease, parts, self.names.scope(namespace), on_device=True, on_host=True)
-        move = self._submit(Lane.LOAD, moving)
+        move = self._submit(Lane.LOAD, lease, parts, self.names.scope(namespace))
         if move is None:
             return None
-        for part in parts:
-            self._groups[part.group].table.mark(part.pages, State.ARRIVING)
         self._tree.arrive(lease, num_here, len(pages))
         self._table.came(pages[num_here:])
         return move
@@ -395,21 +385,6 @@ class Tiering:
         ]
 
     # -- looking, for audits
-
-    def leases(self) -> list[Lease]:
-        """What moves, and what is to be forgotten, hold of the tree."""
-        return [moving.lease for moving in self.moving.values()] + [lease for lease, _ in self.condemned.paths]
-
-    def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group that is read in part, once for each move that touches their frames in that tier."""
-        runs = [
-            part.pages
-            for moving in self.moving.values()
-            if (moving.on_device if tier is Tier.DEVICE else moving.on_host)
-            for part in moving.parts
-            if part.group == group
-        ]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
     def host_frames_of_moves(self, group: int) -> Ids:
         """Host frames that saves have taken and that are no page's yet."""
@@ -452,20 +427,18 @@ class Tiering:
     def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
         self._saves_wait = False
-        for part in moving.parts:
-            self.hosts[part.group].table.unmark(part.pages, State.ARRIVING)
         if not move.is_whole or moving.abandoned:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
-            self._tree.release(moving.lease)
+            self._holds.release(moving.hold)
             return
         self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
-            self._bind(part, moving.lease)
-        self.archiver.owe(moving.lease.node)
-        self._tree.release(moving.lease)
+            self._bind(part, moving.hold.path)
+        self.archiver.owe(moving.hold.path.node)
+        self._holds.release(moving.hold)
 
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
@@ -490,13 +463,11 @@ class Tiering:
 
     def _loaded(self, move: Transfer) -> None:
         moving = self._release(move)
-        for part in moving.parts:
-            self._groups[part.group].table.unmark(part.pages, State.ARRIVING)
         if move.is_whole:
             self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
             self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
-            self._tree.release(moving.lease)
+            self._holds.release(moving.hold)
             return
         self.counters.failed_moves += 1
         bad, places = [], []
@@ -510,34 +481,39 @@ class Tiering:
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
-        self.condemned.add(moving.lease.node, min(places))
-        self._tree.release(moving.lease)
+        self.condemned.add(moving.hold.path.node, min(places))
+        self._holds.release(moving.hold)
 
     # -- inside
 
-    def _submit(self, link: Lane, moving: Moving) -> Transfer | None:
-        """Start a move. None, and what was taken for it is given back, where too much is on its way."""
-        move = self.below.move_of(link, moving.parts, moving.scope)
+    def _submit(self, lane: Lane, lease: Lease, parts: list[Part], scope: bytes) -> Transfer | None:
+        """Start a transfer. None, and what was taken for it is given back, where too much is on its way."""
+        saves = lane is Lane.SAVE
+        move = self.below.move_of(lane, parts, scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
-            for part in moving.parts:
-                if link is Lane.SAVE:
+            for part in parts:
+                if saves:
                     self.hosts[part.group].untake(part.host)
                 else:
                     self._groups[part.group].frames.drop(part.pages)
-            self._tree.release(moving.lease)
+            self._tree.release(lease)
             return None
-        if link is Lane.SAVE:
-            for part in moving.parts:
-                self.hosts[part.group].table.mark(part.pages, State.ARRIVING)
-        moving.pin(self._groups, self.hosts)
-        self.moving[move] = moving
+        for part in parts:
+            arrives = self.hosts[part.group].table if saves else self._groups[part.group].table
+            arrives.mark(part.pages, State.ARRIVING)
+        frames = frames_of(parts, on_device=True, on_host=not saves)
+        hold = self._holds.add(Reason.SAVE if saves else Reason.LOAD, lease=lease, frames=frames)
+        self.moving[move] = Moving(hold, parts, scope, on_device=True, on_host=not saves)
         return move
 
     def _release(self, move: Transfer) -> Moving:
-        """A move has ended; its frames may go, its path may not yet."""
+        """A transfer has ended; its frames may go, its path may not yet."""
         moving = self.moving.pop(move)
-        moving.unpin(self._groups, self.hosts)
+        self._holds.change(moving.hold, ())
+        for part in moving.parts:
+            arrived = self._groups[part.group].table if moving.on_host else self.hosts[part.group].table
+            arrived.unmark(part.pages, State.ARRIVING)
         return moving
 
 

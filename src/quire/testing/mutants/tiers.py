@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from quire.cache.damaged import DamagedPages
+from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
 from quire.memory.residency import State
@@ -43,12 +44,12 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
     """A frame is handed out again while its bytes are still being copied to the host, which keeps another page's."""
     real = Tiering._submit
 
-    def submit(tiers: Tiering, link: Lane, moving: Any) -> Any:
-        move = real(tiers, link, moving)
-        if move is not None and link is Lane.SAVE:
-            root = tiers._tree.roots.make(moving.lease.node.namespace, 0)
-            tiers._tree.release(moving.lease)
-            moving.lease = tiers._tree.pin(root)
+    def submit(tiers: Tiering, lane: Lane, *what: Any) -> Any:
+        move = real(tiers, lane, *what)
+        if move is not None and lane is Lane.SAVE:
+            hold = tiers.moving[move].hold
+            root = tiers._tree.roots.make(hold.path.node.namespace, 0)
+            tiers._holds.change(hold, hold.frames, lease=tiers._tree.pin(root))
         return move
 
     patch.setattr(Tiering, "_submit", submit)
@@ -311,7 +312,7 @@ def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
 
     def let_go(prefetcher: Prefetcher, found: Prefetch) -> None:
         prefetcher._holding.pop(found, None)
-        found.holds = False
+        found.hold.released = True
 
     patch.setattr(Prefetcher, "_let_go", let_go)
 
@@ -319,7 +320,14 @@ def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
 @mutant("tiers", field.PINS)
 def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
     """Windows and states on the host that a request has counted on are never given up again."""
-    patch.setattr(Prefetcher, "_let_go_frames", lambda prefetcher, found: found.held.clear())
+    real = Holds.release
+
+    def release(holds: Holds, hold: Hold) -> None:
+        if hold.reason is Reason.READ_AHEAD:
+            hold.frames = ()
+        real(holds, hold)
+
+    patch.setattr(Holds, "release", release)
 
 
 @mutant("tiers", field.EVENTS)
