@@ -15,6 +15,7 @@ from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids, Tier
 from quire.testing import small_plan
+from tests.memory.test_residency import test_a_reader_never_gets_the_padding_frame as check_missing_frames
 
 PAGE = 2
 FULL, WINDOW = ReachSpec(), ReachSpec("window", 3)
@@ -97,6 +98,15 @@ def test_held_frames_are_not_reclaimed() -> None:
     cache.parts.holds.release(hold)
     assert cache.groups[1].num_evictable == len(pages)
     cache.audit()
+
+
+def check_holds() -> None:
+    """All of the above."""
+    test_a_held_path_is_not_evicted_and_its_holder_is_named()
+    test_a_hold_is_released_once()
+    test_private_pages_stay_until_their_hold_is_released()
+    test_held_frames_are_not_reclaimed()
+    check_missing_frames()
 
 
 class HoldsBesideCounts(RuleBasedStateMachine):
