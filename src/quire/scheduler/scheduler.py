@@ -150,7 +150,8 @@ class Scheduler:
         `settle` says how many came true. Returns how many of them that are, as far as the plan reserves room and the
         request may still draw."""
         room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
-        ready = request.state is RequestState.RUNNING and not request.pending and not request.in_prefill
+        ready = request.state is RequestState.RUNNING and not request.pending
+        ready = ready and request.num_tokens - request.num_launched == 1
         if not ready or request.params.needs_history or room < 1:
             return 0
         self._rows.draft(request, tokens[:room])
@@ -236,10 +237,7 @@ class Scheduler:
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
                 decodes = running.part(places, self._rows.width)
-        drafts = self._rows.drafts[decodes.rows] if self._rows.num_drafted else None
-        if drafts is not None and len(decodes) + drafts.sum() > self._max_tokens:
-            some = (np.cumsum(1 + drafts) <= self._max_tokens).nonzero()[0]
-            decodes, drafts = decodes.part(some, self._rows.width), drafts[some]
+        drafts = self._rows.drafts_of(decodes, self._max_tokens - len(decodes)) if self._rows.num_drafted else None
         self._decoding = decodes
         if not len(decodes):
             return
