@@ -107,6 +107,27 @@ def test_the_comparison_notices_a_wrong_option(right, wrong):
     assert (case.attend(**wrong).double() - case.expected(**right)).abs().max() > 1e-3
 
 
+def test_rows_of_a_single_segment_may_come_in_any_order():
+    """An answer is a row's own, wherever the segment that covers all rows has it."""
+    case = PagedCase([(20, 1), (30, 1), (25, 1)], page_size=16)
+    segment = case.batch.plan(0, torch.device("cpu")).segments[0]
+    order, keys = torch.tensor([2, 0, 1]), segment.stop
+    segment.rows = order
+    segment.source.index = segment.source.index.view(3, keys)[order].flatten()
+    segment.mask = segment.mask[order]
+    assert case.error(scale=0.3) < 1e-5
+
+
+def test_a_few_rows_of_each_of_several_sequences_are_batched():
+    """Eight sequences with five new tokens cost as many segments as with one."""
+    one = PagedCase([(90, 1)] * 8, page_size=16).batch.plan(0, torch.device("cpu"))
+    case = PagedCase([(90 + extra, 5) for extra in range(8)], page_size=16, shape=Shape(group=3))
+    assert len(case.batch.plan(0, torch.device("cpu")).segments) == len(one.segments) == 1
+    assert case.error(scale=0.3) < 1e-5
+    assert case.error(scale=0.3, window=40) < 1e-5
+    assert len(case.batch.plan(40, torch.device("cpu")).segments) == 1
+
+
 def test_a_step_without_rows_of_a_sequence():
     case = PagedCase([(20, 0), (30, 1)], page_size=16)
     assert case.error(scale=0.3) < 1e-5

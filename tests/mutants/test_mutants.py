@@ -11,12 +11,13 @@ from quire.errors import QuireError
 from quire.plan import planner
 from quire.testing import mutants as shipped
 from quire.testing.fuzz.run import run_lives
+from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.mutants import hybrid_mutants, step_mutants
+from tests.mutants import hybrid_mutants, plan_mutants, step_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import Clients, check_link
@@ -50,6 +51,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "idle": [check_idle_order],
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
+    "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
     "never slower": [
         *(lambda seed=seed: check_link(seed) for seed in range(12)),
         *(Clients(seed).run for seed in range(12)),
@@ -98,7 +100,11 @@ def test_without_a_mutant_all_is_well(killer: str) -> None:
 
 
 def test_names_and_sentences_are_all_different() -> None:
-    known = (hybrid_mutants.windows_go_tail_first, step_mutants.draws_are_one_too_early)
+    known = (
+        hybrid_mutants.windows_go_tail_first,
+        plan_mutants.tails_are_not_shown,
+        step_mutants.draws_are_one_too_early,
+    )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     every = [*MUTANTS, *shipped.MUTANTS.values()]
     assert len({mutant.name for mutant in every}) == len({mutant.wrong for mutant in every}) == len(every)

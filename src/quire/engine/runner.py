@@ -14,6 +14,7 @@ from quire.cache.running import Lengths
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.batch import PagedBatch
+from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
 from quire.memory.page_table import DevicePageTables
 from quire.memory.pool import Pool
@@ -71,6 +72,7 @@ class ModelRunner:
         self._device = device
         self.pools = pools
         following = [at for at, group in enumerate(cache.groups) if not group.reach.carried]
+        self._planners = [AttentionPlanner() for _ in pools]
         self._place = {group: place for place, group in enumerate(following)}
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self._tables = DevicePageTables(len(following), rows, width, device=device)
@@ -126,6 +128,8 @@ class ModelRunner:
             frames=self._frames(requests, ends, group),
             slots=slots,
             page_size=self._cache.page_size,
+            planner=self._planners[group],
+            ids=requests.rows,
         )
 
     def _frames(self, requests: RunningBatch, ends: np.ndarray, group: int) -> Ids:

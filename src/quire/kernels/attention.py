@@ -74,7 +74,7 @@ def attend(
     """
     step = _Step(query, key, value, tokens, scale, softcap)
     plan = batch.plan(window or 0, query.device, chunked=chunked)
-    if len(plan.segments) == 1 and sinks is None and plan.segments[0].num_rows == query.shape[0]:
+    if len(plan.segments) == 1 and sinks is None and plan.segments[0].rows == slice(0, query.shape[0]):
         out, _ = step.partial(plan.segments[0])
         return out.reshape(query.shape[0], query.shape[1], -1).to(query.dtype)
     merged = _Merged(query, step.kv_heads, value.shape[-1], start_empty=plan.start_empty, keep_lse=sinks is not None)
@@ -200,10 +200,19 @@ class _Step:
         return self._dense(query, key, value)
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        """One row per sequence: the heads of a group are the rows of the product."""
-        key = key.view(segment.num_rows, -1, *key.shape[1:]).transpose(1, 2)  # [rows, kv_heads, keys, dim]
-        value = value.view(segment.num_rows, -1, *value.shape[1:]).transpose(1, 2)
-        return self.attend(query, key, value, mask=segment.mask)
+        """A few rows of each of several sequences: they and the heads of a group are the rows of the product."""
+        count, (_, kv_heads, group, _) = segment.batched, query.shape
+        key = key.view(count, -1, *key.shape[1:]).transpose(1, 2)  # [sequences, kv_heads, keys, dim]
+        value = value.view(count, -1, *value.shape[1:]).transpose(1, 2)
+        rows = segment.num_rows // count
+        if rows == 1:
+            mask = None if segment.mask is None else segment.mask.unsqueeze(1)
+            return self.attend(query, key, value, mask=mask)
+        folded = query.view(count, rows, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = None if segment.mask is None else segment.mask.repeat(1, group, 1).unsqueeze(1)
+        out, lse = self.attend(folded, key, value, mask=mask)
+        out = out.reshape(count, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return out, lse.reshape(count, kv_heads, group, rows).permute(0, 3, 1, 2).flatten(0, 1)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """Rows that see different keys: KV heads are the batch, the heads of a group share keys by stride 0."""

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.segments import Slots, StepPlan, flatten_ranges, plan_step
+from quire.kernels.planner import AttentionPlanner
+from quire.kernels.segments import Slots, StepPlan, flatten_ranges
 from quire.spec.ids import Ids
 
 T = TypeVar("T")
@@ -23,11 +24,35 @@ class PagedBatch:
     `frames` int32 `[R, max_pages]`: row r is the frame of each page, valid up to `ceil(context_lens[r] / page_size)`.
     `slots` int32 `[T]`: `frame * page_size + offset` that each row's key and value are written to.
     The arrays are not copied and must not change while the batch is in use.
+
+    `planner` keeps plans of attention between the batches of one group; without it, this batch's are made for it alone.
+    `ids` int64 `[R]`, all different and not negative, are by what it finds sequences again: their places by default.
     """
 
-    __slots__ = ("_derived", "_plans", "_slots", "context_lens", "frames", "page_size", "query_starts", "slots")
+    __slots__ = (
+        "__weakref__",
+        "_derived",
+        "_slots",
+        "context_lens",
+        "frames",
+        "ids",
+        "page_size",
+        "planner",
+        "query_starts",
+        "slots",
+    )
 
-    def __init__(self, *, query_starts: Ids, context_lens: Ids, frames: Ids, slots: Ids, page_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        query_starts: Ids,
+        context_lens: Ids,
+        frames: Ids,
+        slots: Ids,
+        page_size: int,
+        planner: AttentionPlanner | None = None,
+        ids: Slots | None = None,
+    ) -> None:
         assert page_size >= 1
         assert len(query_starts) == len(context_lens) + 1
         assert len(frames) == len(context_lens)
@@ -38,8 +63,9 @@ class PagedBatch:
         self.frames = frames
         self.slots = slots
         self.page_size = page_size
+        self.planner = planner or AttentionPlanner()
+        self.ids = ids
         self._slots: Tensor | None = None
-        self._plans: dict[tuple[int, bool], StepPlan] = {}
         self._derived: dict[object, Any] = {}
 
     @property
@@ -61,27 +87,16 @@ class PagedBatch:
     def plan(self, window: int, device: torch.device, *, chunked: bool = False) -> StepPlan:
         """How to attend with `window` (0: everything). Built on first use, then shared by all layers of the step.
 
-        `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`.
+        `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`. The plan is
+        valid until another batch of the same planner asks for one.
         """
-        if window and (not len(self.context_lens) or window >= int(self.context_lens.max())):
-            window = 0
-        chunked = chunked and window > 0
-        found = self._plans.get((window, chunked))
-        if found is None or found.device != device:
-            found = plan_step(
-                self.query_starts,
-                self.context_lens,
-                self.frames,
-                self.page_size,
-                window=window,
-                chunked=chunked,
-                device=device,
-            )
-            self._plans[window, chunked] = found
-        return found
+        return self.planner.plan(self, window, device, chunked=chunked and window > 0)
 
-    def part(self, sequences: Slots) -> tuple[Slots, PagedBatch]:
-        """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone."""
+    def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
+        """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.
+
+        Plans are kept between the parts that have the same `name`, of which a batch has one, and for no other.
+        """
         starts, stops = self.query_starts[sequences].astype(np.int64), self.query_starts[sequences + 1].astype(np.int64)
         rows = flatten_ranges(starts, stops)
         batch = PagedBatch(
@@ -90,6 +105,8 @@ class PagedBatch:
             frames=self.frames[sequences],
             slots=self.slots[rows],
             page_size=self.page_size,
+            planner=None if name is None else self.planner.part(name),
+            ids=sequences if self.ids is None else self.ids[sequences],
         )
         return rows, batch
 

@@ -95,7 +95,7 @@ def _split(
     short, long = by_length(batch, most)
     whole = None
     if len(short):
-        rows, part = batch.part(short)
+        rows, part = batch.part(short, ("whole", most))
         whole = torch.from_numpy(rows).to(device), part
     return whole, ChoosingRows(batch, long, 1, device) if len(long) else None
 

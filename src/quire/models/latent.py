@@ -122,7 +122,8 @@ class LatentAttention:
         for way in (False, True):
             sequences = np.flatnonzero((expanded == way) & (new > 0))
             if len(sequences):
-                found.append((*batch.part(sequences), way))
+                name = (type(self), self.rank, self._key_dim, self.value_dim, way)
+                found.append((*batch.part(sequences, name), way))
         return found
 
     def expands(self, new: Slots, contexts: Slots) -> npt.NDArray[np.bool_]:

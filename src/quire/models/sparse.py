@@ -86,7 +86,7 @@ class _SparseAttention:
         short, long = by_length(batch, self._most)
         whole = None
         if len(short):
-            rows, part = batch.part(short)
+            rows, part = batch.part(short, ("whole", self._most))
             whole = torch.from_numpy(rows).to(device), part
         return whole, ChoosingRows(batch, long, 1, device) if len(long) else None
 

@@ -1,0 +1,358 @@
+"""AttentionPlanner: how one step's attention splits into segments, kept from step to step and edited where it changed.
+
+What a plan says of a sequence follows from the frames of its pages and its length alone. So both are remembered and
+compared: a sequence whose pages are what they were keeps its segments, and its new tokens are appended to its tail.
+Sequences are found again by their ids, which are a hint: under a wrong id the pages differ, and are planned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import numpy as np
+import torch
+
+from quire.kernels import segments
+from quire.kernels.chunks import ChunkSegments
+from quire.kernels.segments import (
+    Segment,
+    Sequences,
+    Slots,
+    Source,
+    StepPlan,
+    flatten_ranges,
+    gathered_sources,
+    row_index,
+    run_sources,
+    shared_runs,
+)
+from quire.kernels.tails import Tails
+from quire.spec.ids import Bools, Ids
+
+if TYPE_CHECKING:
+    from quire.kernels.batch import PagedBatch
+
+MAX_KEPT = 1 << 24
+"""Gathered slots, 8 bytes each, above which a plan is not kept for the next step."""
+
+
+class AttentionPlanner:
+    """The plans of the batches of one group, step after step. A plan is read until the next batch asks for its own.
+
+    It keeps, per kind of window, one int64 per scattered token of the sequences of the last step (at most about
+    `MAX_KEPT`, or nothing) and their page tables.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, bool, torch.device], _Kept] = {}
+        self._parts: dict[Hashable, AttentionPlanner] = {}
+
+    def part(self, name: Hashable) -> AttentionPlanner:
+        """A planner of its own for the part `name` of every batch."""
+        return self._parts.setdefault(name, AttentionPlanner())
+
+    def plan(self, batch: PagedBatch, window: int, device: torch.device, *, chunked: bool) -> StepPlan:
+        """See `PagedBatch.plan`. O(pages compared + what changed since the last step)."""
+        key = (window, chunked, device)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = _Kept(0 if chunked else window, device)
+        elif kept.batch is not None and kept.batch() is batch:
+            return kept.plan
+        sequences = Sequences.of(batch.query_starts, batch.context_lens, batch.frames, batch.ids, batch.page_size)
+        plan = kept.planned(sequences.cut(window) if chunked else sequences)
+        kept.batch = ref(batch)
+        if kept.num_kept > MAX_KEPT:
+            del self._kept[key]
+        return plan
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    """What one sequence alone reads beside its tail."""
+
+    sources: list[Source] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    made_for: tuple[int, bool, bool] | None = None  # the flat row and flags that segments were made for
+
+
+class _Kept:
+    """The last plan for one window, and what it was made from, per sequence with few new tokens: a *row* here."""
+
+    def __init__(self, window: int, device: torch.device) -> None:
+        self.window = window
+        self.device = device
+        self.batch: ref[PagedBatch] | None = None  # whose plan it is
+        self.plan = StepPlan((), False, device)
+        none = np.zeros(0, dtype=np.int64)
+        self.ids = self.queries = none  # of all sequences
+        self.runs: list[tuple[Slots, int, int]] = []  # that they share
+        self.run_sources: dict[bytes, list[Source]] = {}
+        self.done = none  # positions up to which these cover each sequence
+        self.rows = Sequences(none, none, none, np.zeros((0, 0), dtype=np.int32), none, 1, none)
+        self.order = none  # the sequence of each row
+        self.covers = none  # `done` of each row
+        self.limits = none  # length of its tail, or of the run that grows, above which it is planned anew
+        self.ends = none  # the slot after its last source, a run that new tokens prolong; -1: no such run
+        self.dated: Bools = np.zeros(0, dtype=np.bool_)  # good for one step only
+        self.known: Ids = np.zeros((0, 0), dtype=np.int32)  # page tables
+        self.owns: list[_Own] = []
+        self.tails = Tails(window, device)
+        self.num_kept = 0  # gathered slots that are held for the next step
+
+    def planned(self, seqs: Sequences) -> StepPlan:
+        """The plan of a step."""
+        same = self._is_same(seqs)
+        before = self.rows
+        if not same:
+            before = self._match(seqs)
+        rows = self.rows = seqs if len(self.order) == len(seqs.ids) else seqs.take(self.order)
+        changed = self._changed(before)
+        if not same or changed.any():
+            self._share(seqs)
+        covers = self.done[self.order]
+        changed |= covers != self.covers
+        again = changed | self._outgrown(before)
+        self._append(before, ~again)
+        if not same or again.any():
+            self.covers = covers
+            self._replan(np.flatnonzero(again))
+            self.plan = self._assembled(seqs)
+        self.tails.show_rows(rows.contexts)
+        return self.plan
+
+    # What has changed -------------------------------------------------------------------------------------------------
+
+    def _is_same(self, seqs: Sequences) -> bool:
+        """Whether the sequences are those of the last step, in their order, and all of them are rows."""
+        return (
+            len(self.order) == len(seqs.ids)
+            and np.array_equal(self.ids, seqs.ids)
+            and np.array_equal(self.queries, seqs.queries)
+            and bool(self._few(seqs).all())
+        )
+
+    def _few(self, seqs: Sequences) -> Bools:
+        """Which sequences are rows."""
+        few: Bools = (seqs.queries >= 1) & (seqs.queries <= segments.MAX_BATCHED_ROWS)
+        if self.window > segments.MAX_GATHER:
+            few &= (seqs.queries == 1) | ~self._cut(seqs.contexts)
+        return few
+
+    def _cut(self, contexts: Slots) -> Bools:
+        """Which sequences have rows that no longer see the first token."""
+        cut: Bools = contexts > self.window if self.window else np.zeros(len(contexts), dtype=np.bool_)
+        return cut
+
+    def _match(self, seqs: Sequences) -> Sequences:
+        """Find the rows of this step among those of the last one. Returns what they were then, -1 where new."""
+        before = self.rows
+        self.ids, self.queries = seqs.ids.copy(), seqs.queries
+        self.order = np.flatnonzero(self._few(seqs))
+        place = {number: row for row, number in enumerate(before.ids.tolist())}
+        ids, queries = seqs.ids[self.order], seqs.queries[self.order]
+        old = np.array([place.get(number, -1) for number in ids.tolist()], dtype=np.int64)
+        if len(before.ids):
+            old[before.queries[old] != queries] = -1
+        if np.array_equal(old, np.arange(len(before.ids))):
+            return before
+        fresh = old < 0
+
+        def matched(array: Slots) -> Slots:
+            return np.where(fresh, -1, array[old] if len(array) else -1)
+
+        self.tails.select(old)
+        self.covers, self.limits, self.ends = matched(self.covers), matched(self.limits), matched(self.ends)
+        self.dated = matched(self.dated.astype(np.int64)) == 1
+        self.owns = [self.owns[row] if row >= 0 else _Own() for row in old.tolist()]
+        known = np.full((len(old), self.known.shape[1]), -1, dtype=np.int32)
+        known[~fresh] = self.known[old[~fresh]]
+        self.known = known
+        return Sequences(
+            before.starts, matched(before.lows), matched(before.contexts), before.frames, ids, seqs.page_size, queries
+        )
+
+    def _changed(self, before: Sequences) -> Bools:
+        """Rows whose pages are not those they were planned with, or that read them otherwise. Remembers the pages."""
+        rows = self.rows
+        cut = self._cut(rows.contexts)
+        changed: Bools = (rows.contexts < before.contexts) | (before.contexts < 0) | (rows.lows != before.lows)
+        changed |= cut != self._cut(before.contexts)
+        width, size = rows.frames.shape[1], rows.page_size
+        if self.known.shape[1] < width:
+            missing = width + width // 4 - self.known.shape[1]
+            self.known = np.pad(self.known, ((0, 0), (0, missing)), constant_values=-1)
+        reads = np.where(cut, rows.contexts - self.window, rows.lows) // size  # the first page that is still read
+        planned = -(-before.contexts // size)
+        first, stop = int(reads.min(initial=width)), min(int(planned.max(initial=0)), width)
+        differs = self.known[:, first:stop] != rows.frames[:, first:stop]
+        some = np.flatnonzero(differs.any(axis=1))
+        if len(some):
+            at, page = np.nonzero(differs[some])
+            row, page = some[at], page + first
+            self.known[row, page] = rows.frames[row, page]
+            changed[row[(page >= reads[row]) & (page < planned[row])]] = True
+        self.known[:, stop:width] = rows.frames[:, stop:]
+        return changed
+
+    def _share(self, seqs: Sequences) -> None:
+        """Which sequences read the same pages from their first one on."""
+        pasts = seqs.contexts - seqs.queries
+        alone = self._cut(seqs.contexts) | (seqs.queries == 0) | (seqs.lows > 0)
+        full_pages = np.where(alone, 0, pasts // seqs.page_size)
+        self.runs = list(shared_runs(seqs.frames, full_pages, seqs.page_size))
+        self.done = seqs.lows.copy()
+        for members, _, stop in self.runs:
+            self.done[members] = stop * seqs.page_size
+
+    def _outgrown(self, before: Sequences) -> Bools:
+        """Rows whose tail or growing run is too long by now, whose run does not go on, or that are dated."""
+        rows = self.rows
+        outgrown: Bools = self.dated | (rows.contexts - self.tails.shift > self.limits)
+        grows = np.flatnonzero(self.ends >= 0)
+        if len(grows):
+            counts = rows.contexts[grows] - before.contexts[grows]
+            goes_on = rows.slots_at(grows, rows.contexts[grows] - 1) == self.ends[grows]
+            outgrown[grows] |= (counts > 1) | ((counts == 1) & ~goes_on)
+        return outgrown
+
+    # The parts of a plan ----------------------------------------------------------------------------------------------
+
+    def _append(self, before: Sequences, kept: Bools) -> None:
+        """Let the rows that are `kept` read their new tokens."""
+        rows = self.rows
+        counts = np.where(kept, rows.contexts - before.contexts, 0)
+        if (counts == 1).all():
+            at, positions = np.arange(len(counts)), rows.contexts - 1
+        else:
+            at = np.repeat(np.arange(len(counts)), counts)
+            positions = flatten_ranges(rows.contexts - counts, rows.contexts)
+        self.tails.append(at, positions, rows.slots_at(at, positions))
+        for row in np.flatnonzero((self.ends >= 0) & (counts > 0)).tolist():
+            source, segment = self.owns[row].sources[-1], self.owns[row].segments[-1]
+            source.stop += 1
+            segment.stop += 1
+            self.ends[row] += 1
+
+    def _replan(self, dirty: Slots) -> None:
+        """Plan the rows `dirty` from their pages."""
+        rows = self.rows
+        for row in dirty.tolist():
+            self.owns[row] = _Own()
+        self.ends[dirty], self.dated[dirty] = -1, False
+        cut = self._cut(rows.contexts)
+        seen = rows.contexts - np.where(rows.queries > 1, rows.queries, 0)  # positions beyond those only in tails
+        lows = np.where(cut, np.maximum(rows.contexts - rows.queries + 1 - self.window, 0), self.covers)
+        tails: dict[int, Slots] = {}
+        whole = []
+        for row in dirty.tolist():
+            low, high = int(lows[row]), int(seen[row])
+            if high - low < 2 * segments.MIN_RUN or (cut[row] and rows.queries[row] > 1):
+                whole.append(row)
+            elif not cut[row]:
+                tail = self._split(row, low, high)
+                if len(tail):
+                    tails[row] = tail
+            elif not self._split_window(row, low, high):
+                whole.append(row)
+        several = np.array(whole, dtype=np.int64)
+        lengths = (rows.contexts - lows)[several]
+        slots = rows.slots_of(several, lows[several], rows.contexts[several])
+        ring = cut & (rows.queries == 1)
+        self.dated[dirty] |= (cut & ~ring)[dirty]
+        for row, tail in zip(whole, np.split(slots, np.cumsum(lengths)[:-1]), strict=False):
+            tails[row] = np.roll(tail, lows[row] % self.window) if ring[row] else tail
+        for row, tail in tails.items():
+            short = len(tail) < 2 * segments.MIN_RUN
+            self.limits[row] = 2 * segments.MIN_RUN + (0 if short else segments.MAX_GATHER)
+        self.limits[ring] = np.iinfo(np.int64).max
+        self.tails.drop(dirty)
+        self.tails.pack(tails, rows.queries, rows.contexts, ring, rows.starts)
+
+    def _split(self, row: int, low: int, high: int) -> Slots:
+        """Cut positions `low:high`, which all new tokens see, into runs and gathers.
+
+        Returns the tail: the rest, and new tokens where they are several. It is empty where the last run goes on with
+        the tokens to come.
+        """
+        rows = self.rows
+        begins, ends = rows.slot_runs(row, low, high)
+        in_place = ends - begins >= segments.MIN_RUN
+        rest = flatten_ranges(begins[~in_place], ends[~in_place])
+        runs = run_sources(begins[in_place], ends[in_place])
+        if in_place[-1] and rows.queries[row] == 1:
+            self.owns[row].sources = gathered_sources(rest, self.device) + runs
+            self.ends[row], self.limits[row] = runs[-1].stop, segments.MAX_RUN
+            self.tails.shift[row] = rows.contexts[row] - len(runs[-1])
+            return rest[:0]
+        whole = max(len(rest) - 1, 0) // segments.MAX_GATHER * segments.MAX_GATHER
+        self.owns[row].sources = gathered_sources(rest[:whole], self.device) + runs
+        high_, context = np.array([high]), rows.contexts[row : row + 1]
+        return np.concatenate((rest[whole:], rows.slots_of(np.array([row]), high_, context)))
+
+    def _split_window(self, row: int, low: int, high: int) -> bool:
+        """Cut a window into runs, if much of it is in runs, and gathers. They are good for this step."""
+        begins, ends = self.rows.slot_runs(row, low, high)
+        in_place = ends - begins >= segments.MIN_RUN
+        if self.window <= segments.MAX_BATCHED and 2 * (ends - begins)[in_place].sum() < self.window:
+            return False
+        rest = flatten_ranges(begins[~in_place], ends[~in_place])
+        self.owns[row].sources = run_sources(begins[in_place], ends[in_place]) + gathered_sources(rest, self.device)
+        self.dated[row] = True
+        return True
+
+    def _assembled(self, seqs: Sequences) -> StepPlan:
+        """All segments in the order to run them, those of rows that are as they were being kept."""
+        found = self._shared(seqs)
+        shared, tailed = self.covers > self.rows.lows, self.tails.has()
+        fresh = ~shared
+        each = zip(
+            self.owns,
+            self.rows.starts.tolist(),
+            self.rows.queries.tolist(),
+            shared.tolist(),
+            tailed.tolist(),
+            strict=False,
+        )
+        for row, (own, start, queries, after, before) in enumerate(each):
+            if own.sources:
+                fresh[row] = False
+                if own.made_for != (start, after, before):
+                    own.made_for = (start, after, before)
+                    own.segments = _dense(slice(start, start + queries), queries, own.sources)
+                    own.segments[0].first = not after
+                    own.segments[-1].last = not before
+                found += own.segments
+        start_empty = self.tails.place_rows(self.rows.starts, fresh)
+        found += [block.segment for block in self.tails.blocks]
+        gathered = [segment.source.index for segment in found if segment.source.index is not None]
+        self.num_kept = sum(map(len, gathered))
+        if len(self.order) < len(seqs.ids):
+            chunks = ChunkSegments(seqs, self.window, self.device)
+            others = np.setdiff1d(np.flatnonzero(seqs.queries), self.order)
+            for sequence in others.tolist():
+                chunks.add(sequence, int(self.done[sequence]))
+            found += chunks.found
+        return StepPlan(tuple(found), start_empty, self.device)
+
+    def _shared(self, seqs: Sequences) -> list[Segment]:
+        """Dense segments of the rows of all sequences that read the same frames."""
+        found, sources = [], {}
+        for members, first, stop in self.runs:
+            leader, size = int(members[0]), seqs.page_size
+            key = seqs.frames[leader, first:stop].tobytes()
+            sources[key] = self.run_sources.get(key) or seqs.sources(leader, first * size, stop * size, self.device)
+            rows = flatten_ranges(seqs.starts[members], seqs.starts[members + 1])
+            run = _dense(row_index(rows, self.device), len(rows), sources[key])
+            run[0].first = first == 0
+            found += run
+        self.run_sources = sources
+        return found
+
+
+def _dense(rows: slice | torch.Tensor, num_rows: int, sources: list[Source]) -> list[Segment]:
+    """A segment of `rows` per source."""
+    return [Segment(rows, num_rows, source, 0, len(source)) for source in sources]

@@ -1,0 +1,295 @@
+"""Tails: what sequences with few new rows gather, in padded blocks that are kept and edited from step to step.
+
+A tail is the last part of a context: a list of slots, one per column, to which each step appends those of its new
+tokens. Sequences with tails of about one length share a block, which one batched segment reads. A tail of a window is
+a ring: the slot of position p is in column `p % window`, so that a new token takes the place of the one it hides.
+
+Every column names a slot of the sequence's own that may be read: where nothing was appended yet, one that the block
+has already, hidden by the mask. A hidden slot must hold numbers all the same, and nobody wrote those that are to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels import segments
+from quire.kernels.segments import Segment, Slots, Source, buckets, row_index
+from quire.spec.ids import Bools
+
+_HIDDEN = np.float32("-inf")
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """`count` tails of up to `width` columns each in the cells `base:base + count * width`."""
+
+    queries: int  # new rows of each
+    ring: bool
+    count: int
+    width: int
+    base: int
+    segment: Segment
+    starts: Slots | None = None  # the flat row of each one's first
+    seen: npt.NDArray[np.float32] | None = None  # the mask of several rows each, on the host
+
+    @property
+    def cells(self) -> slice:
+        return slice(self.base, self.base + self.count * self.width)
+
+
+class _Cells:
+    """Slots and masks of all blocks on the host, and on the device where that is elsewhere (or `mirrored`)."""
+
+    def __init__(self, size: int, device: torch.device, *, mirrored: bool) -> None:
+        with torch.inference_mode(False):  # so that later steps outside inference mode may write them
+            index, mask = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.float32)
+            self.on_device = (index, mask) if not mirrored else (index.to(device).clone(), mask.to(device).clone())
+        self.index: Slots = index.numpy()
+        self.mask: npt.NDArray[np.float32] = mask.numpy()
+        self.mirrored = mirrored
+        self.used = 0
+
+    def show(self, at: Slots, slots: Slots) -> None:
+        """Name `slots` in the cells `at`, and let them be seen."""
+        self.index[at] = slots
+        self.mask[at] = 0
+        if self.mirrored:
+            index, mask = self.on_device
+            sent = torch.from_numpy(np.stack((at, slots))).to(index.device, non_blocking=True)
+            index.index_copy_(0, sent[0], sent[1])
+            mask.index_fill_(0, sent[0], 0)
+
+    def send(self, cells: slice) -> None:
+        """Bring a range of cells to the device."""
+        if self.mirrored:
+            index, mask = self.on_device
+            index[cells].copy_(torch.from_numpy(self.index[cells]), non_blocking=True)
+            mask[cells].copy_(torch.from_numpy(self.mask[cells]), non_blocking=True)
+
+
+class Tails:
+    """The tails of `n` sequences by their row, `0..n`, and the blocks that hold them."""
+
+    def __init__(self, window: int, device: torch.device, *, mirrored: bool | None = None) -> None:
+        """`mirrored` says whether the device has a copy of its own, as by default wherever it is not the CPU."""
+        self._window = window
+        self._device = device
+        self._mirrored = device.type != "cpu" if mirrored is None else mirrored
+        self._cells = _Cells(0, device, mirrored=self._mirrored)
+        self.blocks: list[_Block] = []
+        self.members: list[Slots] = []  # of each block, the rows in the order of their places
+        none = np.zeros(0, dtype=np.int64)
+        self.shift: Slots = none  # column of a position, less the position
+        self._block: Slots = none  # -1: no tail
+        self._place: Slots = none  # among the rows of its block
+        self._cell: Slots = none  # the first of its own
+        self._width: Slots = none
+        self._ring: Bools = np.zeros(0, dtype=np.bool_)
+
+    @property
+    def num_cells(self) -> int:
+        """Cells that blocks hold."""
+        return sum(block.count * block.width for block in self.blocks)
+
+    def has(self) -> Bools:
+        """Which rows have a tail."""
+        has: Bools = self._block >= 0
+        return has
+
+    def select(self, rows: Slots) -> None:
+        """Row i is from now on what `rows[i]` was, and has no tail where that is -1."""
+        for name in ("shift", "_place", "_cell", "_width", "_ring"):
+            old = getattr(self, name)
+            setattr(self, name, old[rows] if len(old) else np.zeros(len(rows), dtype=old.dtype))
+        self._block = np.where(rows < 0, -1, self._block[rows] if len(self._block) else -1)
+
+    def drop(self, rows: Slots) -> None:
+        """These rows have no tail."""
+        self._block[rows] = -1
+
+    def append(self, rows: Slots, positions: Slots, slots: Slots) -> None:
+        """The token at `positions[i]` of row `rows[i]` is in `slots[i]`. Rows without a tail are passed over."""
+        has = self._block[rows] >= 0
+        if not has.all():
+            rows, positions, slots = rows[has], positions[has], slots[has]
+        if not len(rows):
+            return
+        columns, ring = positions - self.shift[rows], self._ring[rows]
+        if ring.any():
+            columns = np.where(ring, positions % max(self._window, 1), columns)
+        full = columns >= self._width[rows]
+        if full.any():
+            for number in np.unique(self._block[rows[full]]).tolist():
+                within = self._block[rows] == number
+                self._widen(self.blocks[number], int(columns[within].max()) + 1)
+            self._locate()
+        self._cells.show(self._cell[rows] + columns, slots)
+
+    def pack(self, new: Mapping[int, Slots], queries: Slots, contexts: Slots, ring: Bools, order: Slots) -> None:
+        """Give rows the tails `new`, by row, and make blocks of them and of those whose block has changed.
+
+        `queries`, `contexts` and `ring` are those of all rows, `order` the order of their flat rows.
+        """
+        for row, tail in new.items():
+            self.shift[row] = contexts[row] - len(tail)
+            self._ring[row] = ring[row]
+        tails = dict(new) | self._loosened({(int(queries[row]), bool(ring[row])) for row in new}, contexts)
+        kinds: dict[tuple[int, bool], list[int]] = {}
+        for row in tails:
+            kinds.setdefault((int(queries[row]), bool(self._ring[row])), []).append(row)
+        for (count, is_ring), rows in kinds.items():
+            members = np.array(rows)
+            lengths = np.array([len(tails[row]) for row in rows])
+            for bucket in buckets(lengths):
+                bucket = bucket[np.argsort(order[members[bucket]], kind="stable")]
+                self._add(members[bucket], [tails[rows[at]] for at in bucket.tolist()], count, is_ring)
+        self._locate()
+        held = np.flatnonzero(self._block >= 0)
+        held = held[np.lexsort((self._place[held], self._block[held]))]
+        self.members = np.split(held, np.cumsum([block.count for block in self.blocks])[:-1]) if self.blocks else []
+
+    def show_rows(self, contexts: Slots) -> None:
+        """Bring the masks of blocks with several rows per sequence up to date."""
+        for block, members in zip(self.blocks, self.members, strict=True):
+            if block.seen is None:
+                continue
+            positions = contexts[members][:, None] + np.arange(-block.queries, 0)  # of each row
+            keys = (np.arange(block.width) + self.shift[members][:, None])[:, None, :]
+            hidden = keys > positions[:, :, None]
+            if self._window:
+                hidden |= keys <= positions[:, :, None] - self._window
+            np.copyto(block.seen, np.where(hidden, _HIDDEN, np.float32(0)))
+            if self._mirrored:
+                assert block.segment.mask is not None
+                block.segment.mask.copy_(torch.from_numpy(block.seen), non_blocking=True)
+
+    def place_rows(self, starts: Slots, fresh: Bools) -> bool:
+        """Tell segments the flat rows of their sequences, from `starts[row]` on; `fresh` rows are in no segment before.
+
+        Returns whether some segment has rows of both kinds.
+        """
+        has = self._block >= 0
+        new = np.bincount(self._block[has & fresh], minlength=len(self.blocks)).tolist()
+        mixed = False
+        for block, members, count in zip(self.blocks, self.members, new, strict=True):
+            flat = starts[members]
+            if block.starts is None or not np.array_equal(block.starts, flat):
+                block.starts = flat
+                rows = flat if block.queries == 1 else (flat[:, None] + np.arange(block.queries)).reshape(-1)
+                block.segment.rows = row_index(rows, self._device)
+            block.segment.first = count == block.count
+            mixed |= 0 < count < block.count
+        return mixed
+
+    def _loosened(self, kinds: set[tuple[int, bool]], contexts: Slots) -> dict[int, Slots]:
+        """Take apart the blocks that lost a row or are too large, and small ones that others could join: their tails.
+
+        `kinds` are the kinds of the tails that are to be placed anyway.
+        """
+        held = np.bincount(self._block[self._block >= 0], minlength=len(self.blocks)).tolist()
+        large, small = segments.MAX_BATCHED * 3 // 2, segments.MAX_BATCHED // 2
+        loose = {
+            number
+            for number, (block, rows) in enumerate(zip(self.blocks, held, strict=True))
+            if rows != block.count or (block.count > 1 and block.count * block.width > large)
+        }
+        kinds = kinds | {(self.blocks[number].queries, self.blocks[number].ring) for number in loose}
+        loose |= {
+            number
+            for number, block in enumerate(self.blocks)
+            if block.count * block.width < small and (block.queries, block.ring) in kinds
+        }
+        if not loose:
+            return {}
+        away = np.zeros(len(self.blocks) + 1, dtype=np.bool_)  # the last one is for rows without a tail
+        away[list(loose)] = True
+        found = {}
+        for row in np.flatnonzero(away[self._block]).tolist():
+            length = self._window if self._ring[row] else int(contexts[row] - self.shift[row])
+            found[row] = self._cells.index[self._cell[row] : self._cell[row] + length]
+        numbers = np.cumsum(~away) - 1
+        self._block = np.where(away[self._block] | (self._block < 0), -1, numbers[self._block])
+        self.blocks = [block for number, block in enumerate(self.blocks) if number not in loose]
+        return found
+
+    def _add(self, rows: Slots, tails: list[Slots], queries: int, ring: bool) -> None:
+        """A block of `rows` with `tails`."""
+        lengths = np.array([len(tail) for tail in tails])
+        longest = int(lengths.max())
+        width = longest if ring else _with_room(longest)
+        base = self._reserve(len(rows) * width)
+        columns = np.arange(width)
+        offsets = np.cumsum(lengths) - lengths
+        column = np.minimum(columns, lengths[:, None] - 1)
+        block = _Block(queries, ring, len(rows), width, base, Segment(slice(0, 0), 0, Source(), 0, 0, last=True))
+        self._cells.index[block.cells] = np.concatenate(tails)[offsets[:, None] + column].reshape(-1)
+        self._cells.mask[block.cells] = np.where(columns >= lengths[:, None], _HIDDEN, np.float32(0)).reshape(-1)
+        self._cells.send(block.cells)
+        self._block[rows] = len(self.blocks)
+        self._place[rows] = np.arange(len(rows))
+        self.blocks.append(block)
+        self._refresh(block)
+
+    def _widen(self, block: _Block, least: int) -> None:
+        """Make room for tails of `least` columns."""
+        width = _with_room(least)
+        base = self._reserve(block.count * width)
+        old = self._cells.index[block.cells].reshape(block.count, -1)
+        hidden = self._cells.mask[block.cells].reshape(block.count, -1)
+        added = width - block.width
+        block.base, block.width = base, width
+        self._cells.index[block.cells] = np.concatenate((old, np.repeat(old[:, :1], added, axis=1)), axis=1).reshape(-1)
+        self._cells.mask[block.cells] = np.pad(hidden, ((0, 0), (0, added)), constant_values=_HIDDEN).reshape(-1)
+        self._cells.send(block.cells)
+        self._refresh(block)
+
+    def _reserve(self, count: int) -> int:
+        """The first of `count` free cells. Where none are left, blocks move together into twice the cells they need."""
+        if self._cells.used + count > len(self._cells.index):
+            old, self._cells = (
+                self._cells,
+                _Cells(2 * (self.num_cells + count) + 1024, self._device, mirrored=self._mirrored),
+            )
+            for block in self.blocks:
+                source, block.base = block.cells, self._cells.used
+                self._cells.index[block.cells], self._cells.mask[block.cells] = old.index[source], old.mask[source]
+                self._cells.used += block.count * block.width
+                self._refresh(block)
+            self._cells.send(slice(0, self._cells.used))
+            self._locate()
+        base = self._cells.used
+        self._cells.used += count
+        return base
+
+    def _refresh(self, block: _Block) -> None:
+        """Let the block's segment read its cells where they are now."""
+        index, mask = (part[block.cells] for part in self._cells.on_device)
+        segment = block.segment
+        segment.source, segment.stop = Source(index=index), block.width
+        segment.num_rows, segment.batched = block.count * block.queries, block.count
+        if block.queries > 1:
+            shape = (block.count, block.queries, block.width)
+            if block.seen is None or block.seen.shape != shape:
+                with torch.inference_mode(False):
+                    seen = torch.zeros(shape, dtype=torch.float32)
+                    segment.mask = seen.to(self._device).clone() if self._mirrored else seen
+                block.seen = seen.numpy()
+        elif not block.ring:
+            segment.mask = mask.view(block.count, 1, block.width)
+
+    def _locate(self) -> None:
+        """Where the tail of each row is, of the blocks as they are now."""
+        places = np.array([(block.base, block.width) for block in self.blocks] or [(0, 0)], dtype=np.int64)
+        bases, widths = places[self._block].T
+        self._width, self._cell = widths, bases + self._place * widths
+
+
+def _with_room(columns: int) -> int:
+    """Columns of a block for tails of so many: few are read in vain, and few steps have to widen it."""
+    room = 16 if columns < 256 else 32
+    return -(-columns // room) * room
