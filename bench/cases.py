@@ -10,7 +10,14 @@ from typing import Any
 from workloads import Sizes
 
 PAGES = (1, 16, 64)
-FAMILIES = {"sglang": ("sglang-rust", "sglang-python"), "cpp": ("cpp",), "vllm": ("vllm",), "nano": ("nano",)}
+FAMILIES = {
+    "sglang": ("sglang-rust", "sglang-python"),
+    "cpp": ("cpp",),
+    "vllm": ("vllm",),
+    "nano": ("nano",),
+    "vllmcpu": ("vllmcpu",),
+}
+KINDS = ("full", "full+window", "full+state")
 
 PEERS_OF_REPLAYS = {1: ("sglang", "cpp"), 16: ("sglang", "vllm"), 64: ("sglang", "vllm", "nano")}
 """By page size: vLLM has no block of one token, nano-vllm wants large ones, SGLang 0.5.12 has pages on GPUs only."""
@@ -20,8 +27,8 @@ PEERS_OF_REPLAYS = {1: ("sglang", "cpp"), 16: ("sglang", "vllm"), 64: ("sglang",
 class Case:
     """One row. `goals` says by how much Quire is to be faster than the fastest system of a family (`best`: of all).
 
-    `relative` compares with an earlier row instead: Quire may take at most that many times as long as there. `expect`
-    is what every sample of Quire must have found.
+    `relative` compares with an earlier row instead: Quire may take at most that many times as long as there, and
+    `at_most` with a figure. `expect` is what every sample of Quire must have found.
     """
 
     name: str
@@ -32,9 +39,12 @@ class Case:
     """Families that do the same work."""
     goals: dict[str, float] = field(default_factory=dict)
     relative: tuple[str, float] | None = None
+    at_most: float | None = None
     expect: dict[str, Any] = field(default_factory=dict)
-    per: str = "us"
-    """What one operation is: the figure is microseconds of it."""
+    unit: str = "us"
+    """What the figure is: CPU microseconds of one operation, or how many of something."""
+    repeats: int = 1_000
+    """At most so many samples."""
 
     @property
     def page(self) -> int:
@@ -43,9 +53,94 @@ class Case:
         return page
 
 
-def cases(sizes: Sizes, traces: dict[str, Path]) -> list[Case]:
-    """All rows; those that share a tree are neighbours."""
-    return [*_trees(sizes), *_pools(sizes), *_replays(traces)]
+def cases(sizes: Sizes, traces: dict[str, Path], others: dict[str, Path]) -> list[Case]:
+    """All rows; those that share a tree are neighbours. `others` are the folder of a `model` for whole engines and the
+    file of a `mooncake` trace, where there are any."""
+    return [*_steps(sizes, others), *_trees(sizes), *_pools(sizes), *_replays(traces, others)]
+
+
+def _steps(sizes: Sizes, others: dict[str, Path]) -> Iterator[Case]:
+    for page in (16, 64):
+        for kind in KINDS:
+            for running in sizes.step_running:
+                yield _step(kind, page, running, sizes)
+    many = sizes.step_running[-2]
+    for kind in KINDS:
+        yield Case(
+            name=f"turnover-{kind}-{many}",
+            label=f"whole step of {many}, {kind}, in which one ends and another of {sizes.step_prompt} tokens begins",
+            operation="turnover",
+            arguments={"page": 16, "kind": kind, "running": many},
+            peers=("vllm",),
+            goals={"vllm": 5.0} if kind == "full" else {},
+            expect={"running": many},
+        )
+    for kind in KINDS:
+        yield Case(
+            name=f"calls-{kind}-{many}",
+            label=f"Python functions called in that step, {many} running, {kind}",
+            operation="step_calls",
+            arguments={"page": 16, "kind": kind, "running": many},
+            peers=("vllm",),
+            at_most=300 if kind == "full" else None,
+            expect={"running": many},
+            unit="calls",
+            repeats=2,
+        )
+    for kind in KINDS:
+        for running in sizes.step_running if kind == "full" else (many,):
+            yield Case(
+                name=f"engine-step-{kind}-{running}",
+                label=f"EngineCore.step of {running} decodes, {kind}: with sampler, outputs, plan of attention",
+                operation="engine_step",
+                arguments={"page": 16, "kind": kind, "running": running},
+                at_most=2_500 if (kind, running) == ("full", 256) else None,
+                expect={"running": running},
+            )
+    yield Case(
+        name="attention-plan",
+        label=f"plan of attention, {sizes.running} sequences of {sizes.planned:,} scattered tokens, not the first step",
+        operation="attention_plan",
+        arguments={"page": 16},
+        at_most=2_000,
+    )
+    yield Case(
+        name="followers",
+        label=f"schedule() while {sizes.followers} wait for a prompt of {sizes.led:,}, median call",
+        operation="followers",
+        arguments={"page": 16},
+        at_most=500,
+        expect={"waiting": sizes.followers},
+    )
+    if "model" in others:
+        yield Case(
+            name="llm_step",
+            label=f"decode step of a whole LLM, {sizes.running} running, 2 layers",
+            operation="llm_step",
+            arguments={"page": 16, "folder": str(others["model"])},
+            peers=("vllmcpu",),
+            at_most=8_000,
+            expect={"tokens": sizes.running * (1 + sizes.llm_steps)},
+            repeats=7,
+        )
+
+
+def _step(kind: str, page: int, running: int, sizes: Sizes) -> Case:
+    many = sizes.step_running[-2]
+    relative = (f"step-full-{running}-{page}", 1.3) if kind != "full" and running == many else None
+    if kind == "full" and running == sizes.step_running[-1]:
+        relative = (f"step-full-{many}-{page}", 4.5)
+    return Case(
+        name=f"step-{kind}-{running}-{page}",
+        label=f"whole step of {running} decodes without the model, {kind}",
+        operation="step",
+        arguments={"page": page, "kind": kind, "running": running},
+        peers=("vllm",),
+        goals={"vllm": 5.0} if running == many else {},
+        relative=relative,
+        at_most=400 if (kind, running, page) == ("full", 256, 16) else None,
+        expect={"running": running},
+    )
 
 
 def _trees(sizes: Sizes) -> Iterator[Case]:
@@ -92,13 +187,20 @@ def _trees(sizes: Sizes) -> Iterator[Case]:
         for count in sizes.evict:
             yield Case(
                 name=f"evict-{count}-{page}",
-                label=f"evict {count:,} tokens of a full pool",
+                label=f"evict {count:,} tokens of a full pool, per token evicted",
                 operation="evict",
                 arguments={"page": page, "count": count},
                 peers=("sglang", "cpp"),
                 goals={"best": 4.0},
                 expect={"tokens": count},
             )
+    yield Case(
+        name="evict-pause",
+        label=f"longest of {sizes.pauses:,} `extend` by 256 tokens in a full pool, density",
+        operation="evict_pause",
+        arguments={"page": 16},
+        at_most=1_000,
+    )
 
 
 def _pools(sizes: Sizes) -> Iterator[Case]:
@@ -134,31 +236,41 @@ def _pools(sizes: Sizes) -> Iterator[Case]:
         expect={"tokens": count * length},
     )
     for page in (16, 64):
-        for kind in ("full", "full+window", "full+state"):
+        yield Case(
+            name=f"decode-{page}",
+            label=f"cache calls of a decode step of {sizes.running}, nothing cached, rows written, slots out",
+            operation="decode",
+            arguments={"page": page, "kind": "full", "commits": False},
+            peers=("sglang",),
+            goals={"sglang": 4.0},
+            expect={"slots": sizes.running},
+        )
+        for kind in KINDS:
             yield Case(
-                name=f"decode-{kind}-{page}",
-                label=f"decode step of {sizes.running} requests, {kind}, rows written, slots out",
+                name=f"decode-commit-{kind}-{page}",
+                label=f"cache calls of a decode step of {sizes.running}, {kind}, full pages cached at once",
                 operation="decode",
-                arguments={"page": page, "kind": kind},
-                peers=("sglang", "vllm") if kind == "full" else ("vllm",),
-                goals={"sglang": 4.0, "vllm": 60.0} if kind == "full" else {},
-                relative=None if kind == "full" else (f"decode-full-{page}", 2.0),
+                arguments={"page": page, "kind": kind, "commits": True},
+                peers=("vllm",),
+                goals={"vllm": 5.0} if kind == "full" else {},
+                relative=None if kind == "full" else (f"decode-commit-full-{page}", 2.0),
                 expect={"slots": sizes.running},
             )
-    for events in ("off", "on", "read"):
+    for events in ("off", "on"):
         yield Case(
             name=f"admit-{events}",
-            label=f"admit {sizes.admitted:,} tokens cold, evicting, KV events {events}",
+            label=f"admit {sizes.admitted:,} tokens cold, evicting, KV events {events}"
+            + (", hashes computed" if events == "on" else ""),
             operation="admit",
             arguments={"page": 16, "events": events},
-            peers=("vllm",) if events != "read" else (),
+            peers=("vllm",),
             goals={"vllm": 60.0} if events == "on" else {},
             relative=("admit-off", 1.1) if events == "on" else None,
-            expect={"tokens": sizes.admitted} | ({"hashes": 2 * sizes.admitted // 16} if events == "read" else {}),
+            expect={"tokens": sizes.admitted} | ({"hashes": 2 * sizes.admitted // 16} if events == "on" else {}),
         )
 
 
-def _replays(traces: dict[str, Path]) -> Iterator[Case]:
+def _replays(traces: dict[str, Path], others: dict[str, Path]) -> Iterator[Case]:
     for trace, path in traces.items():
         for page in PAGES:
             yield Case(
@@ -167,5 +279,16 @@ def _replays(traces: dict[str, Path]) -> Iterator[Case]:
                 operation="replay",
                 arguments={"page": page, "trace": str(path)},
                 peers=PEERS_OF_REPLAYS[page],
-                goals={"best": 3.0},
+                goals={"best": 2.0 if page == 64 and "sessions" in trace else 3.0},
+                repeats=3,
             )
+    if "mooncake" in others:
+        yield Case(
+            name="replay-mooncake",
+            label="`quire replay` of the Mooncake conversation trace, a process",
+            operation="replay_command",
+            arguments={"page": 16, "trace": str(others["mooncake"])},
+            at_most=30e6,
+            expect={"answered": True},
+            repeats=1,
+        )

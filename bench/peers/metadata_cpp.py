@@ -131,7 +131,7 @@ class System:
             yield watch.sample(1, tokens=allocator.available_size() - before)
 
     def evict(self, sizes: Sizes, page: int, count: int) -> Operation:
-        """`count` tokens of a pool without a free slot; what was evicted is filled again between samples."""
+        """`count` tokens of a pool without a free slot, per token; what was evicted is filled again between samples."""
         cache = self._full(sizes, page)
         filled = 0
         prefix = Tree(sizes).chain(sizes.chains - 1)[: sizes.node]
@@ -143,7 +143,7 @@ class System:
                 store(cache, np.concatenate((prefix, fresh)).tolist(), sizes.node)
             with (watch := Stopwatch()):
                 found = cache.evict(EvictParams(num_tokens=count))
-            yield watch.sample(1, tokens=found.num_tokens_evicted)
+            yield watch.sample(found.num_tokens_evicted, tokens=found.num_tokens_evicted)
 
     def replay(self, sizes: Sizes, page: int, trace: str) -> Operation:
         """A whole trace, from an empty cache."""

@@ -1,12 +1,23 @@
-"""Quire's cache, by the verbs of `KVCache` that its engine calls. Tokens enter as int32 arrays."""
+"""Quire's cache, by the verbs of `KVCache` that its engine calls. Tokens enter as int32 arrays.
+
+Caches have what an engine gives them by default (`StepCalls.DEFAULTS`), except in the rows of a tree or a pool alone.
+"""
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from engines import Quire
+from llm_rows import llm_steps
 from metadata_worker import Operation, Stopwatch, replay, trace_of
+from quire_step import AttentionPlan, Followers, StepCalls, Steps, Turnover
+from step_rows import counted_calls, sample_of, timed_steps
 from workloads import Arrival, Sizes, Tokens, Tree, tokens
 
 from quire.cache import KVCache, RequestKV
@@ -49,7 +60,17 @@ class System:
     OPERATIONS = frozenset(
         (
             *("match", "match_edge", "insert", "insert_again", "evict", "evict_many"),
-            *("free", "extend", "decode", "admit", "replay"),
+            *("free", "extend", "decode", "admit", "replay", "evict_pause"),
+            *(
+                "step",
+                "turnover",
+                "step_calls",
+                "engine_step",
+                "followers",
+                "attention_plan",
+                "llm_step",
+                "replay_command",
+            ),
         )
     )
 
@@ -127,7 +148,7 @@ class System:
             yield watch.sample(1, tokens=given * page)
 
     def evict(self, sizes: Sizes, page: int, count: int) -> Operation:
-        """`count` tokens of a pool without a free page; what was evicted is filled again between samples."""
+        """`count` tokens of a pool without a free page, per token; what was evicted is filled again between samples."""
         cache = self._full(sizes, page)
         filled = 0
         yield {}
@@ -142,7 +163,7 @@ class System:
                 )
             with (watch := Stopwatch()):
                 found = cache.evict(count // page)
-            yield watch.sample(1, tokens=found * page)
+            yield watch.sample(found * page, tokens=found * page)
 
     def evict_many(self, sizes: Sizes, page: int, nodes: int, pages: int) -> Operation:
         """`pages` pages of a tree with that many nodes of a page, three leaves behind each other one."""
@@ -201,9 +222,10 @@ class System:
                 cache.finish(kv)
             yield watch.sample(1, tokens=len(np.unique(slots)))
 
-    def decode(self, sizes: Sizes, page: int, kind: str) -> Operation:
-        """One token more for every running request, rows written, and their slots. Requests are at different places
-        of their pages, so that `running / page` of them reach a new one in a step."""
+    def decode(self, sizes: Sizes, page: int, kind: str, commits: bool) -> Operation:
+        """One token more for every running request, and what its step reads: tables brought up to date, frames and
+        slots. Requests are at different places of their pages, so that `running / page` of them reach a new one in a
+        step; with `commits`, they commit what they have filled at once."""
         count, first, most = sizes.running, 4 * sizes.steps, 48 * sizes.steps
         cache = new_cache(
             count * most * 2,
@@ -212,34 +234,34 @@ class System:
             requests=count,
             kind=kind,
             checkpoint_interval=most * 9,
+            **StepCalls.DEFAULTS,
         )
-        groups, step, kvs = range(len(cache.groups)), most, []
+        calls, step, kvs = StepCalls(cache), most, list[RequestKV]()
+        known = [tokens(most + count + first, "decode", i) for i in range(count)]
         yield {}
         while True:
             if step + sizes.steps > most:
                 for kv in kvs:
                     cache.finish(kv)
-                kvs = self._running(cache, count, first)
+                kvs = self._running(cache, first, known)
                 lengths, step = first + np.arange(count, dtype=np.int64), 0
-                batch = cache.rows.batch(kvs)
             watch = Stopwatch()
             for _ in range(sizes.steps):
                 ends = lengths + 1
                 with watch:
-                    cache.extend(batch, 1)
-                    fence = cache.open_fence()
-                    for group in groups:
-                        if cache.launch(group, batch, ends) is None:
-                            slots = cache.rows.next_slots(batch, group)
-                    cache.close_fence(fence)
+                    calls.extend(kvs)
+                    slots = calls.launch(kvs, lengths, ends)
+                    if commits:
+                        for i in (ends % page == 0).nonzero()[0].tolist():
+                            cache.commit(kvs[i], known[i][: ends[i]])
                 lengths = ends
             step += sizes.steps
             yield watch.sample(sizes.steps, slots=len(np.unique(slots)))
 
-    def _running(self, cache: KVCache, count: int, first: int) -> list[RequestKV]:
-        """Requests of `first`, `first` + 1, ... tokens."""
-        lengths = first + np.arange(count, dtype=np.int64)
-        prompts = [tokens(length, "decode", i) for i, length in enumerate(lengths.tolist())]
+    def _running(self, cache: KVCache, first: int, known: list[Tokens]) -> list[RequestKV]:
+        """Requests of `first`, `first` + 1, ... tokens, of those that are known of each."""
+        lengths = first + np.arange(len(known), dtype=np.int64)
+        prompts = [of_one[:length] for of_one, length in zip(known, lengths.tolist(), strict=True)]
         kvs = [cache.begin(prompt, hit=cache.match(prompt[:1])) for prompt in prompts]
         cache.extend(kvs, lengths)
         fence = cache.open_fence()
@@ -250,12 +272,36 @@ class System:
             cache.commit(kv, prompt)
         return kvs
 
+    def evict_pause(self, sizes: Sizes, page: int) -> Operation:
+        """The longest `extend` of `pauses` ones that need room in a full pool, for 256 tokens each: what a step waits
+        for at worst. `median` is the median of them."""
+        cache = self._full(sizes, page)
+        few, filled = min(256, sizes.node), 0
+        while cache.num_free_pages * page >= few:
+            filled += 1
+            store(cache, tokens(few, "pause", filled))
+        yield {}
+        while True:
+            taken = []
+            for _ in range(sizes.pauses):
+                filled += 1
+                prompt = tokens(few, "pause", filled)
+                kv = cache.begin(prompt, hit=cache.match(prompt))
+                with (watch := Stopwatch()):
+                    cache.extend([kv], [few])
+                cache.finish(kv, prompt)
+                taken.append(watch.sample(1))
+            longest = max(taken, key=lambda sample: sample["cpu"])
+            middle = float(np.median([sample["cpu"] for sample in taken]))
+            yield {"cpu": longest["cpu"], "wall": longest["wall"], "median": middle, "steps": len(taken)}
+
     def admit(self, sizes: Sizes, page: int, events: str) -> Operation:
         """A prompt of which nothing is cached, in a pool that is full: match, begin, extend, commit. With events `on`
-        they are taken from the cache; with `read`, the hashes in them as well."""
+        they are taken from the cache with every hash in them; `step_thread` is the CPU time of the thread of the step
+        up to there, which is shorter where hashes are made elsewhere."""
         taken: list[Any] = []
         emit = {} if events == "off" else {"emit": taken.append}
-        cache = new_cache(sizes.admit_pool, page, context=2 * sizes.admitted, requests=4, **emit)
+        cache = new_cache(sizes.admit_pool, page, context=2 * sizes.admitted, requests=4, **emit, **StepCalls.DEFAULTS)
         count = 0
         while cache.pages.num_free_pages * page >= sizes.admitted:
             count += 1
@@ -266,16 +312,80 @@ class System:
             prompt = tokens(sizes.admitted, "admit", count)
             evicted, hashes = cache.statistics().evicted_pages, 0
             taken.clear()
+            began = time.thread_time_ns()
             with (watch := Stopwatch()):
                 hit = cache.match(prompt)
                 kv = cache.begin(prompt, hit=hit)
                 cache.extend([kv], [len(prompt)])
                 cache.commit(kv, prompt)
-                if events == "read":
-                    hashes = sum(len(event.hashes) for event in taken)
+                thread = time.thread_time_ns() - began
+                hashes = sum(len(event.hashes) for event in taken)
             cache.finish(kv)
             evicted = (cache.statistics().evicted_pages - evicted) * page
-            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes)
+            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes, step_thread=thread / 1e3)
+
+    def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """A whole decode step without the model: `Scheduler.schedule`, `ModelRunner.launch`, `Scheduler.settle`."""
+        return timed_steps(Steps(kind, page, running, sizes), sizes)
+
+    def turnover(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """The same where one request ends and another begins in each step: `EngineCore.add`, chunks of its prompt, and
+        commits of all that has ended."""
+        return timed_steps(Turnover(kind, page, running, sizes), sizes)
+
+    def step_calls(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """Python functions that this step calls."""
+        return counted_calls(Steps(kind, page, running, sizes), sizes)
+
+    def engine_step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """`EngineCore.step`, with sampler, outputs and the plan of attention."""
+        return timed_steps(Steps(kind, page, running, sizes, whole=True), sizes)
+
+    def followers(self, sizes: Sizes, page: int) -> Operation:
+        """`Scheduler.schedule` while a leader computes a prompt that others wait for: the median of its calls."""
+        followers = Followers(page, sizes.followers, sizes.led)
+        yield {}
+        while True:
+            began = time.perf_counter()
+            calls = list(followers.schedules())
+            sample = sample_of([(taken,) for taken, _ in calls], ["schedule"], time.perf_counter() - began)
+            yield sample | {"cpu": sample["parts"]["schedule"][0], "waiting": min(waiting for _, waiting in calls)}
+
+    def attention_plan(self, sizes: Sizes, page: int) -> Operation:
+        """The plan of a step of sequences whose frames are scattered, after the first."""
+        steps = min(16, sizes.steps)
+        plan = AttentionPlan(page, sizes.running, sizes.planned, 4 * steps)
+        yield {}
+        while True:
+            began = time.perf_counter()
+            yield sample_of([(plan.step(),) for _ in range(4)], ["plan"], time.perf_counter() - began)
+
+    def llm_step(self, sizes: Sizes, page: int, folder: str) -> Operation:
+        """CPU time of a whole `LLM` in this process, per decode step."""
+        return llm_steps(Quire(), sizes, folder)
+
+    def replay_command(self, sizes: Sizes, page: int, trace: str) -> Operation:
+        """`quire replay` of a trace with the policy that engines have by default, a process of its own; per run."""
+        yield {}
+        while True:
+            before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            command = [
+                sys.executable,
+                "-m",
+                "quire",
+                "replay",
+                trace,
+                "--policy",
+                "density",
+                "--page-size",
+                str(page),
+                "--json",
+            ]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            wall = time.perf_counter() - began
+            yield {"cpu": cpu * 1e6, "wall": wall * 1e6, "answered": len(done.stdout) > 0}
 
     def replay(self, sizes: Sizes, page: int, trace: str) -> Operation:
         """A whole trace, from an empty cache."""
@@ -291,13 +401,17 @@ class Serving:
     def __init__(self, trace: list[Arrival], sizes: Sizes, page: int) -> None:
         longest = max(len(request.prompt) + len(request.output) for request in trace)
         self._cache = new_cache(
-            sizes.replay_pool, page, context=min(longest, sizes.replay_pool), requests=sizes.replay_running
+            sizes.replay_pool,
+            page,
+            context=min(longest, sizes.replay_pool),
+            requests=sizes.replay_running,
+            **StepCalls.DEFAULTS,
         )
+        self._calls = StepCalls(self._cache)
         self._trace = trace
         self._whole = [np.concatenate((request.prompt, request.output)) for request in trace]
         self._kvs: dict[int, RequestKV] = {}
-        self._running: list[int] = []
-        self._batch: Any = None
+        self._lengths: dict[int, int] = {}
 
     def admit(self, index: int) -> int:
         """Match, begin, extend, slots, commit."""
@@ -312,16 +426,17 @@ class Serving:
         cache.rows.slots([kv], np.array([start]), np.array([end]))
         cache.commit(kv, prompt)
         self._kvs[index] = kv
+        self._lengths[index] = end
         return start
 
     def step(self, running: Sequence[int]) -> None:
-        """Extend by one, slots; the batch is made anew when other requests run."""
-        cache = self._cache
-        if running != self._running:
-            self._batch = cache.rows.batch([self._kvs[index] for index in running])
-            self._running = list(running)
-        cache.extend(self._batch, 1)
-        cache.rows.next_slots(self._batch)
+        """What scheduler and runner call for a step of one token each."""
+        kvs = [self._kvs[index] for index in running]
+        starts = np.array([self._lengths[index] for index in running], dtype=np.int64)
+        self._calls.extend(kvs)
+        self._calls.launch(kvs, starts, starts + 1)
+        for index in running:
+            self._lengths[index] += 1
 
     def finish(self, indices: Sequence[int]) -> None:
         """Commit all tokens and end."""

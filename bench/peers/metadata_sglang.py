@@ -145,7 +145,7 @@ class System:
             yield watch.sample(1, tokens=allocator.available_size() - before)
 
     def evict(self, sizes: Sizes, page: int, count: int) -> Operation:
-        """`count` tokens of a pool without a free slot; what was evicted is filled again between samples."""
+        """`count` tokens of a pool without a free slot, per token; what was evicted is filled again between samples."""
         cache = self._full(sizes, page)
         filled = 0
         prefix = Tree(sizes).chain(sizes.chains - 1)[: sizes.node]
@@ -156,7 +156,7 @@ class System:
                 store(cache, key(np.concatenate((prefix, tokens(sizes.node, page, count, filled)))), sizes.node)
             with (watch := Stopwatch()):
                 found = cache.evict(EvictParams(num_tokens=count))
-            yield watch.sample(1, tokens=found.num_tokens_evicted)
+            yield watch.sample(found.num_tokens_evicted, tokens=found.num_tokens_evicted)
 
     def free(self, sizes: Sizes, page: int, verb: str) -> Operation:
         """Slots given back to the allocator of a large pool, nothing else: `verb` is for Quire."""
@@ -187,8 +187,9 @@ class System:
                 cache.req_to_token_pool.free(request)
             yield watch.sample(1, tokens=found)
 
-    def decode(self, sizes: Sizes, page: int, kind: str) -> Operation:
+    def decode(self, sizes: Sizes, page: int, kind: str, commits: bool) -> Operation:
         """One token more for every running request, rows written: `alloc_for_decode`."""
+        assert not commits, "it caches when a request ends"
         count, first, most = sizes.running, 4 * sizes.steps, 48 * sizes.steps
         cache = self.new_cache(count * most * 2, page, context=most + count + first + 1, requests=count)
         requests: list[Any] = []

@@ -15,6 +15,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import numpy as np
 import torch
 from metadata_worker import Operation, Stopwatch, replay, trace_of
+from step_rows import counted_calls, timed_steps
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -35,14 +36,14 @@ init_none_hash(sha256)
 WINDOW = 1_024
 
 
-def specs(page: int, kind: str) -> list[KVCacheSpec]:
+def specs(page: int, kind: str, window: int = WINDOW) -> list[KVCacheSpec]:
     """The groups of a model; those beside the full one as in Quire's comparison."""
     attention: dict[str, Any] = {"block_size": page, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     full = FullAttentionSpec(**attention)
     if kind == "full":
         return [full]
     if kind == "full+window":
-        return [full, SlidingWindowSpec(**attention, sliding_window=WINDOW)]
+        return [full, SlidingWindowSpec(**attention, sliding_window=window)]
     state = MambaSpec(block_size=page, shapes=((page, 16),), dtypes=(torch.float16,), mamba_cache_mode="align")
     return [full, state]
 
@@ -68,10 +69,10 @@ class Requests:
         self._params = SamplingParams(max_tokens=100_000)
         self._count = 0
 
-    def new(self, prompt: list[int]) -> Request:
+    def new(self, prompt: list[int], params: SamplingParams | None = None) -> Request:
         """A request that has computed nothing."""
         self._count += 1
-        return Request(str(self._count), prompt, self._params, None, block_hasher=self._hasher)
+        return Request(str(self._count), prompt, params or self._params, None, block_hasher=self._hasher)
 
 
 def admit(manager: KVCacheManager, request: Request) -> int:
@@ -86,7 +87,7 @@ def admit(manager: KVCacheManager, request: Request) -> int:
 class System:
     """Generators as `metadata_worker` describes them."""
 
-    OPERATIONS = frozenset(("match", "extend", "decode", "admit", "replay"))
+    OPERATIONS = frozenset(("match", "extend", "decode", "admit", "replay", "step", "step_calls", "turnover"))
 
     def __init__(self) -> None:
         self._filled: tuple[tuple[Sizes, int], KVCacheManager, Requests] | None = None
@@ -134,8 +135,10 @@ class System:
                 manager.free(request)
             yield watch.sample(1, tokens=found)
 
-    def decode(self, sizes: Sizes, page: int, kind: str) -> Operation:
-        """One token more for every running request: `allocate_slots`; tokens are appended, and hashed, untimed."""
+    def decode(self, sizes: Sizes, page: int, kind: str, commits: bool) -> Operation:
+        """One token more for every running request, one by one: `append_output_token_ids`, which hashes blocks that
+        have become full, and `allocate_slots`, which caches them."""
+        assert commits, "it cannot do otherwise"
         count, first, most = sizes.running, 4 * sizes.steps, 48 * sizes.steps
         manager = new_manager(count * most * 2, page, context=most + count + first, kind=kind)
         requests, batch = Requests(page), list[Request]()
@@ -151,14 +154,32 @@ class System:
                 step = 0
             watch = Stopwatch()
             for at in range(sizes.steps):
-                for request in batch:
-                    request.append_output_token_ids(10 + (step + at) % 1_000)
+                token = 10 + (step + at) % 1_000
                 with watch:
                     for request in batch:
+                        request.append_output_token_ids(token)
                         manager.allocate_slots(request, 1)
                         request.num_computed_tokens += 1
             step += sizes.steps
             yield watch.sample(sizes.steps, slots=len(batch))
+
+    def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """`Scheduler.schedule` and `Scheduler.update_from_output` of a decode step."""
+        from vllm_step import Steps
+
+        return timed_steps(Steps(kind, page, running, sizes), sizes)
+
+    def turnover(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """The same where one request ends and another begins in each step, `add_request` included."""
+        from vllm_step import Turnover
+
+        return timed_steps(Turnover(kind, page, running, sizes), sizes)
+
+    def step_calls(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
+        """Python functions that this step calls."""
+        from vllm_step import Steps
+
+        return counted_calls(Steps(kind, page, running, sizes), sizes)
 
     def admit(self, sizes: Sizes, page: int, events: str) -> Operation:
         """A prompt of which nothing is cached, in a pool that is full: hash, look up, allocate, which evicts."""

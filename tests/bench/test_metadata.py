@@ -9,6 +9,14 @@ from pathlib import Path
 
 BENCH = Path(__file__).parents[2] / "bench" / "metadata.py"
 
+NAMES = {
+    *("step-full-8-16", "step-full+state-8-64", "turnover-full-8", "calls-full-8", "engine-step-full-8"),
+    *("attention-plan", "followers", "llm_step", "match-256-1", "match-edge-1", "free-finish", "evict-128-16"),
+    *("insert-again-1", "evict-pause", "decode-16", "decode-commit-full-64", "admit-off", "admit-on"),
+    "replay-small-64",
+}
+"""Rows that goals name, at toy size."""
+
 
 def test_the_comparison_runs(tmp_path: Path) -> None:
     """It fails by itself where an operation of Quire's found something else than the work has."""
@@ -18,6 +26,10 @@ def test_the_comparison_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "goal" not in done.stdout
     rows = json.loads(written.read_text())["rows"]
-    assert len(rows) > 30
+    assert len(rows) > 60
+    assert {row["name"] for row in rows} >= NAMES
+    step = next(row for row in rows if row["name"] == "step-full+window-16-16")["systems"]["quire"]
+    assert set(step["parts"]) == {"schedule", "launch", "settle"}
+    assert step["cpu_us_min"] <= step["cpu_us"] <= step["cpu_us_max"]
     assert all(row["systems"]["quire"]["cpu_us"] > 0 for row in rows)
     assert bars.read_text().count("<svg") == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache import KVCache
+from quire.cache.running_tables import RunningTables
 from quire.prefix.evict import POLICIES
 from quire.sim.replay import Replay
 from quire.sim.workloads import WORKLOADS
@@ -163,14 +163,14 @@ def test_bad_input_says_what_and_how(run: Run, arguments: tuple[str, ...], text:
 
 
 def test_a_page_that_is_wrong_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = KVCache.page_table
+    original = RunningTables.page_table
 
-    def broken(self: KVCache, *arguments: Any) -> Any:
+    def broken(self: RunningTables, *arguments: Any) -> Any:
         table = original(self, *arguments)
         table[0, 0] = table[0, -1]
         return table
 
-    monkeypatch.setattr(KVCache, "page_table", broken)
+    monkeypatch.setattr(RunningTables, "page_table", broken)
     assert run("replay", *SHORT).exit_code == 0
     done = run("replay", *SHORT, "--check", "reads")
     assert done.exit_code == 4

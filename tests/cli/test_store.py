@@ -14,9 +14,9 @@ import pytest
 from quire.memory.record import RecordFormat
 from quire.testing.contracts.records import make_key, make_keys, write
 from quire.tiers.forgotten import forget_scope, mark_of
-from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.transfer import Lane, Transfer
 from tests.cli.conftest import Run
 from tests.tiers.stores.directory_medium import DirectoryMedium
 from tests.tiers.stores.servers import free_port, started, valkey
@@ -370,10 +370,10 @@ def test_gc_does_not_drop_all_for_a_scope_that_was_mistyped(run: Run, store: Pat
 
 @pytest.fixture
 def flushed(store: Path) -> Path:
-    move = Move(Link.FORGET, (), make_key(0).scope)
+    move = Transfer(Lane.FORGET, (), make_key(0).scope)
     with closing(DirectoryStore(store, None)) as opened:
         next(forget_scope(opened, move))
-    assert move.noted and len(keys_of(store)) == 7
+    assert move.hidden and len(keys_of(store)) == 7
     return store
 
 

@@ -13,7 +13,6 @@ import torch
 from quire.engine.llm import LLM
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
-from quire.offload import offload_of
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.tiny_model import make_tiny_model
@@ -55,7 +54,7 @@ def settle(llm: LLM) -> None:
     """Until nothing is on its way between tiers."""
     engine = llm.engine
     while engine.has_moves():
-        offload_of(engine.cache).ahead.wait_moves(1.0)
+        engine.offload.ahead.wait_moves(1.0)
         engine.step()
 
 
@@ -180,7 +179,7 @@ def test_an_idle_engine_tries_again_to_have_the_store_forget(llms: Any, monkeypa
     llm = llms()
     ask(llm)
     settle(llm)
-    tiers = offload_of(llm.engine.cache).tiers
+    tiers = llm.engine.offload.tiers
     assert tiers is not None and llm.engine.tiers is not None and llm.engine.tiers.store is not None
     with monkeypatch.context() as patch:
         patch.setattr(type(llm.engine.tiers.store), "remove", lambda store, keys: 0)

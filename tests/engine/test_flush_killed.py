@@ -13,7 +13,6 @@ import pytest
 
 from quire.engine import tiers as engine_tiers
 from quire.engine.llm import LLM
-from quire.offload import offload_of
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers import forgotten
 from quire.tiers.forgotten import marked_by
@@ -34,7 +33,7 @@ llm = tiered(sys.argv[1], sys.argv[2])
 for salt in ("alice", "bob"):
     assert ask(llm, salt) == [0] * 6
 while llm.engine.has_moves():
-    offload_of(llm.engine.cache).ahead.wait_moves(1.0)
+    llm.engine.offload.ahead.wait_moves(1.0)
     llm.engine.step()
 forgotten._AT_ONCE, engine_llm.FLUSH_S, real, calls = 4, 0.2, DirectoryStore.remove, []
 
@@ -75,7 +74,7 @@ def ask(llm: LLM, salt: str) -> list[int]:
 
 def settle(llm: LLM) -> None:
     while llm.engine.has_moves():
-        offload_of(llm.engine.cache).ahead.wait_moves(1.0)
+        llm.engine.offload.ahead.wait_moves(1.0)
         llm.engine.step()
 
 
@@ -116,8 +115,8 @@ def test_what_was_flushed_stays_so(killed: tuple[Path, str], model: Path, monkey
     before, marks = stored(directory)
     assert before == 2 * PAGES - 8 and marks == 1, "it was not killed half way"
     with tiered(model, directory) as llm:
-        assert offload_of(llm.engine.cache).tiers is not None
-        forgetting = offload_of(llm.engine.cache).tiers.forgetting
+        assert llm.engine.offload.tiers is not None
+        forgetting = llm.engine.offload.tiers.forgetting
         with monkeypatch.context() as patch:
             patch.setattr(DirectoryStore, "remove", lambda store, keys: 0)  # so that all of it is still there
             assert ask(llm, "alice") == [0] * 6
@@ -157,8 +156,8 @@ def test_to_end_does_not_wait_until_all_is_forgotten(
 
     def end() -> None:
         """The engine is told to end while this batch is removed."""
-        assert offload_of(llm.engine.cache).tiers is not None
-        offload_of(llm.engine.cache).tiers.forgetting.end()
+        assert llm.engine.offload.tiers is not None
+        llm.engine.offload.tiers.forgetting.end()
 
     monkeypatch.setattr(forgotten, "_AT_ONCE", 4)
     monkeypatch.setattr(store, "remove", remove)
@@ -178,8 +177,8 @@ def test_to_end_stops_what_takes_long(model: Path, tmp_path: Path, monkeypatch: 
     llm = tiered(model, tmp_path / "store")
     ask(llm, "alice")
     settle(llm)
-    assert llm.engine.tiers is not None and offload_of(llm.engine.cache).tiers is not None
-    forgetting, store = offload_of(llm.engine.cache).tiers.forgetting, llm.engine.tiers.store
+    assert llm.engine.tiers is not None and llm.engine.offload.tiers is not None
+    forgetting, store = llm.engine.offload.tiers.forgetting, llm.engine.tiers.store
     real, ended = DirectoryStore.remove, forgetting.end
     begun, told, removed = threading.Event(), threading.Event(), []
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.offload import offload_of
 from quire.testing.mutants import injected
 from tests.engine.running import run
 from tests.engine.tiered import GREEDY, PROMPTS, Case, case_of, closed, end_all, settle, small
@@ -37,9 +36,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 def drop_parts(core: EngineCore) -> None:
     """What is read in part leaves device and host; the pages stay, with keys and values of all their tokens."""
     settle(core)
-    assert offload_of(core.cache).tiers is not None
+    assert core.offload.tiers is not None
     before = core.cache.tree.num_pages + core.cache.tree.num_below
-    for group, host in zip(core.cache.groups, offload_of(core.cache).tiers.hosts, strict=True):
+    for group, host in zip(core.cache.groups, core.offload.tiers.hosts, strict=True):
         group.evict(group.num_frames)
         host.evict(host.num_frames)
         left = group.table.idle is not None and (group.table.idle.num_pages or host.statistics()["cached"])

@@ -15,7 +15,6 @@ from quire.engine.messages import EngineRequest
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
-from quire.offload import offload_of
 from quire.spec.ids import Ids
 from quire.testing.stores import SlowStore
 from tests.engine import running
@@ -193,6 +192,6 @@ def test_a_tier_that_is_not_asked_for_is_not_there(dense: Case) -> None:
     core: EngineCore = tight_core(model, num_tokens=200, page_size=4)
     assert run(core, PROMPTS, GREEDY) == expected
     assert threading.active_count() == before
-    assert core.tiers is offload_of(core.cache).tiers is offload_of(core.cache).prefetcher is None
+    assert core.tiers is core.offload.tiers is core.offload.prefetcher is None
     assert core.statistics()["tiers"] is None
     assert core.cache.pages.num_pages == core.plan.num_pages

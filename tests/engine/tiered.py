@@ -8,7 +8,6 @@ import numpy as np
 
 from quire.engine.core import EngineCore
 from quire.models.hf import LoadedModel
-from quire.offload import offload_of
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
 from tests.engine.running import generated, run, shared_prompts, tiered_core
@@ -73,22 +72,22 @@ def small(model: LoadedModel, page_size: int = 4, **settings: Any) -> EngineCore
 
 def settle(core: EngineCore) -> None:
     """Wait for all that moves."""
-    tiers = offload_of(core.cache).tiers
+    tiers = core.offload.tiers
     assert tiers is not None
-    offload_of(core.cache).ahead.settle_moves()
+    core.offload.ahead.settle_moves()
     while core.has_moves() or tiers.moving:
-        offload_of(core.cache).ahead.wait_moves(1.0)
-        offload_of(core.cache).ahead.settle_moves()
+        core.offload.ahead.wait_moves(1.0)
+        core.offload.ahead.settle_moves()
 
 
 def at_rest(core: EngineCore) -> dict[str, Any]:
     """Wait for all that moves, and check that nothing is held: the tiers' statistics."""
     settle(core)
     core.audit()
-    tiers = offload_of(core.cache).tiers
+    tiers = core.offload.tiers
     assert tiers is not None
     assert not tiers.moving and not tiers.condemned and not tiers.damaged.num_bad
-    assert offload_of(core.cache).prefetcher is None or not offload_of(core.cache).prefetcher.in_flight
+    assert core.offload.prefetcher is None or not core.offload.prefetcher.in_flight
     assert core.cache.tree.num_protected == 0
     for group, host in zip(core.cache.groups, tiers.hosts, strict=True):
         assert group.table.idle is None or group.table.idle.num_pinned == 0
@@ -123,8 +122,8 @@ def end_all() -> None:
 
 def below_only(core: EngineCore, group: int = 0) -> list[tuple[int, int]]:
     """Pages of a group that the host has and the device has not, and their host frames."""
-    assert offload_of(core.cache).tiers is not None
-    column = offload_of(core.cache).tiers.hosts[group].column
+    assert core.offload.tiers is not None
+    column = core.offload.tiers.hosts[group].column
     pages = np.flatnonzero((column > 0) & (core.cache.groups[group].frames.column == 0))
     return [(int(page), int(column[page])) for page in pages]
 

@@ -38,7 +38,10 @@ from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
 from quire.spec.model import ModelSpec
 from quire.tiers.break_even import BreakEven, _Trial
-from quire.tiers.moves import Link
+from quire.tiers.in_flight import InFlight
+from quire.tiers.mover import ThreadMover
+from quire.tiers.transfer import Endpoint, Lane, Transfer
+from quire.tiers.virtual_mover import VirtualMover
 
 Patch = pytest.MonkeyPatch
 
@@ -502,6 +505,67 @@ def shared_pages_count_once(patch: Patch) -> None:
     patch.setattr(MemoryPoolConfigurator, "_full_rule", rule)
 
 
+# -- lanes and deadlines
+
+
+@mutant("lanes", "a peer that hangs keeps the store from answering, for all requests")
+def a_peer_shares_the_threads_of_the_store(patch: Patch) -> None:
+    real = ThreadMover.__init__
+
+    def init(mover: ThreadMover, *args: Any, **options: Any) -> None:
+        real(mover, *args, **options)
+        mover._channels[Endpoint.PEER] = mover._channels[Endpoint.STORE]
+
+    patch.setattr(ThreadMover, "__init__", init)
+
+
+@mutant("lanes", "a frame is given to another page while a peer that is late still writes to it")
+def what_has_expired_is_handed_back_at_once(patch: Patch) -> None:
+    real = ThreadMover._expire
+
+    def expire(mover: ThreadMover) -> None:
+        real(mover)
+        for channel in mover._channels.values():
+            for task in channel.running:
+                if task.transfer.expired:
+                    mover._end(task)
+
+    patch.setattr(ThreadMover, "_expire", expire)
+
+
+@mutant("lanes", "in the simulator, frames of a late transfer are free at its deadline, so that no test would see it")
+def virtual_transfers_end_at_their_deadline(patch: Patch) -> None:
+    real = VirtualMover._expire
+
+    def expire(mover: VirtualMover, transfer: Transfer) -> None:
+        real(mover, transfer)
+        if transfer.expired and not transfer.done:
+            transfer.end()
+            mover._ended.append(transfer)
+
+    patch.setattr(VirtualMover, "_expire", expire)
+
+
+@mutant("lanes", "requests and frames wait for a peer that hangs, for ever")
+def deadlines_never_pass(patch: Patch) -> None:
+    patch.setattr(InFlight, "overdue", lambda in_flight, now: [])
+
+
+@mutant("lanes", "what waits behind a peer that hangs keeps its frames for ever")
+def what_waits_does_not_expire(patch: Patch) -> None:
+    real = ThreadMover._expire
+
+    def expire(mover: ThreadMover) -> None:
+        waiting = [channel.waiting for channel in mover._channels.values()]
+        for channel in mover._channels.values():
+            channel.waiting = list  # type: ignore[method-assign]
+        real(mover)
+        for channel, was in zip(mover._channels.values(), waiting, strict=True):
+            channel.waiting = was  # type: ignore[method-assign]
+
+    patch.setattr(ThreadMover, "_expire", expire)
+
+
 # -- what is worth moving
 
 
@@ -509,10 +573,10 @@ def shared_pages_count_once(patch: Patch) -> None:
 def a_trial_is_won_by_a_save(patch: Patch) -> None:
     real = BreakEven._begin_trial
 
-    def begin_trial(even: Any, link: Link, state: Any, num_bytes: int) -> None:
+    def begin_trial(even: Any, link: Lane, state: Any, num_bytes: int) -> None:
         real(even, link, state, num_bytes)
-        if link is Link.LOAD and even._links[Link.SAVE].rate.known:
-            state.rate, state.trial, state.rest = copy(even._links[Link.SAVE].rate), _Trial.MEASURED, 1.0
+        if link is Lane.LOAD and even._lanes[Lane.SAVE].rate.known:
+            state.rate, state.trial, state.rest = copy(even._lanes[Lane.SAVE].rate), _Trial.MEASURED, 1.0
 
     patch.setattr(BreakEven, "_begin_trial", begin_trial)
 
@@ -520,7 +584,7 @@ def a_trial_is_won_by_a_save(patch: Patch) -> None:
 @mutant("never slower", "a request that only waits uses up the trials of a link, which stays off for ever")
 def whoever_looks_decides(patch: Patch) -> None:
     def pays(tiers: Any, tokens: int, num_bytes: int) -> bool:
-        found: bool = tiers.break_even.decide(Link.LOAD, tokens, num_bytes, tiers.mover.in_flight(Link.LOAD))
+        found: bool = tiers.break_even.decide(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))
         return found
 
     patch.setattr(worth_loading, "_pays", pays)

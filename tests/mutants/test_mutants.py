@@ -32,6 +32,7 @@ from tests.scheduler.test_hybrid_reuse import (
     test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
     test_windows_go_before_pages_and_come_back,
 )
+from tests.tiers import test_lanes
 
 NOTICED = (AssertionError, QuireError, pytest.fail.Exception)
 """What a check raises. A mutant that ends in another error has only become invalid code."""
@@ -59,6 +60,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda: test_prefetch.test_a_store_that_brings_nothing_is_left_alone_and_found_again("RETRY"),
     ],
     "steps": [lambda seed=seed: run_steps(seed, 150) for seed in range(60)],
+    "lanes": [
+        test_lanes.test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline,
+        test_lanes.test_a_hung_peer_holds_its_own_threads_only,
+    ],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
 }
 

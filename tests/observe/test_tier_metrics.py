@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.observe.metrics import ServerMetrics
 from quire.offload.tier_counters import TierCounters
 from quire.spec.ids import Tier
-from quire.tiers.moves import Link, Move
+from quire.tiers.transfer import LANES, Lane, Transfer
 
 
 def counted() -> TierCounters:
@@ -20,7 +20,7 @@ def counted() -> TierCounters:
     counters.corrupt(Tier.HOST, ["digest", "digest"])
     counters.corrupt(Tier.STORAGE, ["key"])
     for seconds, num_bytes in ((0.0002, 1000), (0.5, 5000), (20.0, 0)):
-        move = Move(Link.FETCH, ())
+        move = Transfer(Lane.FETCH, ())
         move.seconds, move.moved_bytes = seconds, num_bytes
         counters.ended(move)
     return counters
@@ -28,7 +28,7 @@ def counted() -> TierCounters:
 
 def statistics(**tiers: Any) -> dict[str, Any]:
     host = {"full": {"total": 10, "free": 4, "cached": 3, "moving": 2, "quarantined": 1}}
-    links = [link.value for link in Link if link is not Link.FORGET]
+    links = [link.name for link in LANES if link is not Lane.FORGET]
     return {
         "hit_tokens": 200,
         "frames": {"full": {"total": 5, "free": 2, "private": 1, "cached": 2, "moving": 0, "quarantined": 0}},

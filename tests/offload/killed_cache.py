@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
-from quire.tiers.moves import Move
 from quire.tiers.store import Store
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store
+from quire.tiers.transfer import Transfer
 from tests.forked import Say, die_in, serve
 from tests.offload.random_life import EPOCHS, RandomLife
 from tests.offload.threaded_cache import MODELS, Generations, ThreadedCache, random_prompts
@@ -76,7 +76,7 @@ def die_at_move(cache: ThreadedCache, left: float, say: Say) -> None:
     """It goes on until it is killed, which is when so many moves were begun."""
     really = cache.mover.submit
 
-    def submit(move: Move) -> bool:
+    def submit(move: Transfer) -> bool:
         nonlocal left
         left -= 1
         taken = really(move)

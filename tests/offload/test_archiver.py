@@ -9,8 +9,8 @@ from quire.offload.owed_paths import OwedPaths
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
-from quire.tiers.moves import Link
 from quire.tiers.store import StoreKey
+from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, BOB, PAGE, tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.tiers.dict_store import DictStore
@@ -34,8 +34,8 @@ def keys_of(world: TieredCache, pages: int, namespace: Namespace = ALICE) -> lis
 def test_what_the_link_had_no_room_for_goes_later() -> None:
     """A store half as fast as the prompt is computed."""
     size = TieredCache().copies.sizes[0]
-    world = TieredCache(64, 128, seconds=0.1, most_bytes=dict.fromkeys((Link.SAVE, Link.ARCHIVE), 8 * size))
-    world.mover._latency[Link.ARCHIVE] = 2.0
+    world = TieredCache(64, 128, seconds=0.1, most_bytes=dict.fromkeys((Lane.SAVE, Lane.ARCHIVE), 8 * size))
+    world.mover._latency[Lane.ARCHIVE] = 2.0
     tokens = tokens_of(range(1, 49))
     kv = world.begin(tokens)
     for end in range(8 * PAGE, len(tokens) + 1, 8 * PAGE):
@@ -55,7 +55,7 @@ def test_what_the_link_had_no_room_for_goes_later() -> None:
 
 def test_a_copy_that_the_link_had_no_room_for_is_made_later() -> None:
     size = TieredCache().copies.sizes[0]
-    world = TieredCache(64, 128, stores=False, seconds=5.0, most_bytes={Link.SAVE: 8 * size})
+    world = TieredCache(64, 128, stores=False, seconds=5.0, most_bytes={Lane.SAVE: 8 * size})
     for first in (1, 21, 41):
         world.compute(tokens_of(range(first, first + 8)))
     world.drain()
@@ -119,12 +119,12 @@ def test_a_path_that_is_refused_keeps_no_other_waiting() -> None:
 
 def test_a_page_each_of_many_requests_is_one_move() -> None:
     world = TieredCache(24, 48, seconds=0.1)
-    world.mover._latency[Link.ARCHIVE] = 1.0
+    world.mover._latency[Lane.ARCHIVE] = 1.0
     for first in range(1, 11):
         world.compute(tokens_of((first,)))
     world.drain()
     assert world.stored() == 10
-    assert tiers_of(world).counters.links[Link.ARCHIVE].moves <= 4
+    assert tiers_of(world).counters.links[Lane.ARCHIVE].moves <= 4
     world.close()
 
 

@@ -12,8 +12,8 @@ from quire.offload.flush import clear
 from quire.offload.tier_settings import WritePolicy
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
 from quire.tiers.forgotten import mark_of
-from quire.tiers.moves import Link
 from quire.tiers.store import Entry, StoreKey
+from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.tiers.dict_store import DictStore
@@ -79,17 +79,17 @@ def test_to_clear_the_cache_clears_host_and_store_but_not_what_is_held() -> None
     tiered.close()
 
 
-@pytest.mark.parametrize("link", [Link.SAVE, Link.ARCHIVE, Link.LOOK, Link.FETCH])
-def test_to_clear_the_cache_clears_what_is_on_its_way(link: Link) -> None:
+@pytest.mark.parametrize("link", [Lane.SAVE, Lane.ARCHIVE, Lane.LOOK, Lane.FETCH])
+def test_to_clear_the_cache_clears_what_is_on_its_way(link: Lane) -> None:
     tiered = TieredCache()
     tiered.compute(SECRET, ALICE)
-    if link in (Link.LOOK, Link.FETCH):
+    if link in (Lane.LOOK, Lane.FETCH):
         tiered.drain()
         pages = tiered.cache.tree.evict(12)
         tiered.cache.parts.give_back(pages)
         assert tiered.cached(SECRET) == 0 < tiered.stored()
         assert tiered.ahead.prefetch(asking(SECRET), ALICE) is not None
-    while not tiered.mover._lanes[link]:
+    while not tiered.mover._queues[link.queue]:
         assert tiered.advance()
     tiered.now += 0.9
     clear(tiered.cache)
@@ -149,12 +149,12 @@ def test_a_request_that_had_begun_on_nothing_does_not_leave_it_either(kind: str)
 
 @pytest.mark.parametrize("reaches", MODELS[:3])
 @pytest.mark.parametrize("kind", ["flush", "flush all", "epoch"])
-@pytest.mark.parametrize("link", [Link.SAVE, Link.ARCHIVE, Link.LOOK, Link.FETCH, Link.LOAD])
-def test_what_is_on_its_way_does_not_bring_it_back(reaches: tuple[object, ...], kind: str, link: Link) -> None:
+@pytest.mark.parametrize("link", [Lane.SAVE, Lane.ARCHIVE, Lane.LOOK, Lane.FETCH, Lane.LOAD])
+def test_what_is_on_its_way_does_not_bring_it_back(reaches: tuple[object, ...], kind: str, link: Lane) -> None:
     tiered = TieredCache(reaches=reaches, host=24)
     tiered.compute(SECRET, ALICE)
     kv = None
-    if link in (Link.LOOK, Link.FETCH):
+    if link in (Lane.LOOK, Lane.FETCH):
         tiered.drain()
         stored = dict(tiered.store.visible)
         tiered.flush(ALICE)
@@ -162,12 +162,12 @@ def test_what_is_on_its_way_does_not_bring_it_back(reaches: tuple[object, ...], 
         tiered.store.visible |= stored  # as another process may have put it there
         tiered.flushes.clear()
         assert tiered.ahead.prefetch(asking(SECRET), ALICE) is not None
-    elif link is Link.LOAD:
+    elif link is Lane.LOAD:
         tiered.drain()
         tiered.compute(tokens_of(range(50, 60)), BOB)
         tiered.drain()
         kv = tiered.cache.begin(asking(SECRET), ALICE)
-    while not tiered.mover._lanes[link]:
+    while not tiered.mover._queues[link.queue]:
         assert tiered.advance(), f"there never was a {link}"
     tiered.cache.audit()
     forget(tiered, kind)

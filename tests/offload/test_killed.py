@@ -21,10 +21,10 @@ from quire.cli.store_verify import check
 from quire.memory.record import HEADER_BYTES
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.tiers.forgotten import marked_by
-from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store
+from quire.tiers.transfer import Lane, Transfer
 from tests.forked import ForkServer
 from tests.offload.killed_cache import open_killed
 from tests.offload.random_life import EPOCHS, RandomLife
@@ -242,9 +242,9 @@ def killed(life: RandomLife, server: Server, rng: random.Random) -> None:
     left, delay, mover = rng.randrange(1, 12), rng.choice((0.0, 0.0003, 0.001)), life.cache.mover
     really = mover.submit
 
-    def submit(move: Move) -> bool:
+    def submit(move: Transfer) -> bool:
         nonlocal left
-        left -= move.link not in (Link.SAVE, Link.LOAD)
+        left -= move.lane not in (Lane.SAVE, Lane.LOAD)
         taken = really(move)
         if left <= 0:
             time.sleep(delay)

@@ -16,8 +16,8 @@ from quire.offload import offload_of
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.spec.ids import Ids
 from quire.tiers.break_even import BreakEven
-from quire.tiers.moves import Link
 from quire.tiers.store import Answer, StoreKey
+from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, PAGE, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.tiers.dict_store import DictStore
@@ -71,20 +71,20 @@ def check_link(seed: int) -> None:
     for _ in range(draw.randrange(2, 5)):
         spent.changes += 1
         speed = draw.choice([0.1, 0.5, 0.9, 1.2, 4.0, 20.0])  # times as fast as computing
-        even.moved(Link.SAVE, 10**9, 10**9 / (rate * TOKEN_BYTES * draw.choice([0.5, 3.0, 30.0])))
+        even.moved(Lane.SAVE, 10**9, 10**9 / (rate * TOKEN_BYTES * draw.choice([0.5, 3.0, 30.0])))
         under_way: deque[tuple[float, int, float]] = deque()  # (end, bytes, seconds)
         began, free, is_measured = now, now, False
         while now < began + 2 * LONG:
             while under_way and under_way[0][0] <= now:
                 _, num_bytes, seconds = under_way.popleft()
-                even.moved(Link.LOAD, num_bytes, seconds)
+                even.moved(Lane.LOAD, num_bytes, seconds)
                 is_measured = True
             tokens = draw.choice(lengths)
             num_bytes, compute = tokens * TOKEN_BYTES, tokens / rate
             queued = sum(size for _, size, _ in under_way)
             for _ in range(draw.randrange(4)):
-                even.pays(Link.LOAD, tokens, num_bytes, queued)
-            loads = even.decide(Link.LOAD, tokens, num_bytes, queued)
+                even.pays(Lane.LOAD, tokens, num_bytes, queued)
+            loads = even.decide(Lane.LOAD, tokens, num_bytes, queued)
             taken = compute
             if loads:
                 seconds = compute / speed * draw.uniform(0.95, 1.05)
@@ -98,7 +98,7 @@ def check_link(seed: int) -> None:
                 spent.loaded += tokens * loads
             now += pause * draw.uniform(0.5, 1.5)
         for _, num_bytes, seconds in under_way:
-            even.moved(Link.LOAD, num_bytes, seconds)
+            even.moved(Lane.LOAD, num_bytes, seconds)
     spent.seconds = now
     spent.check()
 
@@ -164,9 +164,9 @@ class Clients:
         """Whether what is below the device is clearly quicker from now on."""
         latency, compute = self.world.latency, 8 * PAGE / self.rate
         self.store.fails = self.draw.choice(["", "", "", "get", "exists"]) if self.deep else ""
-        times = {link: self.draw.choice([0.01, 0.01, 0.3, 2.0]) for link in (Link.LOAD, Link.FETCH, Link.LOOK)}
+        times = {link: self.draw.choice([0.01, 0.01, 0.3, 2.0]) for link in (Lane.LOAD, Lane.FETCH, Lane.LOOK)}
         if not self.deep:
-            times[Link.FETCH] = times[Link.LOOK] = 0.0
+            times[Lane.FETCH] = times[Lane.LOOK] = 0.0
         for link, share in times.items():
             latency[link] = compute * share
         return not self.store.fails and sum(times.values()) < 0.2

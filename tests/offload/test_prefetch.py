@@ -15,8 +15,8 @@ from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
-from quire.tiers.moves import Link
 from quire.tiers.store import Answer, StoreKey
+from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.tiers.dict_store import DictStore
@@ -54,9 +54,9 @@ def begun(world: TieredCache, tokens: Ids) -> Prefetch:
     return found
 
 
-def links_of(prefetch: Prefetch) -> list[Link]:
+def links_of(prefetch: Prefetch) -> list[Lane]:
     """Of what is under way for it."""
-    return [move.link for move in prefetch.moves]
+    return [move.lane for move in prefetch.moves]
 
 
 def key_of(world: TieredCache, place: int, group: int, tokens: Ids = TOKENS) -> StoreKey:
@@ -125,7 +125,7 @@ def test_only_what_need_not_be_computed_counts_as_gain() -> None:
     tiers = tiers_of(world)
     even, pages = tiers.break_even, world.cache.tree.match(ALICE, TOKENS).pages
     even.computed(1000 * PAGE, 1000.0)  # a page takes a second
-    even.moved(Link.FETCH, world.copies.sizes[1], 4.0)
+    even.moved(Lane.FETCH, world.copies.sizes[1], 4.0)
     tiers.hosts[1].bind(pages[1:2], tiers.hosts[1].take(1))
     assert world.fetch(TOKENS) == 2 * PAGE, "three pages are computed sooner"
     assert tiers.counters.declined_tokens == 3 * PAGE
@@ -150,7 +150,7 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     assert tiers.hosts[1].num_free <= 1, "others have the rest"
     world.cache.groups[1].evict(12)
     prefetch = begun(world, TOKENS)
-    assert world.advance() and links_of(prefetch) == [Link.FETCH]
+    assert world.advance() and links_of(prefetch) == [Lane.FETCH]
     world.cache.audit()
     assert tiers.host_room(tiers.hosts[1], 4) < 4 and tiers.hosts[1].resident(pages[3:4]).all()
     while world.ahead.is_awaited(prefetch):
@@ -224,9 +224,9 @@ def test_a_store_that_cannot_answer_now_is_not_asked_for_less() -> None:
 
 
 @pytest.mark.parametrize("reaches", MODELS)
-@pytest.mark.parametrize("link", [Link.LOOK, Link.FETCH])
+@pytest.mark.parametrize("link", [Lane.LOOK, Lane.FETCH])
 @pytest.mark.parametrize("kind", ["flush", "epoch", "clear"])
-def test_what_was_flushed_meanwhile_counts_for_nothing(reaches: tuple[ReachSpec, ...], link: Link, kind: str) -> None:
+def test_what_was_flushed_meanwhile_counts_for_nothing(reaches: tuple[ReachSpec, ...], link: Lane, kind: str) -> None:
     world = TieredCache(reaches=reaches)
     world.compute(TOKENS)
     world.drain()
@@ -297,13 +297,13 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     forget(world)
     prefetch = begun(world, TOKENS)
     assert begun(world, TOKENS) is prefetch
-    while Link.FETCH not in links_of(prefetch):
+    while Lane.FETCH not in links_of(prefetch):
         assert world.advance()
     even = tiers_of(world).break_even
     even.computed(1000, 1e-6)
-    even.moved(Link.FETCH, 1, 10.0)
-    while not even.is_off(Link.FETCH):
-        even.decide(Link.FETCH, 1, 1)
+    even.moved(Lane.FETCH, 1, 10.0)
+    while not even.is_off(Lane.FETCH):
+        even.decide(Lane.FETCH, 1, 1)
     assert not world.ahead.is_awaited(prefetch) and prefetch.stopped and prefetch.moves[0].stopping
     world.now += 0.4
     world.drain()
@@ -456,7 +456,7 @@ def test_a_store_that_brings_nothing_is_left_alone_and_found_again(failure: str)
     forget(world)
     assert world.fetch(TOKENS) == len(TOKENS), "while it works"
     store.failure = failure
-    world.latency[Link.LOOK if failure == "exists" else Link.FETCH] = 2.0
+    world.latency[Lane.LOOK if failure == "exists" else Lane.FETCH] = 2.0
     waits = []
     for _ in range(50):
         forget(world)
@@ -465,17 +465,17 @@ def test_a_store_that_brings_nothing_is_left_alone_and_found_again(failure: str)
         waits.append(world.now - began)
         world.drain()
     assert len([wait for wait in waits if wait]) == 3 and max(waits) <= 4.0
-    assert even.is_off(Link.FETCH) and "less than half" in even.why_off(Link.FETCH)
+    assert even.is_off(Lane.FETCH) and "less than half" in even.why_off(Lane.FETCH)
     assert counters.failed_moves == 3
     store.failure = ""
-    world.latency[Link.FETCH] = world.latency[Link.LOOK] = 0.01
+    world.latency[Lane.FETCH] = world.latency[Lane.LOOK] = 0.01
     found = []
     for _ in range(10):
         forget(world)
         world.now += 100.0
         found.append(world.fetch(TOKENS))
         world.drain()
-    assert found[2:] == [len(TOKENS)] * 8 and not even.is_off(Link.FETCH)
+    assert found[2:] == [len(TOKENS)] * 8 and not even.is_off(Lane.FETCH)
     world.close()
 
 
@@ -485,12 +485,12 @@ def test_a_look_that_takes_longer_than_computing_is_a_loss() -> None:
     even.computed(1000 * len(TOKENS), 1000.0)
     world.compute(TOKENS)
     forget(world)
-    world.latency[Link.LOOK] = 5.0
+    world.latency[Lane.LOOK] = 5.0
     for _ in range(20):
         forget(world)
         assert world.fetch(TOKENS) == 0
         world.drain()
-    assert "at any bandwidth" in even.why_off(Link.FETCH)
+    assert "at any bandwidth" in even.why_off(Lane.FETCH)
     assert world.ahead.prefetch(asking(TOKENS), ALICE) is None and world.mover.idle
     world.close()
 
@@ -502,7 +502,7 @@ def test_a_trial_that_finds_nothing_stored_leaves_it_to_the_next() -> None:
     world.compute(TOKENS)
     forget(world)
     for _ in range(3):
-        even.failed(Link.FETCH, 0.1)
+        even.failed(Lane.FETCH, 0.1)
     world.now += 100.0
     others = begun(world, tokens_of((7, 8, 9, 10, 11)))
     assert world.ahead.prefetch(asking(TOKENS), ALICE) is None, "one at a time"
@@ -522,7 +522,7 @@ def single(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_several_pieces_are_on_their_way_at_once(single: pytest.MonkeyPatch) -> None:
     world = stored_only()
     prefetch = begun(world, TOKENS)
-    assert world.advance() and links_of(prefetch) == [Link.FETCH] * 5
+    assert world.advance() and links_of(prefetch) == [Lane.FETCH] * 5
     world.cache.audit()
     assert world.advance() and prefetch.limit == 1, "each counts when it has come"
     world.now += 10  # a long step
@@ -559,7 +559,7 @@ def test_a_fetch_is_as_fast_as_it_is_for_those_who_wait(
     while not prefetch.done:
         world.now += 10
         world.ahead.settle_moves()
-    rate = tiers_of(world).break_even._links[Link.FETCH].rate
+    rate = tiers_of(world).break_even._lanes[Lane.FETCH].rate
     assert rate.mean == 5 * world.copies.sizes[0] / seconds
     world.close()
 
@@ -570,7 +570,7 @@ def test_who_finds_the_link_full_goes_on_when_there_is_room(single: pytest.Monke
     for tokens in (TOKENS, others):
         before.compute(tokens)
     before.drain()
-    world = TieredCache(store=before.store, most_bytes={Link.FETCH: 1})
+    world = TieredCache(store=before.store, most_bytes={Lane.FETCH: 1})
     prefetches = [begun(world, tokens) for tokens in (TOKENS, others)]
     assert world.advance() and world.advance()
     assert world.prefetcher is not None and world.prefetcher.in_flight == tuple(prefetches)
@@ -663,7 +663,7 @@ def test_a_store_that_is_slower_than_computing_costs_little() -> None:
     even.computed(1000 * len(TOKENS), 1000.0)
     world.compute(TOKENS)
     forget(world)
-    world.latency[Link.FETCH] = 3.0
+    world.latency[Lane.FETCH] = 3.0
     waited = 0.0
     while world.now < 1000.0:
         forget(world)
@@ -680,7 +680,7 @@ def test_prompts_that_are_new_do_not_hide_for_ever_what_is_stored() -> None:
     tiers_of(world).break_even.computed(1000 * len(TOKENS), 1000.0)
     world.compute(TOKENS)
     forget(world)
-    world.latency[Link.LOOK] = 0.05
+    world.latency[Lane.LOOK] = 0.05
     for number in range(60):
         prompt = tokens_of(range(100 + 10 * number, 105 + 10 * number)) if number < 30 else TOKENS
         waits(world, prompt)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.offload.tiering import Tiering
-from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.store_health import StoreHealth
+from quire.tiers.transfer import Lane, Transfer, Units
 from tests.offload.cached_bytes import tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.tiers.array_copies import ids, page_key
@@ -21,17 +21,17 @@ class Down(DictStore):
         return [Answer.RETRY] * len(keys) if self.down else super().exists(keys)
 
 
-def look(*answers: Answer) -> Move:
+def look(*answers: Answer) -> Transfer:
     keys = tuple(page_key(number) for number in range(len(answers)))
-    move = Move(Link.LOOK, [Units(0, ids(), ids(), keys)])
+    move = Transfer(Lane.LOOK, [Units(0, ids(), ids(), keys)])
     move.answers = (answers,)
     move.end()
     return move
 
 
-def archive(*defects: str, error: str = "") -> Move:
+def archive(*defects: str, error: str = "") -> Transfer:
     keys = tuple(page_key(number) for number in range(len(defects)))
-    move = Move(Link.ARCHIVE, [Units(0, ids(), ids(), keys)])
+    move = Transfer(Lane.ARCHIVE, [Units(0, ids(), ids(), keys)])
     move.defects = (defects,)
     move.end(error)
     return move
@@ -72,7 +72,7 @@ def test_a_change_is_said_once() -> None:
     health.ended(archive("digest"))
     health.ended(archive(""))
     assert said[3:] == [("write", False)]
-    assert health.refused == {Link.LOOK: 11, Link.FETCH: 0, Link.ARCHIVE: 20}
+    assert health.refused == {Lane.LOOK: 11, Lane.FETCH: 0, Lane.ARCHIVE: 20}
 
 
 def test_nobody_says_anything_of_what_happens_now_and_then() -> None:

@@ -9,7 +9,7 @@ from quire.offload import prefetcher as reading_ahead
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
 from quire.spec.group import ReachSpec
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 
@@ -29,7 +29,7 @@ def forget(world: TieredCache) -> None:
 
 def test_a_load_that_finds_no_room_on_its_link_leaves_the_request_waiting() -> None:
     """Nothing may begin on pages that are not on their way."""
-    world = TieredCache(16, 32, most_bytes={Link.LOAD: 1})
+    world = TieredCache(16, 32, most_bytes={Lane.LOAD: 1})
     first, second = tokens_of((1, 2, 3)), tokens_of((4, 5, 6))
     for tokens in (first, second):
         world.compute(tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.observe.explain import Cause
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, PAGE, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 
@@ -27,7 +27,7 @@ def slow_host() -> TieredCache:
         world.demote()
     for _ in range(9):
         world.tiers.break_even.computed(100 * PAGE, 10.0)  # 0.4 s for four pages
-        world.tiers.break_even.moved(Link.LOAD, sum(world.copies.sizes) * 4, 0.44)
+        world.tiers.break_even.moved(Lane.LOAD, sum(world.copies.sizes) * 4, 0.44)
     return world
 
 
@@ -37,14 +37,14 @@ def test_looking_turns_nothing_off_and_nothing_on(look: Callable[[TieredCache], 
     even = world.tiers.break_even
     for _ in range(50):
         look(world)
-    assert not even.is_off(Link.LOAD)
+    assert not even.is_off(Lane.LOAD)
     for _ in range(16):
-        assert not even.decide(Link.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
-    assert even.is_off(Link.LOAD)
+        assert not even.decide(Lane.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
+    assert even.is_off(Lane.LOAD)
     world.now += 10.0
     for _ in range(50):
         look(world)
-    assert even.is_off(Link.LOAD) and even.knows(Link.LOAD)
+    assert even.is_off(Lane.LOAD) and even.knows(Lane.LOAD)
     assert world.compute(asking(PROMPTS[0])) == 4 * PAGE, "the trial is for who begins"
     world.close()
 
@@ -53,8 +53,8 @@ def test_of_several_that_matched_one_is_the_trial() -> None:
     """They wait in one queue, and each saw that the link would be tried."""
     world = slow_host()
     even, cache = world.tiers.break_even, world.cache
-    while not even.is_off(Link.LOAD):
-        even.decide(Link.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
+    while not even.is_off(Lane.LOAD):
+        even.decide(Lane.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
     world.now += 10.0
     hits = [cache.match(asking(tokens), ALICE) for tokens in PROMPTS]
     assert [hit.num_tokens for hit in hits] == [4 * PAGE] * 3
@@ -73,9 +73,9 @@ def test_who_begins_counts() -> None:
     world = slow_host()
     even = world.tiers.break_even
     for count in range(16):
-        assert not even.is_off(Link.LOAD), count
+        assert not even.is_off(Lane.LOAD), count
         kv = world.cache.begin(asking(PROMPTS[count % 3]), ALICE)
         assert kv.num_cached == 0
         world.cache.finish(kv)
-    assert even.is_off(Link.LOAD)
+    assert even.is_off(Lane.LOAD)
     world.close()

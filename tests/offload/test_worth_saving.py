@@ -9,7 +9,7 @@ import numpy as np
 from quire.offload.tier_settings import TierSettings
 from quire.offload.worth_saving import TRIAL_BYTES, worth_saving
 from quire.tiers.break_even import BreakEven
-from quire.tiers.moves import Link, Move
+from quire.tiers.transfer import Lane, Transfer
 from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.dict_store import DictStore
@@ -37,23 +37,23 @@ class Path:
 def test_while_nothing_is_known_one_small_save_is_tried() -> None:
     link = Path()
     assert link.wanted() == list(range(TRIAL_BYTES // RECORD))
-    assert link.mover.submit(Move(Link.SAVE, (), num_bytes=TRIAL_BYTES))
+    assert link.mover.submit(Transfer(Lane.SAVE, (), num_bytes=TRIAL_BYTES))
     assert link.wanted() == []
 
 
 def test_what_is_known_decides() -> None:
     link = Path()
-    link.even.moved(Link.SAVE, 8 * 2**30, 1.0)
+    link.even.moved(Lane.SAVE, 8 * 2**30, 1.0)
     assert link.wanted() == list(range(100))
     slow = Path()
-    slow.even.moved(Link.SAVE, 2 * 2**30, 1.0)
+    slow.even.moved(Lane.SAVE, 2 * 2**30, 1.0)
     assert slow.wanted() == []
 
 
 def test_copies_for_a_store_are_made_in_any_case() -> None:
     for settings in ({"stores": True}, {"always": True}):
         link = Path(**settings)
-        link.even.moved(Link.SAVE, 2**20, 1.0)
+        link.even.moved(Lane.SAVE, 2**20, 1.0)
         assert link.wanted() == list(range(100))
 
 

@@ -24,6 +24,7 @@ from quire.spec.layout import PER_PAGE, DType, Field, PageLayout
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.store import Store, StoreKey
+from quire.tiers.transfer import Endpoint
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, CachedBytes, Marks
 
 NAMESPACES = (ALICE, BOB, Namespace(adapter="alice"))
@@ -98,7 +99,7 @@ class ThreadedCache(CachedBytes):
         self.pools = [Pool(g.layout, self.plan.frames_of(at)) for at, g in enumerate(self.plan.groups)]
         self.host = HostPool(self.plan.groups, [host] * len(reaches), threads=1)
         self.copies = FrameCopies(self.pools, self.host)
-        self.mover: ThreadMover = ThreadMover(self.copies, store, storage_threads=threads, piece_bytes=20_000)
+        self.mover: ThreadMover = ThreadMover(self.copies, store, threads={Endpoint.STORE: threads}, piece_bytes=20_000)
         settings = TierSettings(
             host_frames=self.host.frames,
             record_bytes=tuple(self.host.format(at).num_bytes for at in range(len(reaches))),

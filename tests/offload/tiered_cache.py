@@ -15,8 +15,7 @@ from quire.spec.ids import Ids
 from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
 from quire.tiers.forgotten import marked_by
-from quire.tiers.in_flight import MOST_BYTES
-from quire.tiers.moves import Link
+from quire.tiers.transfer import LANES, Lane
 from quire.tiers.virtual_mover import VirtualMover
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, CachedBytes, Marks
 from tests.tiers.array_copies import ArrayCopies
@@ -48,7 +47,7 @@ class TieredCache(CachedBytes):
         choose: object = None,
         always: bool = True,
         prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
-        most_bytes: Mapping[Link, int] = MOST_BYTES,
+        most_bytes: Mapping[Lane, int] | None = None,
     ) -> None:
         super().__init__()
         self.now = 0.0
@@ -64,7 +63,7 @@ class TieredCache(CachedBytes):
         most = max(self.plan.frames_of(index) for index in range(len(reaches)))
         owned = [(0,)] * len(reaches)
         self.copies = ArrayCopies(owned, [WIDTH] * len(reaches), num_device=most, num_host=host)
-        self.latency = dict.fromkeys(Link, seconds)
+        self.latency = dict.fromkeys(LANES, seconds)
         self.mover: VirtualMover = VirtualMover(
             self.copies,
             self.store if stores else None,

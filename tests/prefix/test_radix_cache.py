@@ -11,6 +11,7 @@ from quire.errors import LeaseError
 from quire.prefix import hashing
 from quire.prefix.evict import eviction_policy
 from quire.prefix.hashing import chain_pages, namespace_seed
+from quire.prefix.node import pages_to
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from tests.prefix.test_evict import NAMESPACE, ids, store, tree_with
@@ -68,7 +69,7 @@ def test_growing_alone_lengthens_the_edge() -> None:
     tree.insert(lease, ids("c"), np.array([3], dtype=np.int32))
     assert edges(tree) == {("abc", (1, 2, 3))}
     assert lease.num_pages == tree.num_protected == 3
-    assert tree.path_pages(lease).tolist() == [1, 2, 3]
+    assert pages_to(lease.node).tolist() == [1, 2, 3]
 
 
 def test_duplicates_come_back_and_the_trees_pages_stand() -> None:
@@ -79,7 +80,7 @@ def test_duplicates_come_back_and_the_trees_pages_stand() -> None:
     found = tree.insert(second, ids("abx"), np.array([7, 8, 9], dtype=np.int32))
     assert found.pages.tolist() == [1, 2, 9]
     assert found.duplicates.tolist() == [7, 8]
-    assert tree.path_pages(first).tolist() == [1, 2, 3]
+    assert pages_to(first.node).tolist() == [1, 2, 3]
     assert tree.num_shared == 2
 
 
@@ -108,7 +109,7 @@ def test_a_lease_ends_once() -> None:
     store(tree, "ab")
     lease = tree.lease(tree.match(NAMESPACE, ids("ab")))
     tree.release(lease)
-    for use in (tree.release, tree.path_pages, lambda lease: tree.insert(lease, ids("c"), ids("c"))):
+    for use in (tree.release, lambda lease: tree.insert(lease, ids("c"), ids("c"))):
         with pytest.raises(LeaseError, match="released"):
             use(lease)
     assert tree.num_protected == 0
@@ -131,7 +132,7 @@ def test_a_match_survives_growth_of_its_last_edge() -> None:
     match = tree.match(NAMESPACE, ids("ab"))
     tree.insert(lease, ids("cd"), np.array([3, 4], dtype=np.int32))
     other = tree.lease(match)
-    assert tree.path_pages(other).tolist() == [1, 2]
+    assert pages_to(other.node).tolist() == [1, 2]
     assert (tree.num_protected, tree.num_shared) == (4, 2)
 
 

@@ -22,7 +22,7 @@ KINDS = re.compile(
     r"swa|mamba|sliding|\bmla\b|\bgqa\b|recurrent|indexer|\breach\.(kind|tokens)\b|[\"']window[\"']", re.IGNORECASE
 )
 KNOWS_NO_KIND = ("prefix/", "cache/", "scheduler/", "engine/", "serve/", "observe/", "testing/")
-KNOWS_NO_KIND += ("memory/frames.py", "memory/pool.py")
+KNOWS_NO_KIND += ("memory/residency.py", "memory/pool.py")
 MAY_NAME_KINDS = ("prefix/reach.py", "engine/config.py", "testing/fuzz/plans.py")
 """Reach is where kinds are; the engine passes the names of settings on to planning; fuzzing draws plans of any kind."""
 
@@ -43,7 +43,7 @@ def functions(path: Path) -> Iterator[Function]:
 
 def test_the_rules_have_something_to_check() -> None:
     assert len(FILES) > 40
-    assert {"cache/kv_cache.py", "prefix/reach.py", "memory/frames.py"} <= {name(path) for path in FILES}
+    assert {"cache/kv_cache.py", "prefix/reach.py", "memory/residency.py"} <= {name(path) for path in FILES}
 
 
 def test_no_module_has_a_vague_name() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.spec.ids import Ids
-from quire.tiers.moves import Units
+from quire.tiers.transfer import Units
 
 HEADER = 16
 

@@ -9,6 +9,7 @@ from typing_extensions import Buffer
 
 from quire.errors import InvalidInput
 from quire.tiers.store import Answer, Entry, StoreKey
+from tests.tiers.array_copies import page_key
 
 
 class DictStore:
@@ -134,3 +135,25 @@ class DictStore:
             assert self.gates[name].acquire(timeout=60)
         if name in self.failing:
             raise InvalidInput(f"{name} failed.")
+
+
+class WatchedPeer(DictStore):
+    """A peer that writes down in `wrong` when it is given the frame of a page that is not `busy`: one that was handed
+    back already."""
+
+    def __init__(self, busy: set[int]) -> None:
+        super().__init__()
+        self.busy = busy
+        self.wrong: list[str] = []
+
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        self._watch("put", keys)
+        return super().put(keys, records)
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        self._watch("get", keys)
+        return super().get(keys, records)
+
+    def _watch(self, name: str, keys: Sequence[StoreKey]) -> None:
+        pages = {page_key(number) for number in tuple(self.busy)}
+        self.wrong += [f"{name} of a page that nothing holds" for key in keys if key.page not in pages]

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quire.tiers.break_even import BreakEven
-from quire.tiers.moves import Link
 from quire.tiers.rate import Rate
+from quire.tiers.transfer import LANES, Lane
 
 GB = 10**9
 BYTES = 227_500  # of a token: break-even at 9.1 GB/s for 40,000 tokens/s
@@ -26,17 +26,17 @@ class Bench:
 
     def __init__(self, **settings: float) -> None:
         self.now = 0.0
-        self.said: list[tuple[Link, str]] = []
+        self.said: list[tuple[Lane, str]] = []
         self.even = BreakEven(
             lambda: self.now,
             on_change=lambda link, why: self.said.append((link, why)),
             **settings,  # type: ignore[arg-type]
         )
 
-    def measure(self, link: Link, bandwidth: float, latency: float = 0.0, tokens: int = 1000) -> None:
+    def measure(self, link: Lane, bandwidth: float, latency: float = 0.0, tokens: int = 1000) -> None:
         self.even.moved(link, tokens * BYTES, latency + tokens * BYTES / bandwidth)
 
-    def worth(self, link: Link = Link.LOAD, tokens: int = 1000) -> bool:
+    def worth(self, link: Lane = Lane.LOAD, tokens: int = 1000) -> bool:
         return self.even.decide(link, tokens, tokens * BYTES)
 
 
@@ -44,17 +44,17 @@ def slow(**settings: float) -> Bench:
     """40,000 tokens/s beside a host link of 8 GB/s."""
     bench = Bench(**settings)
     bench.even.computed(4000, 0.1)
-    bench.measure(Link.LOAD, 8 * GB)
+    bench.measure(Lane.LOAD, 8 * GB)
     return bench
 
 
 def test_while_nothing_is_known_moving_is_tried() -> None:
     bench = Bench()
     assert bench.worth()
-    assert (bench.even.compute_seconds(1000), bench.even.load_seconds(Link.LOAD, 1000)) == (None, None)
+    assert (bench.even.compute_seconds(1000), bench.even.load_seconds(Lane.LOAD, 1000)) == (None, None)
     bench.even.computed(4000, 0.1)
     assert bench.worth()
-    bench.measure(Link.LOAD, 2 * GB)
+    bench.measure(Lane.LOAD, 2 * GB)
     assert not bench.worth()
 
 
@@ -69,48 +69,48 @@ def test_tiny_steps_say_nothing() -> None:
 def test_a_load_that_was_never_measured_is_as_fast_as_a_save() -> None:
     bench = Bench(losses=2)
     bench.even.computed(4000, 0.1)
-    bench.measure(Link.SAVE, 2 * GB)
-    assert not bench.even.knows(Link.LOAD)
-    assert bench.even.load_seconds(Link.LOAD, 2 * GB) == pytest.approx(1.0)
+    bench.measure(Lane.SAVE, 2 * GB)
+    assert not bench.even.knows(Lane.LOAD)
+    assert bench.even.load_seconds(Lane.LOAD, 2 * GB) == pytest.approx(1.0)
     assert not bench.worth()
     assert not bench.worth()
-    assert bench.even.why_off(Link.LOAD) == "recompute is cheaper below 9.1 GB/s; measured 2.0 GB/s"
+    assert bench.even.why_off(Lane.LOAD) == "recompute is cheaper below 9.1 GB/s; measured 2.0 GB/s"
     bench.now = 290.0
     assert not bench.worth()  # no trial so soon: a load would have to be faster than any save
     for _ in range(80):
-        bench.measure(Link.SAVE, 50 * GB)
+        bench.measure(Lane.SAVE, 50 * GB)
     assert bench.worth()
-    assert bench.even.is_off(Link.LOAD), "as fast as a save is no measurement"
+    assert bench.even.is_off(Lane.LOAD), "as fast as a save is no measurement"
     assert not any(bench.worth() for _ in range(9)), "one request tries it"
-    bench.measure(Link.LOAD, 2 * GB)
+    bench.measure(Lane.LOAD, 2 * GB)
     assert not bench.worth()  # what was measured counts
     bench.now = 1e6
     assert bench.worth()
-    bench.measure(Link.LOAD, 20 * GB)
+    bench.measure(Lane.LOAD, 20 * GB)
     assert bench.worth()
-    assert not bench.even.is_off(Link.LOAD)
+    assert not bench.even.is_off(Lane.LOAD)
 
 
 def test_a_link_that_loses_turns_itself_off_and_says_so_once() -> None:
     bench = slow(losses=5)
     assert [bench.worth() for _ in range(4)] == [False] * 4
-    assert not bench.even.is_off(Link.LOAD)
+    assert not bench.even.is_off(Lane.LOAD)
     assert not bench.worth()
     why = "recompute is cheaper below 9.1 GB/s; measured 8.0 GB/s"
-    assert bench.even.is_off(Link.LOAD)
-    assert bench.even.why_off(Link.LOAD) == why
-    assert bench.said == [(Link.LOAD, why)]
+    assert bench.even.is_off(Lane.LOAD)
+    assert bench.even.why_off(Lane.LOAD) == why
+    assert bench.said == [(Lane.LOAD, why)]
     assert [bench.worth() for _ in range(50)] == [False] * 50
     assert (len(bench.said), bench.even.turned_off_count) == (1, 1)
-    assert not bench.even.is_off(Link.FETCH)
-    assert bench.even.why_off(Link.FETCH) == ""
+    assert not bench.even.is_off(Lane.FETCH)
+    assert bench.even.why_off(Lane.FETCH) == ""
 
 
 def test_a_win_ends_the_row_of_losses() -> None:
     bench = Bench(losses=3)
     bench.even.computed(4000, 0.1)
     for tokens in (1000, 3000) * 3:
-        bench.measure(Link.LOAD, 20 * GB, latency=0.02, tokens=tokens)
+        bench.measure(Lane.LOAD, 20 * GB, latency=0.02, tokens=tokens)
     for _ in range(10):
         assert [bench.worth(tokens=100), bench.worth(tokens=100), bench.worth(tokens=4000)] == [False, False, True]
     assert bench.even.turned_off_count == 0
@@ -119,11 +119,11 @@ def test_a_win_ends_the_row_of_losses() -> None:
 def test_a_queue_is_waited_for_and_is_not_the_links_fault() -> None:
     bench = Bench(losses=2)
     bench.even.computed(4000, 0.1)
-    bench.measure(Link.LOAD, 40 * GB)
+    bench.measure(Lane.LOAD, 40 * GB)
     for _ in range(10):
-        assert not bench.even.decide(Link.LOAD, 1000, 1000 * BYTES, queued_bytes=10_000 * BYTES)
-        assert bench.even.decide(Link.LOAD, 1000, 1000 * BYTES, queued_bytes=1000 * BYTES)
-    assert not bench.even.is_off(Link.LOAD)
+        assert not bench.even.decide(Lane.LOAD, 1000, 1000 * BYTES, queued_bytes=10_000 * BYTES)
+        assert bench.even.decide(Lane.LOAD, 1000, 1000 * BYTES, queued_bytes=1000 * BYTES)
+    assert not bench.even.is_off(Lane.LOAD)
 
 
 def test_it_is_tried_again_after_a_time_that_doubles() -> None:
@@ -135,7 +135,7 @@ def test_it_is_tried_again_after_a_time_that_doubles() -> None:
         if bench.worth():
             trials.append(bench.now)
             assert not bench.worth(), "one at a time"
-            bench.measure(Link.LOAD, 8 * GB)
+            bench.measure(Lane.LOAD, 8 * GB)
     gaps = [later - earlier for earlier, later in zip([0.0, *trials], trials, strict=False)]
     assert gaps[0] == pytest.approx(1.0)
     assert all(later >= 1.9 * earlier for earlier, later in pairwise(gaps))
@@ -157,33 +157,33 @@ def test_a_trial_that_was_never_measured_is_repeated() -> None:
 def test_a_link_that_became_fast_recovers_with_one_measurement() -> None:
     bench = slow(losses=3)
     for _ in range(20):
-        bench.measure(Link.LOAD, 8 * GB)
+        bench.measure(Lane.LOAD, 8 * GB)
         assert not bench.worth()
     bench.now = 1.0
     assert bench.worth()
-    bench.measure(Link.LOAD, 40 * GB)
+    bench.measure(Lane.LOAD, 40 * GB)
     assert bench.worth()
-    assert not bench.even.is_off(Link.LOAD)
+    assert not bench.even.is_off(Lane.LOAD)
     assert all(bench.worth() for _ in range(20))
     assert len(bench.said) == 1, "a word a minute"
     bench.now = 60.0
     assert bench.worth()
-    assert bench.said[1:] == [(Link.LOAD, "")]
+    assert bench.said[1:] == [(Lane.LOAD, "")]
 
 
 def test_while_a_trial_is_under_way_nobody_else_takes_part() -> None:
     """Its SAVE is fast, as is what it was before: neither says anything about what it is now."""
     bench = slow(losses=1, first_rest=1.0)
     for _ in range(9):
-        bench.measure(Link.SAVE, 100 * GB)
+        bench.measure(Lane.SAVE, 100 * GB)
     assert not bench.worth()
     bench.now = 1.0
     assert bench.worth()
     for _ in range(100):
         bench.now += 0.001
         assert not bench.worth()
-    assert bench.even.is_off(Link.LOAD) and bench.even.turned_off_count == 1
-    bench.measure(Link.LOAD, 8 * GB)
+    assert bench.even.is_off(Lane.LOAD) and bench.even.turned_off_count == 1
+    bench.measure(Lane.LOAD, 8 * GB)
     assert not bench.worth()
     assert bench.even.turned_off_count == 2
     bench.now += 1.0
@@ -193,21 +193,21 @@ def test_while_a_trial_is_under_way_nobody_else_takes_part() -> None:
 def test_who_asks_changes_nothing() -> None:
     bench = slow(losses=1, first_rest=1.0)
     even = bench.even
-    assert not any(even.pays(Link.LOAD, 1000, 1000 * BYTES) for _ in range(50))
-    assert not even.is_off(Link.LOAD)
+    assert not any(even.pays(Lane.LOAD, 1000, 1000 * BYTES) for _ in range(50))
+    assert not even.is_off(Lane.LOAD)
     assert not bench.worth()
     bench.now = 1.0
-    assert all(even.pays(Link.LOAD, 1000, 1000 * BYTES) for _ in range(50)), "it would be tried"
+    assert all(even.pays(Lane.LOAD, 1000, 1000 * BYTES) for _ in range(50)), "it would be tried"
     assert bench.worth()
-    assert not even.pays(Link.LOAD, 1000, 1000 * BYTES)
-    even.untried(Link.LOAD)
+    assert not even.pays(Lane.LOAD, 1000, 1000 * BYTES)
+    even.untried(Lane.LOAD)
     assert bench.worth(), "by another one"
 
 
 def test_what_a_trial_would_lose_says_how_long_it_has_to_wait() -> None:
     bench = slow(losses=1, first_rest=1.0)
     for _ in range(50):
-        bench.measure(Link.LOAD, 0.1 * GB)
+        bench.measure(Lane.LOAD, 0.1 * GB)
     assert not bench.worth()
     bench.now = 100.0
     assert not bench.worth(), "2.25 s are 2 % of 112"
@@ -218,46 +218,46 @@ def test_moves_that_bring_nothing_turn_their_link_off() -> None:
     bench = Bench(first_rest=1.0)
     even = bench.even
     even.computed(4000, 0.1)
-    bench.measure(Link.FETCH, 100 * GB)
+    bench.measure(Lane.FETCH, 100 * GB)
     for count in range(3):
-        assert bench.worth(Link.FETCH)
-        assert not even.is_off(Link.FETCH), count
-        even.failed(Link.FETCH, 0.2)
+        assert bench.worth(Lane.FETCH)
+        assert not even.is_off(Lane.FETCH), count
+        even.failed(Lane.FETCH, 0.2)
     why = "3 in a row brought less than half of what they were for, the last after 200.00 ms"
-    assert (even.why_off(Link.FETCH), bench.said) == (why, [(Link.FETCH, why)])
-    assert not bench.worth(Link.FETCH), "how fast it was when it worked says nothing"
+    assert (even.why_off(Lane.FETCH), bench.said) == (why, [(Lane.FETCH, why)])
+    assert not bench.worth(Lane.FETCH), "how fast it was when it worked says nothing"
     trials = []
     for _ in range(1000):
         bench.now += 0.1
-        if bench.worth(Link.FETCH):
+        if bench.worth(Lane.FETCH):
             trials.append(bench.now)
-            assert not bench.worth(Link.FETCH)
-            even.failed(Link.FETCH, 0.2)
+            assert not bench.worth(Lane.FETCH)
+            even.failed(Lane.FETCH, 0.2)
     assert 4 <= len(trials) <= 7 and even.turned_off_count == len(trials) + 1
-    while not bench.worth(Link.FETCH):
+    while not bench.worth(Lane.FETCH):
         bench.now += 0.1
-    bench.measure(Link.FETCH, 100 * GB)
-    assert bench.worth(Link.FETCH)
-    assert not even.is_off(Link.FETCH)
+    bench.measure(Lane.FETCH, 100 * GB)
+    assert bench.worth(Lane.FETCH)
+    assert not even.is_off(Lane.FETCH)
 
 
 def test_a_failure_between_others_is_none() -> None:
     bench = Bench()
     for _ in range(10):
-        bench.even.failed(Link.FETCH, 0.2)
-        bench.even.failed(Link.FETCH, 0.2)
-        bench.even.moved(Link.FETCH, 50, 0.2)
-    assert not bench.even.is_off(Link.FETCH)
+        bench.even.failed(Lane.FETCH, 0.2)
+        bench.even.failed(Lane.FETCH, 0.2)
+        bench.even.moved(Lane.FETCH, 50, 0.2)
+    assert not bench.even.is_off(Lane.FETCH)
 
 
 def test_the_look_before_a_fetch_is_counted_in() -> None:
     bench = Bench()
     bench.even.computed(4000, 0.1)
-    bench.measure(Link.FETCH, 100 * GB)
-    assert bench.worth(Link.FETCH)
+    bench.measure(Lane.FETCH, 100 * GB)
+    assert bench.worth(Lane.FETCH)
     bench.even.looked(0.1)
-    assert not bench.worth(Link.FETCH)
-    assert bench.worth(Link.FETCH, tokens=10_000)
+    assert not bench.worth(Lane.FETCH)
+    assert bench.worth(Lane.FETCH, tokens=10_000)
 
 
 @pytest.mark.parametrize("often", [True, False])
@@ -268,19 +268,19 @@ def test_a_link_that_won_often_starts_afresh(often: bool) -> None:
             assert not bench.worth()
         bench.now += 1000.0
         assert bench.worth()
-        bench.measure(Link.LOAD, 8 * GB)
+        bench.measure(Lane.LOAD, 8 * GB)
     assert not bench.worth()
     bench.now += 1000.0
     assert bench.worth()
     for _ in range(8 if often else 2):
-        bench.measure(Link.LOAD, 40 * GB)
+        bench.measure(Lane.LOAD, 40 * GB)
         assert bench.worth()
         assert bench.worth(), "the same measurement, which counts once"
     for _ in range(50):
-        bench.measure(Link.LOAD, 8 * GB)
+        bench.measure(Lane.LOAD, 8 * GB)
     assert not bench.worth()
-    assert not bench.even.is_off(Link.LOAD), "one loss is no row"
-    assert [bench.worth(), bench.worth(), bench.even.is_off(Link.LOAD)] == [False, False, True]
+    assert not bench.even.is_off(Lane.LOAD), "one loss is no row"
+    assert [bench.worth(), bench.worth(), bench.even.is_off(Lane.LOAD)] == [False, False, True]
     bench.now += 1.0
     assert bench.worth() is often, "the first rest is short again"
 
@@ -288,21 +288,21 @@ def test_a_link_that_won_often_starts_afresh(often: bool) -> None:
 def test_a_fetch_is_followed_by_a_load() -> None:
     bench = Bench(losses=1)
     bench.even.computed(4000, 0.1)  # 25 ms for 1000 tokens
-    bench.measure(Link.FETCH, 12 * GB)  # 19 ms
-    assert bench.worth(Link.FETCH)
-    bench.measure(Link.LOAD, 20 * GB)  # 11 ms
-    assert not bench.worth(Link.FETCH)
-    assert bench.worth(Link.LOAD)
-    assert bench.even.why_off(Link.FETCH) == "recompute is cheaper below 16.7 GB/s; measured 12.0 GB/s"
+    bench.measure(Lane.FETCH, 12 * GB)  # 19 ms
+    assert bench.worth(Lane.FETCH)
+    bench.measure(Lane.LOAD, 20 * GB)  # 11 ms
+    assert not bench.worth(Lane.FETCH)
+    assert bench.worth(Lane.LOAD)
+    assert bench.even.why_off(Lane.FETCH) == "recompute is cheaper below 16.7 GB/s; measured 12.0 GB/s"
 
 
 def test_where_no_bandwidth_would_do_it_says_that() -> None:
     bench = Bench(losses=1)
     bench.even.computed(1000, 0.01)
     for tokens in (100, 400, 1000):
-        bench.measure(Link.LOAD, 40 * GB, latency=0.25, tokens=tokens)
+        bench.measure(Lane.LOAD, 40 * GB, latency=0.25, tokens=tokens)
     assert not bench.worth()
-    assert "at any bandwidth: 10.00 ms, and 250.00 ms before" in bench.even.why_off(Link.LOAD)
+    assert "at any bandwidth: 10.00 ms, and 250.00 ms before" in bench.even.why_off(Lane.LOAD)
 
 
 def test_a_deadline_is_what_computing_takes_longer_than_the_load_behind_it() -> None:
@@ -310,9 +310,9 @@ def test_a_deadline_is_what_computing_takes_longer_than_the_load_behind_it() -> 
     assert bench.even.deadline(1000, 1000 * BYTES) > 0
     bench.even.computed(4000, 0.1)
     assert bench.even.deadline(1000, 1000 * BYTES) == pytest.approx(0.025)
-    bench.measure(Link.LOAD, 22.75 * GB)
+    bench.measure(Lane.LOAD, 22.75 * GB)
     assert bench.even.deadline(1000, 1000 * BYTES) == pytest.approx(0.015)
-    bench.measure(Link.LOAD, 0.1 * GB)
+    bench.measure(Lane.LOAD, 0.1 * GB)
     assert bench.even.deadline(1000, 1000 * BYTES) == 0.0
 
 
@@ -323,7 +323,7 @@ def learned(rate: float, bandwidth: float, latency: float, seen: list[int]) -> B
     bench = Bench()
     bench.even.computed(10_000, 10_000 / rate)
     for tokens in seen:
-        bench.measure(Link.LOAD, bandwidth, latency, tokens)
+        bench.measure(Lane.LOAD, bandwidth, latency, tokens)
     return bench
 
 
@@ -335,7 +335,7 @@ def test_faster_links_and_slower_devices_only_make_moving_better(
     faster = learned(rate, bandwidth * factor, latency, seen)
     sooner = learned(rate, bandwidth, latency / factor, seen)
     slower = learned(rate / factor, bandwidth, latency, seen)
-    assume(abs((here.even.load_seconds(Link.LOAD, tokens * BYTES) or 0) * rate / tokens - 1) > 1e-6)
+    assume(abs((here.even.load_seconds(Lane.LOAD, tokens * BYTES) or 0) * rate / tokens - 1) > 1e-6)
     if here.worth(tokens=tokens):
         assert faster.worth(tokens=tokens)
         assert sooner.worth(tokens=tokens)
@@ -345,7 +345,7 @@ def test_faster_links_and_slower_devices_only_make_moving_better(
 @given(st.data())
 def test_nothing_is_moved_that_is_estimated_to_cost_more(data: st.DataObject) -> None:
     bench = Bench(losses=data.draw(st.integers(1, 4)))
-    links = st.sampled_from([Link.LOAD, Link.FETCH])
+    links = st.sampled_from([Lane.LOAD, Lane.FETCH])
     for _ in range(data.draw(st.integers(1, 60))):
         bench.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 50.0]))
         link, tokens = data.draw(links), data.draw(st.integers(1, 20_000))
@@ -362,7 +362,7 @@ def test_nothing_is_moved_that_is_estimated_to_cost_more(data: st.DataObject) ->
                     is_trial = bench.even.is_off(link) and not bench.even.knows(link)
                     assert load is None or compute is None or load <= compute or is_trial
         assert bench.even.is_off(link) == bool(bench.even.why_off(link))
-    changes = {link: [bool(why) for said, why in bench.said if said is link] for link in Link}
+    changes = {link: [bool(why) for said, why in bench.said if said is link] for link in LANES}
     for found in changes.values():
         assert found == [place % 2 == 0 for place in range(len(found))], "off and on take turns"
 
@@ -378,9 +378,9 @@ def test_whatever_was_slow_recovers_when_it_is_fast(
     for _ in range(3):
         bench.now += 300_000.0
         if bench.worth(tokens=tokens):
-            bench.measure(Link.LOAD, 1000 * rate * BYTES, 0.0, tokens)
+            bench.measure(Lane.LOAD, 1000 * rate * BYTES, 0.0, tokens)
     assert bench.worth(tokens=tokens)
-    assert not bench.even.is_off(Link.LOAD)
+    assert not bench.even.is_off(Lane.LOAD)
 
 
 # -- rates

@@ -11,8 +11,8 @@ from quire.errors import StoreError
 from quire.memory.record import check_record
 from quire.tiers.carrier import Carrier
 from quire.tiers.forgotten import mark_of, marked_by, marks_over
-from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.transfer import Lane, Transfer, Units
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.dict_store import DictStore
 
@@ -36,16 +36,16 @@ def left(store: DictStore, scope: bytes) -> int:
     return sum(key.scope == scope and marked_by(key) is None for key in store.visible)
 
 
-def looked(store: DictStore, scope: bytes) -> Move:
+def looked(store: DictStore, scope: bytes) -> Transfer:
     """A lookup of the last page, in two groups, and of one that never was."""
     units = [Units(0, NONE, NONE, (page(COUNT - 1), page(COUNT))), Units(1, NONE, NONE, (page(COUNT - 1),))]
-    move = Move(Link.LOOK, units, scope)
+    move = Transfer(Lane.LOOK, units, scope)
     list(Carrier(ArrayCopies(), store).carry(move))
     return move
 
 
-def forgetting(store: DictStore, scope: bytes) -> tuple[Move, Iterator[None]]:
-    move = Move(Link.FORGET, (), scope)
+def forgetting(store: DictStore, scope: bytes) -> tuple[Transfer, Iterator[None]]:
+    move = Transfer(Lane.FORGET, (), scope)
     return move, Carrier(ArrayCopies(), store).carry(move)
 
 
@@ -69,10 +69,10 @@ def test_what_died_on_the_way_is_found_by_nobody_and_gone_on_with(
 ) -> None:
     store = filled()
     move, steps = forgetting(store, scope)
-    assert not move.noted
+    assert not move.hidden
     for _ in range(pieces):
         next(steps)
-    assert move.noted
+    assert move.hidden
     del steps  # as when the process is killed
     assert left(store, BOB) == COUNT, "which was not reached"
     for each in (ALICE, BOB, OTHER):
@@ -94,7 +94,7 @@ def test_to_be_stopped_is_to_stop_soon_and_still_to_hide() -> None:
     move.stop()
     with pytest.raises(StoreError, match="it was stopped when 0 records"):
         list(steps)
-    assert move.noted and left(store, ALICE) == COUNT
+    assert move.hidden and left(store, ALICE) == COUNT
     assert looked(store, ALICE).marked == (ALICE,)
     move, steps = forgetting(store, ALICE)
     next(steps), next(steps), move.stop()
@@ -144,7 +144,7 @@ def test_a_store_that_cannot_be_listed_hides_all_the_same() -> None:
     move, steps = forgetting(store, ALICE)
     with pytest.raises(StoreError, match="no answer"):
         list(steps)
-    assert move.noted and looked(store, ALICE).answers[0][0] is Answer.MISS
+    assert move.hidden and looked(store, ALICE).answers[0][0] is Answer.MISS
 
 
 def test_a_store_that_takes_nothing_may_still_forget() -> None:
@@ -152,7 +152,7 @@ def test_a_store_that_takes_nothing_may_still_forget() -> None:
     store.refused["prepare"].add(mark_of(ALICE))
     move, steps = forgetting(store, ALICE)
     next(steps)
-    assert not move.noted
+    assert not move.hidden
     list(steps)
     assert left(store, ALICE) == 0
 
@@ -163,7 +163,7 @@ def test_a_mark_that_was_not_taken_hides_nothing_and_says_so(verb: str) -> None:
     store.refused[verb].add(mark_of(ALICE))
     move, steps = forgetting(store, ALICE)
     next(steps)
-    assert not move.noted and not store.prepared and not store.held
+    assert not move.hidden and not store.prepared and not store.held
     assert looked(store, ALICE).marked == ()
 
 

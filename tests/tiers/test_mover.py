@@ -14,12 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import MoveFailed
 from quire.tiers.mover import CLOSED, LEFT, ThreadMover
-from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Answer, StoreKey
+from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
-from tests.tiers.dict_store import DictStore
+from tests.tiers.dict_store import DictStore, WatchedPeer
 
 SCOPE = b"s" * 16
+SEND = Lane("send", Endpoint.HOST, Endpoint.PEER)
+RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST)
+WITH_PEER = (*LANES, SEND, RECEIVE)
 LONG = 60.0  # seconds, after which a wait is a failure
 
 
@@ -35,10 +38,10 @@ def mover_of(
     store: DictStore | None = None,
     *,
     threads: int = 2,
-    most: dict[Link, int] | None = None,
+    most: dict[Lane, int] | None = None,
     piece_bytes: int = 1,
 ) -> Iterator[ThreadMover]:
-    mover = ThreadMover(copies, store, storage_threads=threads, most_bytes=most or {}, piece_bytes=piece_bytes)
+    mover = ThreadMover(copies, store, threads={Endpoint.STORE: threads}, most_bytes=most, piece_bytes=piece_bytes)
     try:
         yield mover
     finally:
@@ -51,13 +54,15 @@ def pages(*numbers: int) -> tuple[Units, Units]:
     return units(0, numbers, numbers, numbers), units(1, numbers, numbers, numbers)
 
 
-def move_of(copies: ArrayCopies, link: Link, moved: Sequence[Units], owner: object = None) -> Move:
+def move_of(
+    copies: ArrayCopies, link: Lane, moved: Sequence[Units], owner: object = None, deadline: float | None = None
+) -> Transfer:
     size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
-    return Move(link, moved, SCOPE, 0 if link in (Link.LOOK, Link.FORGET) else size, owner)
+    return Transfer(link, moved, SCOPE, size if link.carries else 0, owner, deadline_s=deadline)
 
 
-def collect(mover: ThreadMover, count: int = 1) -> list[Move]:
-    ended: list[Move] = []
+def collect(mover: ThreadMover, count: int = 1) -> list[Transfer]:
+    ended: list[Transfer] = []
     while len(ended) < count:
         assert mover.wait(LONG), "nothing ended"
         ended += mover.finished()
@@ -73,7 +78,7 @@ def test_round_trip() -> None:
     numbers = ids(1, 2, 3)
     content = [copies.fill(group, numbers, seed=group) for group in (0, 1)]
     with mover_of(copies, store) as mover:
-        for link in (Link.SAVE, Link.ARCHIVE, Link.FETCH, Link.LOAD):
+        for link in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOAD):
             move = move_of(copies, link, pages(1, 2, 3), owner=link)
             assert mover.submit(move)
             assert mover.in_flight(link) == move.num_bytes
@@ -81,12 +86,12 @@ def test_round_trip() -> None:
             assert (move.done, move.is_whole, move.error, move.owner) == (True, True, "", link)
             assert move.defects == (("", "", ""),) * 2
             assert mover.in_flight(link) == 0
-            assert (mover.bandwidth(link) or 0) > 0
+            assert (mover.rate(link).per_second or 0) > 0
             assert mover.idle
             for group in (0, 1):
-                if link is Link.SAVE:
+                if link is Lane.SAVE:
                     copies.device[group][...] = 0
-                elif link is Link.ARCHIVE:
+                elif link is Lane.ARCHIVE:
                     copies.host[group][...] = 0
         assert mover.finished() == []
         assert not mover.wait(0.0)
@@ -98,7 +103,7 @@ def test_what_has_to_be_complete_has_ended() -> None:
     copies = ArrayCopies()
     with mover_of(copies) as mover:
         gate = copies.hold("to_host")
-        first, second = (move_of(copies, Link.SAVE, pages(number)) for number in (1, 2))
+        first, second = (move_of(copies, Lane.SAVE, pages(number)) for number in (1, 2))
         assert mover.submit(first) and mover.submit(second)
         waits = threading.Thread(target=mover.complete, args=(second,))
         waits.start()
@@ -115,9 +120,9 @@ def test_looking_needs_no_frames() -> None:
     copies, store = ArrayCopies(), DictStore()
     store.visible[StoreKey(SCOPE, page_key(1), 0)] = b""
     with mover_of(copies, store) as mover:
-        assert mover.submit(move_of(copies, Link.LOOK, [units(0, [], [], [1, 2])]))
+        assert mover.submit(move_of(copies, Lane.LOOK, [units(0, [], [], [1, 2])]))
         assert collect(mover)[0].answers == ((Answer.HIT, Answer.MISS),)
-        assert mover.bandwidth(Link.LOOK) is None
+        assert mover.rate(Lane.LOOK).per_second is None
 
 
 def saved(*numbers: int) -> ArrayCopies:
@@ -125,7 +130,7 @@ def saved(*numbers: int) -> ArrayCopies:
     for group in (0, 1):
         copies.fill(group, ids(*numbers), seed=group)
     with mover_of(copies) as mover:
-        assert mover.submit(move_of(copies, Link.SAVE, pages(*numbers)))
+        assert mover.submit(move_of(copies, Lane.SAVE, pages(*numbers)))
         assert collect(mover)[0].is_whole
     copies.log.clear()
     return copies
@@ -139,7 +144,7 @@ def test_steps_wait_for_each_layer() -> None:
     gate = copies.hold("to_device")
     arrived: list[tuple[int, bool]] = []
     with mover_of(copies) as mover:
-        move = move_of(copies, Link.LOAD, pages(1, 2))
+        move = move_of(copies, Lane.LOAD, pages(1, 2))
         assert mover.submit(move)
         assert mover.wait(LONG), "checked is news"
         assert (move.checked, move.done) == (True, False)
@@ -171,7 +176,7 @@ def test_a_damaged_load_is_never_checked() -> None:
     copies = saved(1, 2)
     copies.host[0][2, HEADER] ^= 1
     with mover_of(copies) as mover:
-        move = move_of(copies, Link.LOAD, pages(1, 2))
+        move = move_of(copies, Lane.LOAD, pages(1, 2))
         assert mover.submit(move)
         collect(mover)
         assert not move.checked
@@ -184,7 +189,7 @@ def test_a_load_that_fails_on_its_way_is_told_to_steps() -> None:
     copies = saved(1)
     gate = copies.hold("to_device")
     with mover_of(copies) as mover:
-        move = move_of(copies, Link.LOAD, pages(1))
+        move = move_of(copies, Lane.LOAD, pages(1))
         assert mover.submit(move)
         assert mover.wait(LONG)
         assert move.checked
@@ -201,19 +206,19 @@ def test_a_load_that_fails_on_its_way_is_told_to_steps() -> None:
 @pytest.mark.parametrize(
     ("link", "call"),
     [
-        (Link.SAVE, "to_host"),
-        (Link.SAVE, "seal"),
-        (Link.LOAD, "defects"),
-        (Link.ARCHIVE, "defects"),
-        (Link.ARCHIVE, "prepare"),
-        (Link.ARCHIVE, "put"),
-        (Link.ARCHIVE, "complete"),
-        (Link.FETCH, "get"),
-        (Link.LOOK, "exists"),
-        (Link.FORGET, "remove"),
+        (Lane.SAVE, "to_host"),
+        (Lane.SAVE, "seal"),
+        (Lane.LOAD, "defects"),
+        (Lane.ARCHIVE, "defects"),
+        (Lane.ARCHIVE, "prepare"),
+        (Lane.ARCHIVE, "put"),
+        (Lane.ARCHIVE, "complete"),
+        (Lane.FETCH, "get"),
+        (Lane.LOOK, "exists"),
+        (Lane.FORGET, "remove"),
     ],
 )
-def test_what_copies_or_the_store_raise_ends_that_move_alone(link: Link, call: str) -> None:
+def test_what_copies_or_the_store_raise_ends_that_move_alone(link: Lane, call: str) -> None:
     copies, store = saved(1), DictStore()
     with mover_of(copies, store, threads=1) as mover:
         copies.failing.add(call)
@@ -227,7 +232,7 @@ def test_what_copies_or_the_store_raise_ends_that_move_alone(link: Link, call: s
         assert mover.idle
         copies.failing.clear()
         store.failing.clear()
-        assert mover.submit(move_of(copies, link, pages(2) if link is Link.SAVE else pages(1)))
+        assert mover.submit(move_of(copies, link, pages(2) if link is Lane.SAVE else pages(1)))
         assert collect(mover)[0].error == ""
 
 
@@ -235,13 +240,13 @@ def test_too_much_under_way_is_refused_and_nothing_taken() -> None:
     copies = ArrayCopies()
     gate = copies.hold("to_host")
     size = sum(copies.sizes)
-    with mover_of(copies, most={Link.SAVE: 2 * size}) as mover:
-        first, second, third = (move_of(copies, Link.SAVE, pages(number)) for number in (1, 2, 3))
+    with mover_of(copies, most={Lane.SAVE: 2 * size}) as mover:
+        first, second, third = (move_of(copies, Lane.SAVE, pages(number)) for number in (1, 2, 3))
         assert mover.submit(first)
         assert mover.submit(second)
         assert not mover.submit(third)
-        assert mover.in_flight(Link.SAVE) == 2 * size
-        assert mover.submit(move_of(copies, Link.LOAD, pages(9))), "another link has room"
+        assert mover.in_flight(Lane.SAVE) == 2 * size
+        assert mover.submit(move_of(copies, Lane.LOAD, pages(9))), "another link has room"
         gate.release(100)
         assert {id(move) for move in collect(mover, 3)} >= {id(first), id(second)}
         assert mover.submit(third)
@@ -251,9 +256,9 @@ def test_too_much_under_way_is_refused_and_nothing_taken() -> None:
 def test_a_move_larger_than_the_bound_goes_alone() -> None:
     copies = ArrayCopies()
     gate = copies.hold("to_host")
-    with mover_of(copies, most={Link.SAVE: 1}) as mover:
-        assert mover.submit(move_of(copies, Link.SAVE, pages(1, 2)))
-        assert not mover.submit(move_of(copies, Link.SAVE, pages(3)))
+    with mover_of(copies, most={Lane.SAVE: 1}) as mover:
+        assert mover.submit(move_of(copies, Lane.SAVE, pages(1, 2)))
+        assert not mover.submit(move_of(copies, Lane.SAVE, pages(3)))
         gate.release(100)
         collect(mover)
         assert mover.idle
@@ -263,8 +268,8 @@ def test_a_load_goes_between_the_pieces_of_a_save() -> None:
     copies = saved(1, 2)
     gate = copies.hold("to_host")
     with mover_of(copies, piece_bytes=1) as mover:
-        save, later = move_of(copies, Link.SAVE, pages(4, 5, 6)), move_of(copies, Link.SAVE, pages(7))
-        load = move_of(copies, Link.LOAD, pages(1, 2))
+        save, later = move_of(copies, Lane.SAVE, pages(4, 5, 6)), move_of(copies, Lane.SAVE, pages(7))
+        load = move_of(copies, Lane.LOAD, pages(1, 2))
         assert mover.submit(save)
         assert mover.submit(later)
         entered(copies)  # the first piece is being copied
@@ -282,12 +287,12 @@ def test_reading_does_not_wait_behind_writing() -> None:
     copies, store = saved(1, 2, 3), DictStore()
     gate = store.hold("put")
     with mover_of(copies, store, threads=2) as mover:
-        writes = [move_of(copies, Link.ARCHIVE, pages(number)) for number in (1, 2)]
+        writes = [move_of(copies, Lane.ARCHIVE, pages(number)) for number in (1, 2)]
         for write in writes:
             assert mover.submit(write)
         entered(store)
         assert not store.entered.acquire(timeout=0.1), "both threads write"
-        look = move_of(copies, Link.LOOK, [units(0, [], [], [1])])
+        look = move_of(copies, Lane.LOOK, [units(0, [], [], [1])])
         assert mover.submit(look)
         assert collect(mover) == [look]
         assert look.answers == ((Answer.MISS,),)
@@ -299,23 +304,23 @@ def test_what_reads_goes_before_what_waits_to_write() -> None:
     copies, store = saved(1, 2), DictStore()
     gate = store.hold("put")
     with mover_of(copies, store, threads=1) as mover:
-        moves = [move_of(copies, Link.ARCHIVE, pages(number)) for number in (1, 2)]
+        moves = [move_of(copies, Lane.ARCHIVE, pages(number)) for number in (1, 2)]
         assert all(mover.submit(move) for move in moves)
         entered(store)
-        fetch = move_of(copies, Link.FETCH, pages(9))
+        fetch = move_of(copies, Lane.FETCH, pages(9))
         assert mover.submit(fetch)
         gate.release(100)
         assert collect(mover, 3) == [moves[0], fetch, moves[1]]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("link", [Link.ARCHIVE, Link.FORGET])
-def test_writing_goes_on_however_much_is_read(threads: int, link: Link) -> None:
+@pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FORGET])
+def test_writing_goes_on_however_much_is_read(threads: int, link: Lane) -> None:
     """Whoever reads ahead asks again as soon as it has an answer."""
     copies, store = saved(1), DictStore()
     gate = store.hold("exists")
     with mover_of(copies, store, threads=threads) as mover:
-        looks = [move_of(copies, Link.LOOK, [units(0, [], [], [1])]) for _ in range(6)]
+        looks = [move_of(copies, Lane.LOOK, [units(0, [], [], [1])]) for _ in range(6)]
         assert all(mover.submit(look) for look in looks)
         write = move_of(copies, link, pages(1))
         assert mover.submit(write)
@@ -325,7 +330,7 @@ def test_writing_goes_on_however_much_is_read(threads: int, link: Link) -> None:
             if write in ended:
                 break
             for _ in ended:
-                assert mover.submit(move_of(copies, Link.LOOK, [units(0, [], [], [1])]))
+                assert mover.submit(move_of(copies, Lane.LOOK, [units(0, [], [], [1])]))
         else:
             raise AssertionError("thirty looks went before a write")
         assert not write.error
@@ -335,9 +340,9 @@ def test_forgetting_keeps_its_place_among_writes() -> None:
     copies, store = saved(1, 2), DictStore()
     gate = store.hold("complete")
     with mover_of(copies, store, threads=4) as mover:
-        first = move_of(copies, Link.ARCHIVE, pages(1))
-        forget = move_of(copies, Link.FORGET, pages(1))
-        again = move_of(copies, Link.ARCHIVE, pages(1, 2))
+        first = move_of(copies, Lane.ARCHIVE, pages(1))
+        forget = move_of(copies, Lane.FORGET, pages(1))
+        again = move_of(copies, Lane.ARCHIVE, pages(1, 2))
         for move in (first, forget, again):
             assert mover.submit(move)
         entered(store)
@@ -353,14 +358,14 @@ def test_events_come_in_the_order_in_which_things_ended() -> None:
     copies, store = saved(1, 2), DictStore()
     gate, host_gate = store.hold("get"), copies.hold("to_host")
     with mover_of(copies, store, threads=2) as mover:
-        fetch, save = move_of(copies, Link.FETCH, pages(1)), move_of(copies, Link.SAVE, pages(5))
+        fetch, save = move_of(copies, Lane.FETCH, pages(1)), move_of(copies, Lane.SAVE, pages(5))
         assert mover.submit(fetch)
         assert mover.submit(save)
         entered(store)
         entered(copies)
         host_gate.release(100)
         assert collect(mover) == [save]
-        look = move_of(copies, Link.LOOK, pages(1))
+        look = move_of(copies, Lane.LOOK, pages(1))
         assert mover.submit(look)
         while not look.done:
             assert mover.wait(LONG)
@@ -378,11 +383,11 @@ def test_looking_for_many_pages_takes_turns() -> None:
     gate = store.hold("exists")
     many = units(0, [], [], range(1000, 2000))
     with mover_of(copies, store, threads=2) as mover:
-        looks = [move_of(copies, Link.LOOK, [many]) for _ in range(2)]
+        looks = [move_of(copies, Lane.LOOK, [many]) for _ in range(2)]
         for look in looks:
             assert mover.submit(look)
             entered(store)
-        others = [move_of(copies, Link.ARCHIVE, pages(1)), move_of(copies, Link.FETCH, pages(2))]
+        others = [move_of(copies, Lane.ARCHIVE, pages(1)), move_of(copies, Lane.FETCH, pages(2))]
         for move in others:
             assert mover.submit(move)
         gate.release(2)  # of sixteen times that the store is asked
@@ -396,9 +401,9 @@ def test_looking_for_many_pages_takes_turns() -> None:
 def test_closing_ends_what_runs_and_fails_what_waits() -> None:
     copies, store = saved(1, 2, 3), DictStore()
     gate, load_gate = store.hold("put"), copies.hold("to_device")
-    mover = ThreadMover(copies, store, storage_threads=1, piece_bytes=1)
-    running, waiting = move_of(copies, Link.ARCHIVE, pages(1, 2, 3)), move_of(copies, Link.FETCH, pages(9))
-    load, save = move_of(copies, Link.LOAD, pages(1)), move_of(copies, Link.SAVE, pages(4))
+    mover = ThreadMover(copies, store, threads={Endpoint.STORE: 1}, piece_bytes=1)
+    running, waiting = move_of(copies, Lane.ARCHIVE, pages(1, 2, 3)), move_of(copies, Lane.FETCH, pages(9))
+    load, save = move_of(copies, Lane.LOAD, pages(1)), move_of(copies, Lane.SAVE, pages(4))
     for move in (running, load):
         assert mover.submit(move)
     entered(store)
@@ -407,7 +412,7 @@ def test_closing_ends_what_runs_and_fails_what_waits() -> None:
         assert mover.submit(move)
     closing = threading.Thread(target=mover.close)
     closing.start()
-    while mover.submit(move_of(copies, Link.LOOK, [])):
+    while mover.submit(move_of(copies, Lane.LOOK, [])):
         mover.wait(0.001)  # until closing has begun
     gate.release(100)
     load_gate.release(100)
@@ -420,15 +425,15 @@ def test_closing_ends_what_runs_and_fails_what_waits() -> None:
     assert store.prepared == {}
     assert mover.idle
     mover.close()
-    assert not mover.submit(move_of(copies, Link.LOAD, pages(1)))
+    assert not mover.submit(move_of(copies, Lane.LOAD, pages(1)))
     assert mover.finished() == []
 
 
-@pytest.mark.parametrize("link", [Link.LOOK, Link.SAVE])
-def test_closing_does_not_wait_for_ever(link: Link) -> None:
+@pytest.mark.parametrize("link", [Lane.LOOK, Lane.SAVE])
+def test_closing_does_not_wait_for_ever(link: Lane) -> None:
     copies, store = ArrayCopies(), DictStore()
-    held: ArrayCopies | DictStore = store if link is Link.LOOK else copies
-    gate = held.hold("exists" if link is Link.LOOK else "to_host")
+    held: ArrayCopies | DictStore = store if link is Lane.LOOK else copies
+    gate = held.hold("exists" if link is Lane.LOOK else "to_host")
     mover = ThreadMover(copies, store, close_seconds=0.05)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
     hung = move_of(copies, link, pages(1))
@@ -447,10 +452,10 @@ def test_closing_does_not_wait_for_ever(link: Link) -> None:
 def test_a_stopped_fetch_ends_early() -> None:
     copies, store = saved(1, 2, 3), DictStore()
     with mover_of(copies, store) as mover:
-        assert mover.submit(move_of(copies, Link.ARCHIVE, pages(1, 2, 3)))
+        assert mover.submit(move_of(copies, Lane.ARCHIVE, pages(1, 2, 3)))
         collect(mover)
         gate = store.hold("get")
-        move = move_of(copies, Link.FETCH, pages(1, 2, 3))
+        move = move_of(copies, Lane.FETCH, pages(1, 2, 3))
         assert mover.submit(move)
         entered(store)
         move.stop()
@@ -468,54 +473,63 @@ class ThreadMoverMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.copies, self.store = ArrayCopies(num_device=12, num_host=12), DictStore(most_bytes=900)
+        self.busy: set[int] = set()
+        self.peer = WatchedPeer(self.busy)
         self.mover = ThreadMover(
             self.copies,
             self.store,
-            storage_threads=3,
-            most_bytes=dict.fromkeys((Link.SAVE, Link.LOAD, Link.ARCHIVE, Link.FETCH), self.MOST),
+            peer=self.peer,
+            lanes=WITH_PEER,
+            threads={Endpoint.STORE: 3},
+            most_bytes=dict.fromkeys((lane for lane in WITH_PEER if lane.carries), self.MOST),
             piece_bytes=100,
         )
         self.content = [device.copy() for device in self.copies.device]
         for group in (0, 1):
             self.content[group][:, 1:] = self.copies.fill(group, ids(*range(1, 13)), seed=group)
-        self.under_way: list[Move] = []
+        self.under_way: list[Transfer] = []
         self.on_device = set(range(1, 13))
         self.on_host: set[int] = set()
-        self.busy: set[int] = set()
         self.may_stay_prepared = False  # a store whose `complete` raises does not keep its contract
 
-    @rule(link=st.sampled_from(list(Link)), numbers=st.sets(st.integers(1, 12), min_size=1, max_size=5))
-    def submit(self, link: Link, numbers: set[int]) -> None:
+    @rule(
+        link=st.sampled_from(WITH_PEER),
+        numbers=st.sets(st.integers(1, 12), min_size=1, max_size=5),
+        deadline=st.sampled_from([None, None, 0.0, 0.001]),
+    )
+    def submit(self, link: Lane, numbers: set[int], deadline: float | None) -> None:
         wanted = numbers - self.busy
-        if link is Link.SAVE:
+        if link is Lane.SAVE:
             wanted &= self.on_device
-        elif link in (Link.LOAD, Link.ARCHIVE):
+        elif link in (Lane.LOAD, Lane.ARCHIVE, SEND):
             wanted &= self.on_host
         if not wanted:
             return
-        move = move_of(self.copies, link, pages(*sorted(wanted)), owner=wanted)
+        move = move_of(self.copies, link, pages(*sorted(wanted)), owner=wanted, deadline=deadline)
         before = self.mover.in_flight(link)
-        fits = before + move.num_bytes <= self.MOST or not any(other.link is link for other in self.under_way)
+        fits = before + move.num_bytes <= self.MOST or not any(other.lane is link for other in self.under_way)
+        self.busy |= wanted  # before its threads begin
         assert self.mover.submit(move) == fits
         assert self.mover.in_flight(link) == before + move.num_bytes * fits
         if fits:
             self.under_way.append(move)
-            self.busy |= wanted
-            if link is Link.LOAD:
+            if link is Lane.LOAD:
                 self.on_device -= wanted
-            elif link in (Link.SAVE, Link.FETCH):
+            elif link in (Lane.SAVE, Lane.FETCH, RECEIVE):
                 self.on_host -= wanted
+        else:
+            self.busy -= wanted
 
     @rule(call=st.sampled_from(["to_host", "to_device", "get", "put", "complete", "prepare"]))
     def fail_from_now(self, call: str) -> None:
-        self.copies.failing.add(call)
-        self.store.failing.add(call)
+        for calls in (self.copies, self.store, self.peer):
+            calls.failing.add(call)
         self.may_stay_prepared |= call == "complete"
 
     @rule()
     def heal(self) -> None:
-        self.copies.failing.clear()
-        self.store.failing.clear()
+        for calls in (self.copies, self.store, self.peer):
+            calls.failing.clear()
 
     @rule(number=st.integers(1, 12))
     def lose_a_device_page(self, number: int) -> None:
@@ -536,11 +550,12 @@ class ThreadMoverMachine(RuleBasedStateMachine):
             self.busy -= wanted
             assert move.done
             assert [len(found) for found in move.defects] == [len(item) for item in move.units]
-            if move.link is Link.LOAD and move.is_whole:
+            if move.lane is Lane.LOAD and move.is_whole:
                 self.on_device |= wanted
-            if move.link is Link.SAVE and move.is_whole:
+            if move.lane is Lane.SAVE and move.is_whole:
                 self.on_host |= wanted
-            if move.link is Link.FETCH:
+            assert move.expired == ("deadline" in move.error)
+            if move.lane in (Lane.FETCH, RECEIVE):
                 good = [page for page, defect in zip(sorted(wanted), move.defects[0], strict=True) if not defect]
                 assert move.defects[0].count("") == move.defects[1].count("")
                 assert good == sorted(wanted)[: len(good)]
@@ -548,8 +563,8 @@ class ThreadMoverMachine(RuleBasedStateMachine):
 
     @invariant()
     def in_flight_adds_up(self) -> None:
-        for link in Link:
-            assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.link is link)
+        for link in WITH_PEER:
+            assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.lane is link)
         assert self.mover.idle == (not self.under_way)
 
     @invariant()
@@ -564,7 +579,8 @@ class ThreadMoverMachine(RuleBasedStateMachine):
             self._collect()
         self.mover.close()
         assert self.mover.finished() == []
-        assert self.may_stay_prepared or self.store.prepared == {}
+        assert self.may_stay_prepared or self.store.prepared == {} == self.peer.prepared
+        assert self.peer.wrong == []
         for name, record in self.store.visible.items():
             number = next(number for number in range(1, 13) if page_key(number) == name.page)
             payload = self.content[name.part][:, number].tobytes()

@@ -16,9 +16,9 @@ from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec
 from quire.spec.layout import PageLayout
 from quire.tiers.mover import ThreadMover
-from quire.tiers.moves import Link, Move, Units
 from quire.tiers.store import Store
 from quire.tiers.stores.registry import open_store
+from quire.tiers.transfer import Lane, Transfer, Units
 from tests.memory.frame_bytes import assert_frames, fill, ids, pieces_of
 from tests.memory.layouts import PAGE_SIZES, layouts
 
@@ -34,8 +34,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def moved(mover: ThreadMover, link: Link, scope: bytes, units: Units, record_bytes: int) -> None:
-    move = Move(link, [units], scope, len(units) * record_bytes)
+def moved(mover: ThreadMover, link: Lane, scope: bytes, units: Units, record_bytes: int) -> None:
+    move = Transfer(link, [units], scope, len(units) * record_bytes)
     assert mover.submit(move)
     mover.complete(move)
     assert move.is_whole, (link, move.error, move.defects)
@@ -51,12 +51,12 @@ def check_round_trip(name: str, layout: PageLayout, store: Store, seed: int) -> 
     with closing(HostPool([GroupSpec(name="g", layout=layout)], [FRAMES], threads=1)) as host:
         size = host.format(0).num_bytes
         with closing(ThreadMover(FrameCopies([first], host), store)) as mover:
-            moved(mover, Link.SAVE, scope, Units(0, ids(DEVICE), ids(HOST), pages), size)
-            moved(mover, Link.ARCHIVE, scope, Units(0, NOWHERE, ids(HOST), pages), size)
+            moved(mover, Lane.SAVE, scope, Units(0, ids(DEVICE), ids(HOST), pages), size)
+            moved(mover, Lane.ARCHIVE, scope, Units(0, NOWHERE, ids(HOST), pages), size)
         host.rows(0)[:] = 255
         with closing(ThreadMover(FrameCopies([second], host), store)) as mover:
-            moved(mover, Link.FETCH, scope, Units(0, NOWHERE, ids(OTHER_HOST), pages), size)
-            moved(mover, Link.LOAD, scope, Units(0, ids(OTHER_DEVICE), ids(OTHER_HOST), pages), size)
+            moved(mover, Lane.FETCH, scope, Units(0, NOWHERE, ids(OTHER_HOST), pages), size)
+            moved(mover, Lane.LOAD, scope, Units(0, ids(OTHER_DEVICE), ids(OTHER_HOST), pages), size)
         untouched = sorted({*range(FRAMES + 1)} - {*OTHER_HOST})
         assert (host.rows(0)[untouched] == 255).all(), name
     back = dict(zip(OTHER_DEVICE, DEVICE, strict=True))

@@ -12,26 +12,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.errors import MoveFailed
 from quire.tiers.mover import CLOSED
-from quire.tiers.moves import Link, Move, Units
+from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units
-from tests.tiers.dict_store import DictStore
+from tests.tiers.dict_store import DictStore, WatchedPeer
 
 SCOPE = b"s" * 16
-BANDWIDTHS = {Link.SAVE: 1000.0, Link.LOAD: 2000.0, Link.ARCHIVE: 100.0, Link.FETCH: 200.0}
-LATENCY = {Link.ARCHIVE: 0.5, Link.FETCH: 0.5, Link.LOOK: 0.25}
+BANDWIDTHS = {Lane.SAVE: 1000.0, Lane.LOAD: 2000.0, Lane.ARCHIVE: 100.0, Lane.FETCH: 200.0}
+SEND = Lane("send", Endpoint.HOST, Endpoint.PEER, deadline_s=1.0)
+RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST, deadline_s=0.6)
+WITH_PEER = (*LANES, SEND, RECEIVE)
+LATENCY = {SEND: 0.3, RECEIVE: 0.3, Lane.ARCHIVE: 0.5, Lane.FETCH: 0.5, Lane.LOOK: 0.25}
 
 
 class World:
     """A clock, bytes, a store and the mover between them."""
 
-    def __init__(self, choose: st.DataObject | None = None, most: dict[Link, int] | None = None) -> None:
+    def __init__(
+        self, choose: st.DataObject | None = None, most: dict[Lane, int] | None = None, peer: WatchedPeer | None = None
+    ) -> None:
         self.now = 0.0
         self.copies, self.store = ArrayCopies(), DictStore()
+        self.peer = peer or WatchedPeer(set())
         self.content = [self.copies.fill(group, ids(*range(17)), seed=group) for group in (0, 1)]
         self.mover = VirtualMover(
             self.copies,
             self.store,
+            peer=self.peer,
+            lanes=WITH_PEER,
             seconds=lambda: self.now,
             bandwidths=BANDWIDTHS,
             latency=LATENCY,
@@ -39,10 +47,10 @@ class World:
             most_bytes=most or {},
         )
 
-    def move(self, link: Link, *numbers: int) -> Move:
+    def move(self, link: Lane, *numbers: int) -> Transfer:
         moved = self.pages(numbers)
         size = sum(self.copies.bytes_of(item.group) * len(item) for item in moved)
-        move = Move(link, moved, SCOPE, 0 if link in (Link.LOOK, Link.FORGET) else size)
+        move = Transfer(link, moved, SCOPE, size if link.carries else 0)
         assert self.mover.submit(move)
         return move
 
@@ -50,7 +58,7 @@ class World:
     def pages(numbers: Sequence[int]) -> tuple[Units, Units]:
         return units(0, numbers, numbers, numbers), units(1, numbers, numbers, numbers)
 
-    def run(self) -> list[Move]:
+    def run(self) -> list[Transfer]:
         """All moves, to their ends."""
         ended = []
         while (end := self.mover.next_end) is not None:
@@ -71,8 +79,8 @@ class World:
 
 def test_round_trip_in_the_time_that_bytes_take() -> None:
     world = World()
-    for link in (Link.SAVE, Link.ARCHIVE, Link.FETCH, Link.LOAD):
-        if link is Link.FETCH:
+    for link in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOAD):
+        if link is Lane.FETCH:
             for rows in world.copies.host:
                 rows[...] = 0
         began = world.now
@@ -83,18 +91,18 @@ def test_round_trip_in_the_time_that_bytes_take() -> None:
         assert world.run() == [move]
         assert move.is_whole
         assert move.seconds == pytest.approx(took)
-        if link is Link.SAVE:
+        if link is Lane.SAVE:
             world.wipe()
     assert world.whole(1, 2, 3)
-    assert world.mover.bandwidth(Link.LOAD) == pytest.approx(BANDWIDTHS[Link.LOAD])
+    assert world.mover.rate(Lane.LOAD).per_second == pytest.approx(BANDWIDTHS[Lane.LOAD])
 
 
 def test_a_link_carries_one_move_after_the_other_and_links_run_beside_each_other() -> None:
     world = World()
-    first, second, look = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2, 3), world.move(Link.LOOK, 1)
-    each = first.num_bytes / BANDWIDTHS[Link.SAVE]
+    first, second, look = world.move(Lane.SAVE, 1), world.move(Lane.SAVE, 2, 3), world.move(Lane.LOOK, 1)
+    each = first.num_bytes / BANDWIDTHS[Lane.SAVE]
     assert world.mover.end_of(second) == pytest.approx(3 * each)
-    assert world.mover.in_flight(Link.SAVE) == 3 * first.num_bytes
+    assert world.mover.in_flight(Lane.SAVE) == 3 * first.num_bytes
     assert world.mover.finished() == []
     assert not world.mover.wait(9.0)
     world.now = 1.0
@@ -107,33 +115,33 @@ def test_a_link_carries_one_move_after_the_other_and_links_run_beside_each_other
 
 def test_bytes_come_at_the_end_and_not_before() -> None:
     world = World()
-    world.move(Link.SAVE, 1)
+    world.move(Lane.SAVE, 1)
     world.run()
     world.wipe()
-    load = world.move(Link.LOAD, 1)
+    load = world.move(Lane.LOAD, 1)
     assert load.checked
     assert world.mover.wait(0.0)
     assert not world.mover.wait(0.0), "news is told once"
     world.now = world.mover.end_of(load) - 1e-6
     assert world.mover.finished() == []
     assert not any(device.any() for device in world.copies.device)
-    save = world.move(Link.SAVE, 5)
+    save = world.move(Lane.SAVE, 5)
     for device in world.copies.device:
         device[:, 5] += 1  # reused before the save has ended
     world.run()
     assert save.is_whole
     assert world.whole(1)
-    world.move(Link.LOAD, 5)
+    world.move(Lane.LOAD, 5)
     world.run()
     assert not world.whole(5), "a save copies what is there when it ends"
 
 
 def test_waiting_for_a_layer_brings_those_up_to_it() -> None:
     world = World()
-    world.move(Link.SAVE, 1)
+    world.move(Lane.SAVE, 1)
     world.run()
     world.wipe()
-    load = world.move(Link.LOAD, 1)
+    load = world.move(Lane.LOAD, 1)
     load.wait_layer(1)
     first, second = world.copies.device
     assert np.array_equal(first[0, 1], world.content[0][0, 1])
@@ -147,9 +155,9 @@ def test_waiting_for_a_layer_brings_those_up_to_it() -> None:
 
 def test_a_load_that_fails_while_somebody_waits() -> None:
     world = World()
-    world.move(Link.SAVE, 1)
+    world.move(Lane.SAVE, 1)
     world.run()
-    load = world.move(Link.LOAD, 1)
+    load = world.move(Lane.LOAD, 1)
     world.copies.failing.add("to_device")
     with pytest.raises(MoveFailed, match="to_device failed"):
         load.wait_layer(0)
@@ -160,10 +168,10 @@ def test_a_load_that_fails_while_somebody_waits() -> None:
 
 def test_of_a_damaged_load_what_is_before_it_is_copied_when_it_ends() -> None:
     world = World()
-    world.move(Link.SAVE, 1, 2)
+    world.move(Lane.SAVE, 1, 2)
     world.run()
     world.copies.host[1][2, HEADER] ^= 1
-    load = world.move(Link.LOAD, 1, 2)
+    load = world.move(Lane.LOAD, 1, 2)
     assert not load.checked and world.copies.calls("to_device") == 0
     assert world.run() == [load]
     assert load.defects == (("", "missing"), ("", "digest")) and not load.checked
@@ -172,7 +180,7 @@ def test_of_a_damaged_load_what_is_before_it_is_copied_when_it_ends() -> None:
 def test_a_failure_is_that_moves_alone() -> None:
     world = World()
     world.copies.failing.add("to_host")
-    first, second = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2)
+    first, second = world.move(Lane.SAVE, 1), world.move(Lane.SAVE, 2)
     world.now = world.mover.end_of(first)
     assert world.mover.finished() == [first]
     assert "to_host failed" in first.error
@@ -183,9 +191,9 @@ def test_a_failure_is_that_moves_alone() -> None:
 
 def test_forgetting_is_in_line_with_archiving() -> None:
     world = World()
-    world.move(Link.SAVE, 1)
+    world.move(Lane.SAVE, 1)
     world.run()
-    archive, forget = world.move(Link.ARCHIVE, 1), world.move(Link.FORGET, 1)
+    archive, forget = world.move(Lane.ARCHIVE, 1), world.move(Lane.FORGET, 1)
     assert world.run() == [archive, forget]
     assert not world.store.visible
 
@@ -193,10 +201,10 @@ def test_forgetting_is_in_line_with_archiving() -> None:
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (0.6, 2), (1.0, 4)])
 def test_a_stopped_fetch_keeps_what_had_come(share: float, kept: int) -> None:
     world = World()
-    for link in (Link.SAVE, Link.ARCHIVE):
+    for link in (Lane.SAVE, Lane.ARCHIVE):
         world.move(link, 1, 2, 3, 4)
         world.run()
-    fetch, began = world.move(Link.FETCH, 1, 2, 3, 4), world.now
+    fetch, began = world.move(Lane.FETCH, 1, 2, 3, 4), world.now
     world.now = began + share * (world.mover.end_of(fetch) - began)
     fetch.stop()
     assert world.mover.next_end == world.now
@@ -206,20 +214,20 @@ def test_a_stopped_fetch_keeps_what_had_come(share: float, kept: int) -> None:
 
 def test_back_pressure_and_closing() -> None:
     size = sum(ArrayCopies().sizes)
-    world = World(most={Link.SAVE: 2 * size})
-    first = world.move(Link.SAVE, 1, 2)
-    assert not world.mover.submit(Move(Link.SAVE, world.pages([3]), SCOPE, size))
+    world = World(most={Lane.SAVE: 2 * size})
+    first = world.move(Lane.SAVE, 1, 2)
+    assert not world.mover.submit(Transfer(Lane.SAVE, world.pages([3]), SCOPE, size))
     world.mover.close()
     world.mover.close()
     assert first.error == CLOSED
     assert world.mover.finished() == [first]
     assert world.mover.idle
-    assert not world.mover.submit(Move(Link.SAVE, world.pages([3]), SCOPE, size))
+    assert not world.mover.submit(Transfer(Lane.SAVE, world.pages([3]), SCOPE, size))
 
 
 def test_what_has_to_be_complete_is_and_its_link_is_busy_as_long_all_the_same() -> None:
     world = World()
-    first, second, third = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2, 3), world.move(Link.SAVE, 4)
+    first, second, third = world.move(Lane.SAVE, 1), world.move(Lane.SAVE, 2, 3), world.move(Lane.SAVE, 4)
     ends = [world.mover.end_of(move) for move in (first, second, third)]
     world.mover.complete(second)
     assert first.done and second.done and not third.done
@@ -244,7 +252,7 @@ def test_who_waits_moves_the_time_where_the_mover_may() -> None:
         latency=LATENCY,
         pass_until=pass_until,
     )
-    first, second = world.move(Link.SAVE, 1), world.move(Link.SAVE, 2, 3)
+    first, second = world.move(Lane.SAVE, 1), world.move(Lane.SAVE, 2, 3)
     ends = [world.mover.end_of(move) for move in (first, second)]
     assert not world.mover.wait(ends[0] / 2)
     assert world.now == pytest.approx(ends[0] / 2)
@@ -259,30 +267,30 @@ def test_who_waits_moves_the_time_where_the_mover_may() -> None:
 
 class VirtualMoverMachine(RuleBasedStateMachine):
     """Any legal order of ends, beside a list of what was submitted. A page's bytes never change, so that all that
-    arrives must be right; host frames are used by one move at a time."""
+    arrives must be right; host frames are used by one transfer at a time, and a peer that is late uses them too."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.world = World(data)
+        self.busy: set[int] = set()
+        self.world = World(data, peer=WatchedPeer(self.busy))
         self.mover = self.world.mover
-        self.under_way: list[Move] = []
+        self.under_way: list[Transfer] = []
         self.on_host: set[int] = set()
         self.lost: set[int] = set()
-        self.busy: set[int] = set()
 
-    @rule(link=st.sampled_from(list(Link)), numbers=st.sets(st.integers(1, 9), min_size=1, max_size=4))
-    def submit(self, link: Link, numbers: set[int]) -> None:
+    @rule(link=st.sampled_from(WITH_PEER), numbers=st.sets(st.integers(1, 9), min_size=1, max_size=4))
+    def submit(self, link: Lane, numbers: set[int]) -> None:
         wanted = sorted(numbers - self.busy)
-        if link is Link.SAVE:
+        if link is Lane.SAVE:
             wanted = [page for page in wanted if page not in self.lost]
-        elif link in (Link.LOAD, Link.ARCHIVE):
+        elif link in (Lane.LOAD, Lane.ARCHIVE, SEND):
             wanted = [page for page in wanted if page in self.on_host]
         if not wanted:
             return
         self.under_way.append(self.world.move(link, *wanted))
         self.under_way[-1].owner = wanted
         self.busy |= set(wanted)
-        if link in (Link.SAVE, Link.FETCH):
+        if link in (Lane.SAVE, Lane.FETCH, RECEIVE):
             self.on_host -= set(wanted)
 
     @rule(number=st.integers(1, 9))
@@ -305,37 +313,38 @@ class VirtualMoverMachine(RuleBasedStateMachine):
     @rule(layer=st.integers(0, 2))
     def wait_for_a_layer(self, layer: int) -> None:
         for move in self.under_way:
-            if move.link is Link.LOAD and move.checked:
+            if move.lane is Lane.LOAD and move.checked:
                 move.wait_layer(layer)
                 group, at = {0: (0, 0), 1: (1, 0), 2: (0, 1)}[layer]
                 pages = move.owner
                 got, want = self.world.copies.device[group], self.world.content[group]
                 assert np.array_equal(got[at, pages], want[at, pages])
 
-    def collect(self, ended: list[Move]) -> None:
-        lanes: dict[Link, list[int]] = {}
+    def collect(self, ended: list[Transfer]) -> None:
+        lanes: dict[object, list[int]] = {}
         for move in ended:
-            lane = Link.ARCHIVE if move.link is Link.FORGET else move.link
-            lanes.setdefault(lane, []).append(self.under_way.index(move))
+            if not move.expired:  # one that waits is given up before the one that it waits for has ended
+                lanes.setdefault(move.lane.queue, []).append(self.under_way.index(move))
         assert all(order == sorted(order) for order in lanes.values()), "a link does not change the order"
         for move in ended:
             self.under_way.remove(move)
-            assert move.error == ""
+            assert move.expired == ("deadline" in move.error) == bool(move.error)
+            assert not move.expired or (move.lane in (SEND, RECEIVE) and self.world.now >= move.expires_at)
             pages: list[int] = move.owner  # type: ignore[assignment]
             self.busy -= set(pages)
-            if move.link is Link.LOAD:
+            if move.lane is Lane.LOAD:
                 assert move.is_whole
                 assert self.world.whole(*pages)
                 self.lost -= set(pages)
-            if move.link in (Link.SAVE, Link.FETCH):
+            if move.lane in (Lane.SAVE, Lane.FETCH, RECEIVE):
                 self.on_host |= {page for page, defect in zip(pages, move.defects[0], strict=True) if not defect}
 
     @invariant()
     def in_flight_adds_up(self) -> None:
         if not hasattr(self, "mover"):
             return
-        for link in Link:
-            assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.link is link)
+        for link in WITH_PEER:
+            assert self.mover.in_flight(link) == sum(move.num_bytes for move in self.under_way if move.lane is link)
         assert self.mover.idle == (not self.under_way) == (self.mover.next_end is None)
 
     def teardown(self) -> None:
@@ -343,7 +352,8 @@ class VirtualMoverMachine(RuleBasedStateMachine):
             self.mover._choose = None  # no more choices can be drawn here
             self.collect(self.world.run())
             assert not self.under_way, "a move was lost"
-            assert self.world.store.prepared == {}
+            assert self.world.store.prepared == {} == self.world.peer.prepared
+            assert self.world.peer.wrong == []
 
 
 TestVirtualMover = VirtualMoverMachine.TestCase

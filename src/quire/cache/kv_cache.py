@@ -40,6 +40,7 @@ from quire.memory.residency import Residency
 from quire.memory.runs import in_order
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
+from quire.prefix.flush import sweep
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
@@ -458,7 +459,7 @@ class KVCache:
     def _sweep(self) -> None:
         """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
         if self.tree.roots.hidden:
-            self._give_back(self.tree.sweep())
+            self._give_back(sweep(self.tree))
 
     def _changed(self) -> None:
         self.num_changes += 1

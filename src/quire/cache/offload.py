@@ -24,7 +24,7 @@ from quire.prefix.node import Lease
 from quire.prefix.radix_cache import Evicted, RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Offload(Protocol):
     def choose(self, found: Match, limit: int) -> Choice:
         """How many of the first `limit` pages of a match to reuse, and what of them to load. Changes nothing."""
 
-    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Move]:
+    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Transfer]:
         """Start to load what the device lacks of a leased hit; returns what has to arrive before a step may read it.
         Raises OutOfPages where there is no room, and then nothing has changed: the lease is the caller's still."""
 
@@ -143,7 +143,7 @@ class NoOffload:
         """All that every group can resume behind."""
         return Choice(*resume_point(self._partial, found.pages[:limit]))
 
-    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Move]:
+    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Transfer]:
         """Nothing has to come."""
         return []
 

@@ -6,7 +6,7 @@ from quire.observe.explain import Explanation
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
 from quire.spec.rank import Rank
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 
 class RequestKV:
@@ -55,7 +55,7 @@ class RequestKV:
         self.label = label  # what others call it
         self.shares = shares  # whether what it computes becomes reusable: not any more once its namespace is flushed
         self.explanation = explanation  # why it was no more, where the cache explains
-        self.loads: list[Move] = []  # that bring pages of its prefix to the device
+        self.loads: list[Transfer] = []  # that bring pages of its prefix to the device
         self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones
 
     @property

@@ -23,7 +23,7 @@ from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class ModelRunner:
                 pool.arriving = ()
         return Launched(step, fence, drawn, began, waits)
 
-    def _loads(self, step: Step) -> tuple[Move, ...]:
+    def _loads(self, step: Step) -> tuple[Transfer, ...]:
         """What is still on its way to the device for the requests of a step."""
         return tuple({load for kv in [kv for kv in step.batch.kvs if kv.loads] for load in kv.loads})
 

@@ -21,8 +21,8 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
-from quire.tiers.moves import Link
 from quire.tiers.store_health import StoreHealth
+from quire.tiers.transfer import LANES, Lane
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ class EngineTiers:
         return {
             "resolved": self.resolved,
             "host_bytes": self._host.num_bytes,
-            "bandwidth": {link.value: self.mover.bandwidth(link) for link in Link if link is not Link.FORGET},
-            "latency": {link.value: self.mover.latency(link) for link in Link if link is not Link.FORGET},
-            "off": {link.value: why for link in Link if (why := self.break_even.why_off(link))},
+            "bandwidth": {link.name: self.mover.rate(link).per_second for link in LANES if link is not Lane.FORGET},
+            "latency": {link.name: self.mover.rate(link).start for link in LANES if link is not Lane.FORGET},
+            "off": {link.name: why for link in LANES if (why := self.break_even.why_off(link))},
             "turned_off": self.break_even.turned_off_count,
             "store": store_counts(self.store),
         }
@@ -110,7 +110,7 @@ class EngineTiers:
                 "storage did not come back from %d calls (%s) while the engine closed, which waits no longer: what "
                 "they would have stored is not. Look at the disk, the mount or the server",
                 len(left),
-                ", ".join(sorted({move.link.value for move in left})),
+                ", ".join(sorted({move.lane.name for move in left})),
             )
             return
         if self.store is not None:
@@ -133,8 +133,8 @@ def _say_store(kind: str, is_lost: bool) -> None:
         )
 
 
-def _say(link: Link, why: str) -> None:
+def _say(link: Lane, why: str) -> None:
     if why:
-        logger.warning("%s turned itself off: %s", link.value, why)
+        logger.warning("%s turned itself off: %s", link.name, why)
     else:
-        logger.warning("%s is on again", link.value)
+        logger.warning("%s is on again", link.name)

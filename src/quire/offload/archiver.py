@@ -28,8 +28,8 @@ from quire.offload.owed_paths import OwedPaths
 from quire.prefix.node import Node, pages_to
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Bools, Ids, Tier
-from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
+from quire.tiers.transfer import FAILED, GOOD, MISSING, REFUSED, Lane, Transfer, Units
 
 NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _BATCH_BYTES = 64 << 20
@@ -60,7 +60,7 @@ class Archiver:
     """Of one cache. `moves` are those on their way."""
 
     def __init__(self, below: Below, tree: RadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
-        self.moves: dict[Move, _Batch] = {}
+        self.moves: dict[Transfer, _Batch] = {}
         self.owed = OwedPaths(tree)
         self._below = below
         self._seconds = seconds
@@ -139,7 +139,7 @@ class Archiver:
                 # Either nothing is owed any more, or what is to be forgotten in its scope has to be first.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.owed) else self._due_at
                 return
-            move = below.move_of(Link.ARCHIVE, batch.parts, batch.scope)
+            move = below.move_of(Lane.ARCHIVE, batch.parts, batch.scope)
             move.touches = tuple(
                 Units(group, NO_PAGES, NO_PAGES, below.names.keys_of(pages)) for group, pages in batch.touched
             )
@@ -160,12 +160,12 @@ class Archiver:
         for node in batch.nodes:
             self.owed.add(node)
 
-    def ended(self, move: Move) -> None:
+    def ended(self, move: Transfer) -> None:
         """A move has ended. Where the store refused, or failed, the rest is tried again."""
         below = self._below
         batch = self.moves.pop(move)
         self._is_full = False
-        below.break_even.moved(Link.ARCHIVE, move.moved_bytes, move.seconds)
+        below.break_even.moved(Lane.ARCHIVE, move.moved_bytes, move.seconds)
         counters = below.counters
         counters.failed_moves += bool(move.error)
         num_good = num_refused = 0
@@ -196,7 +196,7 @@ class Archiver:
         if num_refused:
             self._again(batch.nodes)
 
-    def _lost(self, move: Move, batch: _Batch) -> int:
+    def _lost(self, move: Transfer, batch: _Batch) -> int:
         """How many of the records that were told to be of use the store does not have any more."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):

@@ -15,7 +15,7 @@ from quire.offload.page_names import PageNames
 from quire.offload.tier_counters import TierCounters
 from quire.offload.tier_settings import TierSettings
 from quire.spec.ids import Tier
-from quire.tiers.moves import Link, Move, Units
+from quire.tiers.transfer import Lane, Transfer, Units
 
 
 class Below:
@@ -38,11 +38,11 @@ class Below:
             for group, frames in zip(parts.groups, settings.host_frames, strict=True)
         )
 
-    def move_of(self, link: Link, parts: Sequence[Part], scope: bytes) -> Move:
+    def move_of(self, link: Lane, parts: Sequence[Part], scope: bytes) -> Transfer:
         """Of these pages, between the tiers of that link."""
         units = [Units(part.group, part.device, part.host, self.names.keys_of(part.pages)) for part in parts]
         num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in parts)
-        return Move(link, units, scope, num_bytes)
+        return Transfer(link, units, scope, num_bytes)
 
 
 def _host_allocator(num_frames: int, page_size: int, name: str) -> HostTokenToKVPoolAllocator:

@@ -30,7 +30,7 @@ class Condemned:
         that none is kept by what another one holds."""
         waiting = [(lease.node, first) for lease, first in self.paths]
         for lease, _ in self.paths:
-            self._tree.unpin(lease)
+            self._tree.release(lease)
         held = []
         for end, first in waiting:
             node = end

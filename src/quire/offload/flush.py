@@ -23,6 +23,7 @@ from quire.cache import KVCache
 from quire.errors import StoreError
 from quire.offload.forgetting import Stored
 from quire.offload.offloading import offload_of
+from quire.prefix.flush import flush_namespace
 from quire.prefix.hashing import layout_identity
 from quire.spec.events import Namespace
 
@@ -107,7 +108,7 @@ def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
             kv.shares = False
     if offload.prefetcher is not None:
         offload.prefetcher.abandon(namespace)
-    flushed = [tree.flush(space) for space in list(tree.roots.found) if namespace in (None, space)]
+    flushed = [flush_namespace(tree, space) for space in list(tree.roots.found) if namespace in (None, space)]
     pages = np.concatenate([np.empty(0, dtype=np.int32), *(gone for gone, _ in flushed)])
     cache.parts.give_back(pages)
     if namespace is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from quire.tiers.mover import Mover
-from quire.tiers.moves import Link, Move
+from quire.tiers.transfer import Lane, Transfer
 
 _AGAIN_S = 1.0
 """Between two tries, where the store cannot be listed or is down."""
@@ -35,7 +35,7 @@ class Forgetting:
     def __init__(self, mover: Mover, seconds: Callable[[], float]) -> None:
         self._mover = mover
         self._seconds = seconds
-        self._moves: dict[bytes, Move | None] = {}  # the last for each scope; None: to be submitted
+        self._moves: dict[bytes, Transfer | None] = {}  # the last for each scope; None: to be submitted
         self._hidden: set[bytes] = set()  # of those that are to be submitted again
         self._due_at = -math.inf
         self._ends = False
@@ -53,7 +53,7 @@ class Forgetting:
         if scope not in self._moves:
             return Stored.GONE
         move = self._moves[scope]
-        return Stored.HIDDEN if scope in self._hidden or (move is not None and move.noted) else Stored.HELD
+        return Stored.HIDDEN if scope in self._hidden or (move is not None and move.hidden) else Stored.HELD
 
     def is_tried(self, scope: bytes) -> bool:
         """Whether a move is at it, so that its state may change soon."""
@@ -87,13 +87,13 @@ class Forgetting:
             return
         for scope, move in self._moves.items():
             if move is None:
-                fresh = Move(Link.FORGET, (), scope)
+                fresh = Transfer(Lane.FORGET, (), scope)
                 if not self._mover.submit(fresh):
                     self._due_at = self._seconds() + _AGAIN_S
                     return
                 self._moves[scope] = fresh
 
-    def ended(self, move: Move) -> None:
+    def ended(self, move: Transfer) -> None:
         """A move that forgets has ended. Where it failed, there will be another one."""
         if self._moves.get(move.scope) is not move:
             return  # it was asked for again since
@@ -101,7 +101,7 @@ class Forgetting:
             del self._moves[move.scope]
             self._hidden.discard(move.scope)
             return
-        if move.noted:
+        if move.hidden:
             self._hidden.add(move.scope)
         self.num_failed += 1
         self._moves[move.scope] = None

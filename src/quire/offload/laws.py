@@ -25,7 +25,7 @@ _ALL = slice(None)
 
 def tier_laws(tiers: Tiering, prefetcher: Prefetcher, picture: Picture) -> Iterator[str]:
     """What is broken, law by law."""
-    yield from _nodes(picture, picture.cache.tree.queued_lower())
+    yield from _nodes(picture, picture.cache.tree.queued(Tier.HOST))
     for host in tiers.hosts:
         moving = tiers.host_frames_of_moves(host.index).tolist() + prefetcher.host_frames(host.index).tolist()
         yield from _frames(picture, host, moving)

@@ -12,7 +12,7 @@ from quire.offload.sought import Places, Sought
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -22,11 +22,11 @@ class Piece:
 
     last: int
     fetching: list[tuple[int, Places, Ids]] = field(default_factory=list)
-    move: Move | None = None
+    move: Transfer | None = None
 
-    def doubtful(self) -> list[Bools]:
+    def suspect(self) -> list[Bools]:
         """By group, which of those frames are at fault for what is wrong in them."""
-        places = self.move.doubtful if self.move is not None else ()
+        places = self.move.suspect if self.move is not None else ()
         return [
             np.array([(at, place) in places for place in range(len(frames))], dtype=np.bool_)
             for at, (_, _, frames) in enumerate(self.fetching)
@@ -80,7 +80,7 @@ class Prefetch:
         self.start = self.limit = self.wanted = sought.start
         self.lease = lease
         self.held: list[tuple[HostGroup, Ids]] = []  # pages whose host frames it counts on, in groups read in part
-        self.look: Move | None = None
+        self.look: Transfer | None = None
         self.pieces: deque[Piece] = deque()  # that do not count yet, in the order of the prompt
         self.last = self.start  # the page behind the last of them
         self.lost_in: list[int] = []  # groups
@@ -102,7 +102,7 @@ class Prefetch:
         self.num_bytes = 0  # of the host, for what is fetched
 
     @property
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[Transfer]:
         """What is under way for it, or has arrived and does not count yet."""
         looking = [self.look] if self.look is not None else []
         return looking + [piece.move for piece in self.pieces if piece.move is not None]

@@ -28,8 +28,8 @@ from quire.prefix.node import Lease
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
-from quire.tiers.moves import FAILED, GOOD, MISSING, REFUSED, Link, Move, Units
 from quire.tiers.store import Answer
+from quire.tiers.transfer import FAILED, GOOD, MISSING, REFUSED, Lane, Transfer, Units
 
 _PIECE_BYTES = 8 << 20
 _FIRST_BYTES = 4 * _PIECE_BYTES
@@ -65,7 +65,7 @@ class Prefetcher:
         self._host_bytes = sum(
             host.num_frames * size for host, size in zip(tiering.hosts, self._record_bytes, strict=True)
         )
-        self._running: dict[Move, Prefetch] = {}
+        self._running: dict[Transfer, Prefetch] = {}
         self._holding: dict[Prefetch, None] = {}  # those that hold something, oldest first
         self._refused: dict[Prefetch, None] = {}  # those that wait until there is room on the link
         self._named: dict[bytes, Prefetch] = {}
@@ -142,10 +142,10 @@ class Prefetcher:
         patience = max(_LEAST_PATIENCE, self._found)
         prefetch.stop_at = prefetch.since + patience * tiering.break_even.deadline((limit - start) * self._size, 0)
         whole = [group.index for group in self._groups if group.reach.whole]
-        look = Move(Link.LOOK, sought.units(), tiering.names.scope(namespace), whole=whole)
+        look = Transfer(Lane.LOOK, sought.units(), tiering.names.scope(namespace), whole=whole)
         if not self._submit(prefetch, look):
             self._let_go(prefetch)
-            tiering.break_even.untried(Link.FETCH)
+            tiering.break_even.untried(Lane.FETCH)
             return None
         prefetch.look = look
         self._named[name] = prefetch
@@ -221,20 +221,20 @@ class Prefetcher:
 
     @property
     def _is_off(self) -> bool:
-        return self._tiering.break_even.is_off(Link.FETCH) and not self._tiering.settings.always
+        return self._tiering.break_even.is_off(Lane.FETCH) and not self._tiering.settings.always
 
     def _is_tried(self, start: int, limit: int) -> bool:
         """Whether a link that is off is tried with a request that lacks these pages: as if all of them were stored."""
         pages = [range(max(start, group.reach.needed(limit).start), limit) for group in self._groups]
         num_bytes = sum(len(each) * size for each, size in zip(pages, self._record_bytes, strict=True))
-        return self._tiering.break_even.decide(Link.FETCH, (limit - start) * self._size, num_bytes)
+        return self._tiering.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes)
 
     def _let_go(self, prefetch: Prefetch) -> None:
         if prefetch.holds:
             prefetch.holds = False
             self._holding.pop(prefetch)
             self._let_go_frames(prefetch)
-            self._tree.unpin(prefetch.lease)
+            self._tree.release(prefetch.lease)
 
     def _let_go_frames(self, prefetch: Prefetch) -> None:
         for host, pages in prefetch.held:
@@ -254,24 +254,24 @@ class Prefetcher:
         self._let_go_frames(prefetch)
         prefetch.held = held
 
-    def _submit(self, prefetch: Prefetch, move: Move) -> bool:
+    def _submit(self, prefetch: Prefetch, move: Transfer) -> bool:
         if not self._tiering.mover.submit(move):
             return False
         self._running[move] = prefetch
         return True
 
-    def _ended(self, move: Move) -> None:
+    def _ended(self, move: Transfer) -> None:
         prefetch = self._running.pop(move)
         for at, defects in enumerate(move.defects):
             for place, defect in enumerate(defects):
                 if defect not in (GOOD, MISSING, REFUSED, FAILED):
-                    tier = Tier.HOST if (at, place) in move.doubtful else Tier.STORAGE
+                    tier = Tier.HOST if (at, place) in move.suspect else Tier.STORAGE
                     self._tiering.counters.corrupt(tier, [defect])
         if move is prefetch.look:
             prefetch.look = None
             if prefetch.tries and prefetch.stopped:  # it has waited as long as is worth it, for an answer
                 prefetch.tries = False
-                self._tiering.break_even.failed(Link.FETCH, move.seconds)
+                self._tiering.break_even.failed(Lane.FETCH, move.seconds)
             if not prefetch.abandoned:
                 self._looked(prefetch, move)
         else:
@@ -320,7 +320,7 @@ class Prefetcher:
         prefetch.done = True
         self._measure(prefetch)
         if prefetch.tries:
-            self._tiering.break_even.untried(Link.FETCH)
+            self._tiering.break_even.untried(Lane.FETCH)
         if self._named.get(prefetch.name) is prefetch:
             del self._named[prefetch.name]
         if prefetch.holds and prefetch.limit > prefetch.start:
@@ -338,9 +338,9 @@ class Prefetcher:
             num_bytes = self._fetched_bytes - prefetch.fetched_before
             if not prefetch.in_rounds and prefetch.seconds * num_bytes < seconds * prefetch.own_bytes:
                 num_bytes, seconds = prefetch.own_bytes, prefetch.seconds
-            self._tiering.break_even.moved(Link.FETCH, num_bytes, seconds)
+            self._tiering.break_even.moved(Lane.FETCH, num_bytes, seconds)
 
-    def _looked(self, prefetch: Prefetch, move: Move) -> None:
+    def _looked(self, prefetch: Prefetch, move: Transfer) -> None:
         """The store has answered."""
         answers = [answer for found in move.answers for answer in found]
         if not move.is_whole or answers.count(Answer.RETRY) > answers.count(Answer.HIT):
@@ -370,7 +370,7 @@ class Prefetcher:
             return
         even, mover = tiering.break_even, tiering.mover
         is_asked = not (tiering.settings.always or prefetch.tries)
-        if is_asked and not even.decide(Link.FETCH, tokens, num_bytes, mover.in_flight(Link.FETCH)):
+        if is_asked and not even.decide(Lane.FETCH, tokens, num_bytes, mover.in_flight(Lane.FETCH)):
             tiering.counters.declined_tokens += tokens
             return
         prefetch.wanted = wanted
@@ -419,11 +419,11 @@ class Prefetcher:
                 fetching.append((group.index, at, frames))
                 units.append(Units(group.index, NO_PAGES, frames, prefetch.sought.keys(at)))
         num_bytes = sum(len(at) * self._record_bytes[group] for group, at, _ in fetching)
-        move = Move(Link.FETCH, units, tiering.names.scope(prefetch.namespace), num_bytes)
+        move = Transfer(Lane.FETCH, units, tiering.names.scope(prefetch.namespace), num_bytes)
         piece = Piece(last, fetching, move)
         if not self._submit(prefetch, move):
             self._give_up(piece)
-            if not prefetch.pieces and tiering.mover.in_flight(Link.FETCH):
+            if not prefetch.pieces and tiering.mover.in_flight(Lane.FETCH):
                 self._refused[prefetch] = None  # until one of those has ended
             return False
         prefetch.pieces.append(piece)
@@ -434,8 +434,8 @@ class Prefetcher:
         return True
 
     def _give_up(self, piece: Piece) -> None:
-        for (group, _, frames), doubtful in zip(piece.fetching, piece.doubtful(), strict=True):
-            _give_back(self._tiering.hosts[group], frames, doubtful)
+        for (group, _, frames), suspect in zip(piece.fetching, piece.suspect(), strict=True):
+            _give_back(self._tiering.hosts[group], frames, suspect)
 
     def _fetched(self, prefetch: Prefetch, piece: Piece) -> None:
         """Keep the pages up to the first that has not come whole, in every group."""
@@ -452,8 +452,8 @@ class Prefetcher:
         if end < piece.last:
             prefetch.wanted = prefetch.limit
             prefetch.lost, prefetch.lost_in = end, [group for group, at, _ in fetching if end in at]
-            doubtful = zip(fetching, piece.doubtful(), strict=True)
-            prefetch.repeats = prefetch.again < _MOST_AGAIN and any(end in at[rows] for (_, at, _), rows in doubtful)
+            suspect = zip(fetching, piece.suspect(), strict=True)
+            prefetch.repeats = prefetch.again < _MOST_AGAIN and any(end in at[rows] for (_, at, _), rows in suspect)
             prefetch.again += prefetch.repeats
             if any(REFUSED in defects or FAILED in defects for defects in all_defects):
                 prefetch.stopped = True
@@ -464,16 +464,16 @@ class Prefetcher:
         else:
             tiering.owed_to_storage(prefetch.sought.path[prefetch.start : prefetch.limit])
 
-    def _report(self, prefetch: Prefetch, move: Move, asked: int) -> None:
+    def _report(self, prefetch: Prefetch, move: Transfer, asked: int) -> None:
         """Say where a move brought less than half of what the store was asked for, or nothing by the time at which it
         was stopped and all should have come: that ends a trial, for which everybody has waited long enough."""
         even = self._tiering.break_even
-        expected = 0.0 if prefetch.tries else even.load_seconds(Link.FETCH, move.num_bytes) or 0.0
+        expected = 0.0 if prefetch.tries else even.load_seconds(Lane.FETCH, move.num_bytes) or 0.0
         expected = max(_LEAST_SECONDS, expected)
         is_late = move.stopping and not move.moved_bytes and move.seconds >= expected
         brought = 2 * move.moved_bytes >= asked and not is_late
         if not brought:
-            even.failed(Link.FETCH, move.seconds)
+            even.failed(Lane.FETCH, move.seconds)
         prefetch.tries &= brought
         self._tiering.counters.failed_moves += bool(move.error) or not brought
 
@@ -481,7 +481,7 @@ class Prefetcher:
         """What has come of pages before `end` counts (in groups that are read as a whole, before `counted`), but for
         what the cache has got elsewhere meanwhile. Pages from `grafted` on are cached since now."""
         tiering, cached = self._tiering, prefetch.sought.path
-        for (group, at, frames), doubtful in zip(piece.fetching, piece.doubtful(), strict=True):
+        for (group, at, frames), suspect in zip(piece.fetching, piece.suspect(), strict=True):
             host = tiering.hosts[group]
             good = at < min(counted if host.whole else end, len(cached))
             pages = cached[at[good]]
@@ -491,7 +491,7 @@ class Prefetcher:
             if tiering.is_anchor(group):
                 for place in at[good][fresh & (at[good] < grafted)].tolist():
                     self._tree.copied(prefetch.lease, place, place + 1)
-            _give_back(host, frames[~good], doubtful[~good])
+            _give_back(host, frames[~good], suspect[~good])
             host.untake(frames[good][~fresh])
             tiering.counters.fetched_frames += int(np.count_nonzero(fresh))
             tiering.counters.fetched_bytes += int(np.count_nonzero(fresh)) * self._record_bytes[group]
@@ -518,7 +518,7 @@ class Prefetcher:
         return grafted
 
 
-def _give_back(host: HostGroup, frames: Ids, doubtful: Bools) -> None:
-    """These frames are nobody's; those that are doubtful are set aside."""
-    host.untake(frames[~doubtful])
-    host.quarantine(frames[doubtful])
+def _give_back(host: HostGroup, frames: Ids, suspect: Bools) -> None:
+    """These frames are nobody's; those that are suspect are set aside."""
+    host.untake(frames[~suspect])
+    host.quarantine(frames[suspect])

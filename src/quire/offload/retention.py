@@ -28,7 +28,7 @@ from quire.offload.host_groups import HostGroup
 from quire.offload.kept_frames import KeptFrames, PinnedFrames
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
-from quire.prefix.node import Lease, Node
+from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
@@ -214,7 +214,7 @@ class Retention:
     def lose(self, bad: Bools) -> int:
         """Keep nothing that goes through a page that is `bad` (by page id): it cannot be had any more. Returns how many
         retentions that were."""
-        gone = [kept for kept in self._kept.values() if bad[self._tree.path_pages(kept.lease)].any()]
+        gone = [kept for kept in self._kept.values() if bad[pages_to(kept.lease.node)].any()]
         for kept in gone:
             self._let_go(kept)
         self.num_lost += len(gone)
@@ -423,13 +423,13 @@ class Retention:
         """Keep the path of `lease` instead."""
         frames = self._frames.pin(pages, hard=kept.pinned)
         self._frames.unpin(kept.frames, hard=kept.pinned)
-        self._tree.unpin(kept.lease)
+        self._tree.release(kept.lease)
         kept.lease, kept.frames = lease, frames
 
     def _let_go_of_end(self, kept: _Kept, num_pages: int) -> None:
         """Keep a soft retention for so many pages on the device less, or no longer."""
         here = self._num_here(kept.lease.node)
-        pages = self._tree.path_pages(kept.lease)
+        pages = pages_to(kept.lease.node)
         left = here - num_pages if self._num_alone(kept.lease.node) > num_pages else 0
         left, _ = self._frames.end(pages[: max(0, left)])
         if not left:
@@ -441,12 +441,12 @@ class Retention:
 
     def _let_go(self, kept: _Kept) -> None:
         del self._kept[kept.retention_id], self._by_key[kept.key]
-        pages = self._tree.path_pages(kept.lease)
+        pages = pages_to(kept.lease.node)
         self._pages.remove(pages)
         if kept.pinned:
             self._pins.remove(pages)
         self._frames.unpin(kept.frames, hard=kept.pinned)
-        self._tree.unpin(kept.lease)
+        self._tree.release(kept.lease)
         self._on_let_go()
 
     def _remember(self, kept: _Kept) -> None:

@@ -19,8 +19,8 @@ from quire.cache.resuming import resident, resume_point
 from quire.offload.tiering import Tiering
 from quire.prefix.node import Lease, pages_to
 from quire.spec.ids import Bools, Ids
-from quire.tiers.moves import Answers, Units
 from quire.tiers.store import Answer
+from quire.tiers.transfer import Answers, Units
 
 Places = np.ndarray
 """Which pages of the prompt, int64."""

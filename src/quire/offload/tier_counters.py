@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 from quire.spec.ids import Tier
-from quire.tiers.moves import Link, Move
+from quire.tiers.transfer import LANES, Lane, Transfer
 
 _BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
@@ -24,7 +24,7 @@ class LinkCounters:
     seconds: float = 0.0
     counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS_S) + 1))
 
-    def add(self, move: Move) -> None:
+    def add(self, move: Transfer) -> None:
         """One more has ended."""
         self.moves += 1
         self.bytes += move.moved_bytes
@@ -67,19 +67,19 @@ class TierCounters:
     failed_moves: int = 0
     refused_moves: int = 0
     defects: Counter[tuple[str, str]] = field(default_factory=Counter)
-    links: dict[Link, LinkCounters] = field(default_factory=lambda: {link: LinkCounters() for link in Link})
+    links: dict[Lane, LinkCounters] = field(default_factory=lambda: {link: LinkCounters() for link in LANES})
 
     def corrupt(self, tier: Tier, defects: Iterable[str]) -> None:
         """Records of a tier had these defects."""
         self.defects.update((tier.name.lower(), defect) for defect in defects)
 
-    def ended(self, move: Move) -> None:
+    def ended(self, move: Transfer) -> None:
         """A move has ended, whatever came of it."""
-        self.links[move.link].add(move)
+        self.links[move.lane].add(move)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `defects` by `tier:defect`, `links` by their names."""
-        return asdict(self) | {
+        return asdict(replace(self, links={})) | {
             "defects": {f"{tier}:{defect}": count for (tier, defect), count in self.defects.items()},
-            "links": {link.value: counters.to_dict() for link, counters in self.links.items()},
+            "links": {link.name: counters.to_dict() for link, counters in self.links.items()},
         }

@@ -20,7 +20,7 @@ from quire.prefix.node import Lease
 from quire.prefix.radix_cache import Evicted
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 
 class Tiered:
@@ -41,7 +41,7 @@ class Tiered:
         """All that can be resumed behind, from the host too where that is worth it."""
         return choose(self.tiers, found, limit, self._parts.plan.page_size)
 
-    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Move]:
+    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Transfer]:
         """Load what the device lacks of a hit, into room that is made for it."""
         tiers, pages = self.tiers, hit.pages
         missing = tiers.missing(pages)

@@ -36,7 +36,7 @@ from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
-from quire.tiers.moves import GOOD, Link, Move
+from quire.tiers.transfer import GOOD, Lane, Transfer
 
 _MOST_SAVES = 64  # of those that had to wait, begun at a time
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
@@ -58,19 +58,19 @@ class Tiering:
         self._forget = parts.give_back
         self._flushed_as: dict[Namespace | None, bytes] = {}  # until that is gone: the model may change meanwhile
         self._table = parts.frames
-        self.moving: dict[Move, Moving] = {}
+        self.moving: dict[Transfer, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = parts.plan.page_size
         self._saving = np.zeros((len(groups), num_pages + 1), dtype=np.bool_)
         self._fetched = np.zeros(num_pages + 1, dtype=np.bool_)  # from the store, and not used since
         self._arriving = np.zeros((len(groups), num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
-        self._loads: dict[int, Move] = {}
+        self._loads: dict[int, Transfer] = {}
         self._serial = 0
-        self._ended: list[Move] = []
+        self._ended: list[Transfer] = []
         self._unsaved = OwedPaths(tree)  # of which a copy was wanted when too much was on its way
         self._saves_wait = False  # until a save has ended
         self.archiver = Archiver(below, tree, num_pages, parts.seconds)
-        self.fetched: Callable[[Move], None] = _nobody
+        self.fetched: Callable[[Transfer], None] = _nobody
 
     # -- what was flushed
 
@@ -178,7 +178,7 @@ class Tiering:
         gauges |= {"owed_paths": len(self.archiver.owed)}
         health = self.settings.health
         gauges |= {"forget_failures": self.forgetting.num_failed, "store_lost": list(health.lost)}
-        refused = {link.value: count for link, count in health.refused.items()}
+        refused = {link.name: count for link, count in health.refused.items()}
         return {**self.counters.to_dict(), "host": hosts, **gauges, "store_refused": refused}
 
     @property
@@ -190,7 +190,7 @@ class Tiering:
 
     def save(
         self, namespace: Namespace, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
-    ) -> Move | None:
+    ) -> Transfer | None:
         """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
         end. `ends` are numbers of pages behind which requests may begin: what they read in part goes with it. What
         `WritePolicy.BACK` keeps for later is saved only where it `goes`.
@@ -224,9 +224,9 @@ class Tiering:
                 parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
         moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
-            self._tree.unpin(lease)
+            self._tree.release(lease)
             return None
-        move = self._submit(Link.SAVE, moving)
+        move = self._submit(Lane.SAVE, moving)
         if move is None and not goes:
             self._saves_wait = bool(self.moving)
             self._unsaved.add(node, ends)
@@ -350,7 +350,7 @@ class Tiering:
             found.append(part[~group.frames.resident(part)])
         return found
 
-    def load(self, namespace: Namespace, node: Node, pages: Ids, missing: Sequence[Ids]) -> Move | None:
+    def load(self, namespace: Namespace, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
         """Bring what the device lacks of a leased path to it; there is room for all of it. None where too much is on
         its way already."""
         lease = self._tree.pin(node)
@@ -363,7 +363,7 @@ class Tiering:
                 assert host.all(), "a page is loaded that is nowhere"
                 parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
         moving = Moving(lease, parts, self.names.scope(namespace), on_device=True, on_host=True)
-        move = self._submit(Link.LOAD, moving)
+        move = self._submit(Lane.LOAD, moving)
         if move is None:
             return None
         self._serial += 1
@@ -389,7 +389,7 @@ class Tiering:
             for place in (first + np.flatnonzero(lacking)).tolist():
                 self._tree.copied(lease, place, place + 1)
 
-    def loads_of(self, pages: Ids) -> list[Move]:
+    def loads_of(self, pages: Ids) -> list[Transfer]:
         """Loads that some of these pages come with."""
         if not self._loads:
             return []
@@ -432,13 +432,13 @@ class Tiering:
         for move in ended:
             self.counters.ended(move)
             self.settings.health.ended(move)
-            if move.link is Link.FORGET:
+            if move.lane is Lane.FORGET:
                 self.forgetting.ended(move)
-            elif move.link is Link.SAVE:
+            elif move.lane is Lane.SAVE:
                 self._saved(move)
-            elif move.link is Link.LOAD:
+            elif move.lane is Lane.LOAD:
                 self._loaded(move)
-            elif move.link is Link.ARCHIVE:
+            elif move.lane is Lane.ARCHIVE:
                 self.archiver.ended(move)
             else:
                 if move.marked:
@@ -450,7 +450,7 @@ class Tiering:
         self.archiver.go_on()
         return len(ended) + self.condemned.discard()
 
-    def _saved(self, move: Move) -> None:
+    def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
         self._saves_wait = False
         for part in moving.parts:
@@ -459,14 +459,14 @@ class Tiering:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
-            self._tree.unpin(moving.lease)
+            self._tree.release(moving.lease)
             return
-        self.break_even.moved(Link.SAVE, move.moved_bytes, move.seconds)
+        self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
             self._bind(part, moving.lease)
         self.archiver.owe(moving.lease.node)
-        self._tree.unpin(moving.lease)
+        self._tree.release(moving.lease)
 
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
@@ -489,16 +489,16 @@ class Tiering:
         self.archiver.came(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
 
-    def _loaded(self, move: Move) -> None:
+    def _loaded(self, move: Transfer) -> None:
         moving = self._release(move)
         del self._loads[moving.serial]
         for part in moving.parts:
             self._arriving[part.group, part.pages] = 0
         if move.is_whole:
-            self.break_even.moved(Link.LOAD, move.moved_bytes, move.seconds)
+            self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
             self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
-            self._tree.unpin(moving.lease)
+            self._tree.release(moving.lease)
             return
         self.counters.failed_moves += 1
         bad, places = [], []
@@ -513,30 +513,30 @@ class Tiering:
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
         self.condemned.add(moving.lease.node, min(places))
-        self._tree.unpin(moving.lease)
+        self._tree.release(moving.lease)
 
     # -- inside
 
-    def _submit(self, link: Link, moving: Moving) -> Move | None:
+    def _submit(self, link: Lane, moving: Moving) -> Transfer | None:
         """Start a move. None, and what was taken for it is given back, where too much is on its way."""
         move = self.below.move_of(link, moving.parts, moving.scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             for part in moving.parts:
-                if link is Link.SAVE:
+                if link is Lane.SAVE:
                     self.hosts[part.group].untake(part.host)
                 else:
                     self._groups[part.group].frames.drop(part.pages)
-            self._tree.unpin(moving.lease)
+            self._tree.release(moving.lease)
             return None
-        if link is Link.SAVE:
+        if link is Lane.SAVE:
             for part in moving.parts:
                 self._saving[part.group, part.pages] = True
         moving.pin(self._groups, self.hosts)
         self.moving[move] = moving
         return move
 
-    def _release(self, move: Move) -> Moving:
+    def _release(self, move: Transfer) -> Moving:
         """A move has ended; its frames may go, its path may not yet."""
         moving = self.moving.pop(move)
         moving.unpin(self._groups, self.hosts)
@@ -549,5 +549,5 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
 
 
-def _nobody(move: Move) -> None:
+def _nobody(move: Transfer) -> None:
     raise AssertionError("a fetch has ended that nobody asked for")

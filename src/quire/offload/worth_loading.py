@@ -10,7 +10,7 @@ from quire.cache.prefix_hit import Choice
 from quire.offload.tiering import Tiering
 from quire.prefix.match import Match
 from quire.tiers.break_even import BreakEven
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 
 
 def choose(tiers: Tiering, found: Match, limit: int, page_size: int) -> Choice:
@@ -23,8 +23,8 @@ def choose(tiers: Tiering, found: Match, limit: int, page_size: int) -> Choice:
 
 def decide(even: BreakEven, choice: Choice) -> None:
     """A request has begun with this choice: it counts."""
-    if choice.weighed is not None and even.decide(Link.LOAD, *choice.weighed) and not choice.host_pages:
-        even.untried(Link.LOAD)
+    if choice.weighed is not None and even.decide(Lane.LOAD, *choice.weighed) and not choice.host_pages:
+        even.untried(Lane.LOAD)
 
 
 def _chosen(tiers: Tiering, found: Match, limit: int, page_size: int) -> Choice:
@@ -55,4 +55,4 @@ def _stands(tiers: Tiering, num_dropped: int, weighed: tuple[int, int] | None, l
 
 
 def _pays(tiers: Tiering, tokens: int, num_bytes: int) -> bool:
-    return tiers.break_even.pays(Link.LOAD, tokens, num_bytes, tiers.mover.in_flight(Link.LOAD))
+    return tiers.break_even.pays(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from quire.offload.tier_settings import TierSettings
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 
 TRIAL_BYTES: Final = 16 << 20
 """Saved at most while it is not known how fast that is: one save, which others do not wait for long."""
@@ -26,8 +26,8 @@ def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size
         return wanted
     even, most = settings.break_even, max(map(len, wanted))
     num_bytes = sum(len(at) * size for at, size in zip(wanted, settings.record_bytes, strict=True))
-    if not num_bytes or not even.decide(Link.SAVE, most * page_size, num_bytes):
+    if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
         most = 0
-    elif not even.knows(Link.SAVE):
-        most = 0 if settings.mover.in_flight(Link.SAVE) else max(1, most * TRIAL_BYTES // num_bytes)
+    elif not even.knows(Lane.SAVE):
+        most = 0 if settings.mover.in_flight(Lane.SAVE) else max(1, most * TRIAL_BYTES // num_bytes)
     return [at[:most] for at in wanted]

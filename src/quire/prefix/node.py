@@ -109,12 +109,13 @@ class Lease:
     While it lives, none of the path's pages is evicted. `num_pages` is the length of the path.
     """
 
-    __slots__ = ("_node", "num_pages", "priority", "turn")
+    __slots__ = ("_node", "counts", "num_pages", "priority", "turn")
 
-    def __init__(self, node: Node, num_pages: int, priority: int) -> None:
+    def __init__(self, node: Node, num_pages: int, priority: int, *, counts: bool = True) -> None:
         self._node: Node | None = node
         self.num_pages = num_pages
         self.priority = priority
+        self.counts = counts  # as a use of what it holds
         self.turn = node.turn + 1  # of what its holder appends, in however many pieces
 
     @property

@@ -1,14 +1,12 @@
 """RadixCache: which prefixes are cached, in which pages, and which may go. It decides; the cache executes.
 
-One tree per namespace. An edge is a run of whole pages: its tokens as raw int32 bytes, compared as memory, and their
-page ids. Children are found by the bytes of their first page. The tree never frees a page: `insert` and `evict` return
-the ids that nobody holds any more, and the caller gives them back.
+One tree per namespace. An edge is a run of whole pages: its tokens as raw int32 bytes, and their page ids. Children are
+found by the bytes of their first page. The tree never frees a page: the caller gives back the ids that it returns.
 
     root --[page page page]--> node --[page page]--> node (leaf)
                                 \\--[page]----------> node (leaf)
 
 A leased node and everything above it stays. The rest can be evicted leaf by leaf, so `num_evictable` counts it all.
-What matching costs is one lookup and one comparison of memory for each edge; nothing is done for each page or token.
 
 A page that leaves the device stays in the tree, under its id, while it has a copy below. Pages on the device come first
 on every path; of one edge, copies are those of its first pages:
@@ -16,7 +14,7 @@ on every path; of one edge, copies are those of its first pages:
     root --[device, copies]--> node --[device]--> node                   on the device
                                 \\--[copies]--> node --[copies]--> node   below only: loaded before they are used
 
-Where pages are is looked up (`Placement`). What is evicted from a tier are the ends of its paths.
+What is evicted from a tier are the ends of its paths.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.levels import Levels
 from quire.prefix.lower_order import LowerOrder
 from quire.prefix.match import Insertion, Match, find
-from quire.prefix.node import ID_BYTES, Lease, Node, join_ids, nodes_below, pages_to, path_to
+from quire.prefix.node import ID_BYTES, Lease, Node, join_ids, nodes_below, path_to
 from quire.prefix.parting import Parting, find_parting
-from quire.prefix.placement import DeviceOnly, Placement
+from quire.prefix.placement import DeviceOnly, Placement, Whereabouts
 from quire.prefix.roots import Roots
 from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
 from quire.spec.events import CacheEvent, Namespace
@@ -45,7 +43,6 @@ from quire.spec.ids import Ids, Tier
 
 Give = Callable[[Ids], None]
 """Called with pages that stay in the tree and leave a tier: on return they have."""
-
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
 
@@ -76,14 +73,14 @@ class RadixCache:
         seconds: Callable[[], float] = time.monotonic,
         placement: Placement | None = None,
     ) -> None:
-        self._placement: Placement = placement if placement is not None else DeviceOnly()
-        self._has_lower = self._placement.has_lower
+        self._where = Whereabouts(placement if placement is not None else DeviceOnly())
+        self._has_lower = self._where.has_lower
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
         self._events = PrefixEvents(emit, identity, self._page_bytes)
         self._seconds = seconds
-        self._roots = Roots()
+        self.roots = Roots()
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
@@ -111,7 +108,7 @@ class RadixCache:
 
     def match(self, namespace: Namespace, tokens: Ids) -> Match:
         """The longest cached prefix of `tokens` in whole pages. Changes nothing. O(edges + bytes compared)."""
-        pages, path = find(self._roots.get(namespace), tokens, self.page_size)
+        pages, path = find(self.roots.get(namespace), tokens, self.page_size)
         num_here = len(pages)
         if self._has_lower and path and not self.is_here(path[-1]):
             num_here = next(node.depth for node in path if not self.is_here(node))
@@ -133,17 +130,18 @@ class RadixCache:
         return Lease(node, wanted, priority)
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back. What it alone held becomes evictable. Raises LeaseError the second time."""
+        """Give a lease or a pin back. What it alone held becomes evictable. Raises LeaseError the second time."""
         node = lease.close()
-        self._clock += 1
-        node.last_used = self._clock
+        if lease.counts:
+            self._clock += 1
+            node.last_used = self._clock
         self._levels.let_go(node)
-        self._offer(node)
+        self.offer(node)
 
     def pin(self, node: Node) -> Lease:
         """Lease the path to a node without using it: nothing is counted or stamped."""
         self._levels.hold(node)
-        return Lease(node, node.depth + node.num_pages, node.priority)
+        return Lease(node, node.depth + node.num_pages, node.priority, counts=False)
 
     def pin_path(self, match: Match, num_pages: int) -> Lease:
         """As `pin`, the first `num_pages` pages of a match that is current."""
@@ -159,16 +157,10 @@ class RadixCache:
             node = self._split(node, num_pages - node.depth)
         return self.pin(node)
 
-    def unpin(self, lease: Lease) -> None:
-        """Give back a lease that `pin` gave. Raises LeaseError the second time."""
-        node = lease.close()
-        self._levels.let_go(node)
-        self._offer(node)
-
     def parting(self, namespace: Namespace, tokens: Ids) -> Parting:
         """Where `tokens` leave what is cached, and what is known of what would have come next. Changes nothing."""
-        others = self._roots.others(namespace, tokens[: self.page_size].tobytes())
-        return find_parting(self._roots.get(namespace), tokens, self.page_size, others)
+        others = self.roots.others(namespace, tokens[: self.page_size].tobytes())
+        return find_parting(self.roots.get(namespace), tokens, self.page_size, others)
 
     # -- growing
 
@@ -252,17 +244,7 @@ class RadixCache:
         A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
         to choose them. `cause` says for whom, to those who ask later.
         """
-        removed: list[bytes] = []
-        left = num_pages
-        eviction = Eviction(cause, self._clock, self._seconds())
-        while left > 0 and (node := self._policy.victim()) is not None:
-            taken = min(left, node.num_pages)
-            left -= taken
-            if self._has_lower:
-                removed += self._cut_below(node, eviction)
-            removed.append(self._cut(node, node.num_pages - taken, eviction))
-        self.num_pages -= num_pages - left
-        return join_ids(removed)
+        return self.demote(num_pages, cause, _keep_none if self._has_lower else None, _stays).removed
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
         """Take up to `num_pages` pages that no lease holds off the device, in the policy's order.
@@ -334,32 +316,17 @@ class RadixCache:
             self._events.cleared()
         return pages
 
-    # -- one namespace
+    # -- flushing (`quire.prefix.flush`)
 
-    def flush(self, namespace: Namespace) -> tuple[Ids, int]:
-        """Forget every page of `namespace`, in every tier, and what is remembered of those that were evicted before.
-
-        Returns the pages that no lease holds, which are the caller's now, and how many others there are: no prompt
-        matches these from now on, and they come from `sweep` once no lease holds them. O(nodes of the namespace).
-        """
-        root = self._roots.get(namespace)
-        if root is None:
-            return _NO_PAGES, 0
-        pages = self._forget_below(root)
-        if self._roots.get(namespace) is not root:
-            return pages, 0
+    def hide(self, root: Node) -> int:
+        """No prompt matches what hangs below this root from now on; returns how many pages that is."""
         self.version += 1
-        self._roots.hide(root)
+        self.roots.hide(root)
         held = nodes_below(root)
         for node in reversed(held):
             self._tell_gone(node, 0)
             node.hashes = []  # no event tells what becomes of it later
-        return pages, sum(node.num_pages for node in held)
-
-    def sweep(self) -> Ids:
-        """Forget what was flushed while a lease held it and none does any more; the pages are the caller's. O(what was
-        flushed and is left)."""
-        return np.concatenate([_NO_PAGES, *(self._forget_below(root) for root in list(self._roots.hidden))])
+        return sum(node.num_pages for node in held)
 
     def forget_evicted(self) -> None:
         """Forget what was evicted, and say that nothing is cached under any name: everything has been flushed."""
@@ -368,21 +335,17 @@ class RadixCache:
 
     def rename(self, identity: bytes) -> None:
         """What is cached from now on is of another model. Everything that was cached has been flushed."""
-        assert not self._roots.found
         self._events.identity = identity
 
     # -- tiers
 
     def is_here(self, node: Node) -> bool:
         """Whether a node's pages are on the device, or on their way there."""
-        return not self._has_lower or node.parent is None or self._placement.on_device(node.first_page)
+        return self._where.is_here(node)
 
     def num_copies(self, node: Node) -> int:
         """How many of a node's pages, from the first on, have copies below the device."""
-        if not self._has_lower:
-            return 0
-        found = self._placement.have_copies(node.pages)
-        return int(np.argmin(found)) if not found.all() else len(found)
+        return self._where.num_copies(node)
 
     def arrive(self, lease: Lease, start: int, stop: int) -> None:
         """Pages `start..stop - 1` of a leased path come to the device, those before them are there. The caller gives
@@ -396,14 +359,7 @@ class RadixCache:
     def countable(self, lease: Lease, start: int, stop: int) -> int:
         """Up to which page copies of pages `start..stop - 1` of a pinned path would count: of one edge, only copies
         without a gap before them do."""
-        for node in reversed(path_to(lease.node)):
-            if node.depth >= stop:
-                break
-            if node.depth + node.num_pages > start:
-                if start - node.depth > self.num_copies(node):
-                    return start
-                start = min(stop, node.depth + node.num_pages)
-        return start
+        return self._where.countable(path_to(lease.node), start, stop)
 
     def copied(self, lease: Lease, start: int, stop: int) -> None:
         """Pages `start..stop - 1` of a pinned path have copies below now, which count and did not before."""
@@ -414,30 +370,17 @@ class RadixCache:
 
     # -- looking, for audits and statistics
 
-    def path_pages(self, lease: Lease) -> Ids:
-        """Page ids of the leased path, in order."""
-        return pages_to(lease.node)
-
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = [child for root in self._roots.all() for child in root.children.values()]
+        stack = [child for root in self.roots.all() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
-    @property
-    def roots(self) -> Roots:
-        """The root of each namespace that has or had pages held."""
-        return self._roots
-
-    def queued(self) -> set[Node]:
-        """Nodes that the policy could evict. O(its queues)."""
-        return set(self._policy.candidates())
-
-    def queued_lower(self) -> set[Node]:
-        """Nodes whose copies below could be given up."""
-        return set(self._lower.candidates())
+    def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
+        """Nodes that could be evicted from a tier. O(its queues)."""
+        return set((self._policy if tier is Tier.DEVICE else self._lower).candidates())
 
     # -- inside
 
@@ -447,7 +390,7 @@ class RadixCache:
             raise LeaseError("a match was leased after the tree had changed; match again.")
         assert num_pages <= match.num_pages
         if not num_pages:
-            return self._roots.make(match.namespace, self._clock)
+            return self.roots.make(match.namespace, self._clock)
         node = next(node for node in reversed(match.path) if node.depth < num_pages)
         if num_pages - node.depth < node.num_pages:
             return self._split(node, num_pages - node.depth)
@@ -472,12 +415,12 @@ class RadixCache:
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.hashes, node.hashes = cut_hashes(node.hashes, at)
-        parent.children[self._first_page(upper)] = upper
+        parent.children[upper.key[: self._page_bytes]] = upper
         node.parent = upper
         node.key = node.key[cut:]
         node.run = node.run[at * ID_BYTES :]
         node.depth += at
-        upper.children[self._first_page(node)] = node
+        upper.children[node.key[: self._page_bytes]] = node
         if self._has_lower and self._may_lose_copies(upper):
             self._lower.offered(upper)
         return upper
@@ -518,10 +461,10 @@ class RadixCache:
             self._events.appended(leaf, node, leaf.key, Tier.DEVICE if here else Tier.HOST)
             if not here:
                 self.num_below += leaf.num_pages
-            first = self._first_page(leaf)
+            first = leaf.key[: self._page_bytes]
             node.children[first] = leaf
             if node.parent is None:
-                self._roots.begins(node, first)
+                self.roots.begins(node, first)
             self._policy.stored(leaf, ghost.memo if ghost is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
@@ -543,46 +486,40 @@ class RadixCache:
         if keep:
             node.key = node.key[:cut]
             node.run = node.run[: keep * ID_BYTES]
-            self._offer(node)
+            self.offer(node)
             return run
-        first = self._first_page(node)
+        first = node.key[: self._page_bytes]
         del parent.children[first]
         if parent.parent is None:
-            self._roots.begins_no_more(parent, first)
+            self.roots.begins_no_more(parent, first)
         node.ticket = 0
         self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
         node.run = b""
-        self._offer(parent)
+        self.offer(parent)
         return run
 
-    def _offer(self, node: Node) -> None:
+    def offer(self, node: Node) -> None:
         """Queue a node for eviction if it is now an unleased leaf; drop a root that nothing needs."""
         if node.level:
             return
         if node.parent is None:
             if not node.children and not node.ghosts:
-                self._roots.drop(node)
+                self.roots.drop(node)
             return
         if not self._has_lower:
             if not node.children:
                 self._policy.offered(node)
             return
-        if self.is_here(node) and not self._has_child_here(node):
+        if self.is_here(node) and not self._where.has_child_here(node):
             self._policy.offered(node)
         self._offer_lower(node)
 
-    def _has_child_here(self, node: Node) -> bool:
-        # What came to the device last is the last child, so this seldom looks at more than one.
-        return any(self.is_here(child) for child in reversed(node.children.values()))
-
     def _may_lose_copies(self, node: Node) -> bool:
         """Whether a node is at the end of what has copies, and no lease holds it."""
-        if node.level or not node.run or not self.num_copies(node):
-            return False
-        return not any(self.num_copies(child) for child in reversed(node.children.values()))
+        return not node.level and bool(node.run) and self._where.ends_copies(node)
 
     def _offer_lower(self, node: Node) -> None:
         """Queue this node and those above it whose copies could be given up: there may be several on one path, since
@@ -593,7 +530,7 @@ class RadixCache:
             if self._may_lose_copies(above):
                 self._lower.offered(above)
             here = self.is_here(above)
-            if here and not was_here and not self._has_child_here(above):
+            if here and not was_here and not self._where.has_child_here(above):
                 self._policy.offered(above)
             was_here = here
             above = above.parent
@@ -602,7 +539,7 @@ class RadixCache:
         """A node that a lease holds comes to the device. Its parent is there."""
         parent = node.parent
         assert parent is not None
-        first = self._first_page(node)
+        first = node.key[: self._page_bytes]
         parent.children[first] = parent.children.pop(first)
         parent.ticket = 0
         count = node.num_pages
@@ -624,8 +561,8 @@ class RadixCache:
         self._policy.merged(node, parent)
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
-        self._offer(parent)
-        self._offer(node)
+        self.offer(parent)
+        self.offer(node)
 
     def _count_out(self, node: Node, num_pages: int) -> None:
         """So many unleased pages of a node leave the tree."""
@@ -642,24 +579,6 @@ class RadixCache:
             removed.append(self._cut(found, 0, eviction))
         return removed
 
-    def _forget_below(self, root: Node) -> Ids:
-        """Forget what no lease holds below a root, and its ghosts; the root goes too where nothing is left."""
-        removed: list[Ids] = [_NO_PAGES]
-        held = [root]
-        for node in held:  # grows while it is walked
-            for child in list(node.children.values()):
-                pages = self.discard(child, 0)
-                if pages is None:
-                    held.append(child)
-                else:
-                    removed.append(pages)
-        ghosts: list[Ghost] = [ghost for node in held for ghost in node.ghosts.values()]
-        while ghosts:
-            ghost = ghosts.pop()
-            ghosts += self.ghosts.take(ghost, len(ghost.key)).values()
-        self._offer(root)
-        return np.concatenate(removed)
-
     def _tell_gone(self, node: Node, keep: int) -> None:
         """All but the first `keep` pages of a node are not found any more, wherever they are."""
         if self._events.on:
@@ -670,11 +589,12 @@ class RadixCache:
     def _forgotten(self, holder: Holder) -> None:
         """A ghost that hung there is gone."""
         if isinstance(holder, Node) and holder.parent is None:
-            self._offer(holder)
+            self.offer(holder)
 
-    def _first_page(self, node: Node) -> bytes:
-        return node.key[: self._page_bytes]
+
+def _keep_none(node: Node) -> int:
+    return 0
 
 
 def _stays(pages: Ids) -> None:
-    raise AssertionError("a page on the device loses its copy alone, although nothing there is evictable")
+    raise AssertionError("pages that should be forgotten stay in the tree")

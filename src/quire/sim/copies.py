@@ -10,7 +10,7 @@ from quire.memory.record import Rows
 from quire.sim.device import Frames
 from quire.sim.names import Names, page_weights
 from quire.spec.ids import Ids
-from quire.tiers.moves import Copies
+from quire.tiers.transfer import Copies
 
 LAYER = 0
 """The one layer of simulated frames."""

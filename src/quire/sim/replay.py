@@ -28,7 +28,7 @@ from quire.sim.result import Ledger, ReplayResult
 from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.sim.tiers import SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 CHECKS = ("off", "reads", "all")
 """What a replay checks: nothing; what every step reads; and all laws of the cache every so often as well."""
@@ -64,7 +64,7 @@ class _Launched:
     """A step in flight, the loads that it waits for, when it was launched and when it will be done."""
 
     step: SimulatedStep
-    loads: list[Move]
+    loads: list[Transfer]
     began: float
     done: float
 
@@ -186,7 +186,7 @@ class Replay:
             pieces = {index: found for index, found in launched.items() if found is not None}
         step = self.device.launch(scheduled, fence, rows, pieces)
         self._occupancy.launched(self._steps, self.clock.now, *self._load())
-        loads: list[Move] = []
+        loads: list[Transfer] = []
         arrives = 0.0
         if self.tiers is not None:
             loads = [load for kv in scheduled.batch.kvs for load in kv.loads if not load.done]

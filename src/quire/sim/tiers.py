@@ -16,10 +16,10 @@ from quire.sim.device import Frames
 from quire.sim.store import SimulatedStore
 from quire.spec.record_size import HEADER_BYTES
 from quire.tiers.break_even import BreakEven
-from quire.tiers.moves import Link
+from quire.tiers.transfer import LANES, Lane
 from quire.tiers.virtual_mover import VirtualMover
 
-_LATENCY = {Link.SAVE: 5e-5, Link.LOAD: 5e-5, Link.ARCHIVE: 2e-4, Link.FETCH: 2e-4, Link.LOOK: 5e-4}
+_LATENCY = {Lane.SAVE: 5e-5, Lane.LOAD: 5e-5, Lane.ARCHIVE: 2e-4, Lane.FETCH: 2e-4, Lane.LOOK: 5e-4}
 """Seconds before the first byte, and of a look at what a store has."""
 
 
@@ -132,10 +132,10 @@ class VirtualTiers:
             self.store,
             seconds=lambda: clock.now,
             bandwidths={
-                Link.SAVE: self._host_bandwidth,
-                Link.LOAD: self._host_bandwidth,
-                Link.ARCHIVE: self._storage_bandwidth,
-                Link.FETCH: self._storage_bandwidth,
+                Lane.SAVE: self._host_bandwidth,
+                Lane.LOAD: self._host_bandwidth,
+                Lane.ARCHIVE: self._storage_bandwidth,
+                Lane.FETCH: self._storage_bandwidth,
             },
             latency=_LATENCY,
             pass_until=clock.move_to,
@@ -161,7 +161,7 @@ class VirtualTiers:
             "host_hit_tokens", "storage_hit_tokens", "declined_tokens", "saved_bytes", "loaded_bytes", "archived_bytes",
             "fetched_bytes", "refused_moves", "unsaved_frames", "unstored_frames",
         )  # fmt: skip
-        rates = {link.value: self.mover.bandwidth(link) for link in (Link.SAVE, Link.LOAD, Link.ARCHIVE, Link.FETCH)}
+        rates = {lane.name: self.mover.rate(lane).per_second for lane in LANES if lane.carries}
         return TierUse(
             **{name: counters[name] for name in same},
             host_tokens=self._host_tokens,
@@ -171,8 +171,8 @@ class VirtualTiers:
             device_hit_tokens=cache.statistics().hit_tokens - counters["host_hit_tokens"],
             measured={name: rate for name, rate in rates.items() if rate is not None},
             changes=tuple(self.changes),
-            off={link.value: why for link in Link if (why := self.break_even.why_off(link))},
+            off={link.name: why for link in LANES if (why := self.break_even.why_off(link))},
         )
 
-    def _changed(self, link: Link, why: str) -> None:
-        self.changes.append(LinkChange(time=self._clock.now, link=link.value, why=why))
+    def _changed(self, link: Lane, why: str) -> None:
+        self.changes.append(LinkChange(time=self._clock.now, link=link.name, why=why))

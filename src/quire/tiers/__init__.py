@@ -1,1 +1,1 @@
-"""Below the device: moving frames to host memory and to storage and back, and what it is worth."""
+"""Below the device: transfers of pages between device, host, stores and peers, and what they are worth."""

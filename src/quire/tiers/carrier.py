@@ -1,13 +1,13 @@
-"""Carrier: what is done for a move, piece by piece. It knows no threads and no time; movers do.
+"""Carrier: does one transfer, piece by piece. It knows no threads and no time; movers do.
 
-The laws of moving are here:
+The rules of transfers are here:
 
-    records are checked before they leave the host, and when they have come to it; one that is damaged is read again
-    before the store has to forget it
-    a LOAD copies nothing to the device from the first page on that has a damaged record; nobody is told to use what is
-    before it until the move has ended
-    a page is in the store in all of its groups or not at all, and after the pages before it
-    nothing is found that the store was told to forget (`quire.tiers.forgotten`)
+    records are checked before they leave the host, and when they have come to it; a damaged one is read again before
+    the store has to remove it
+    a load copies nothing to the device from the first page on that has a damaged record, and no step may use the pages
+    before it until the transfer has ended
+    a page is in the store, or at the peer, in all of its groups or not at all, and after the pages before it
+    a lookup finds nothing that the store was told to forget (`quire.tiers.forgotten`)
 """
 
 from __future__ import annotations
@@ -21,100 +21,107 @@ from typing import TypeVar
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
 from quire.tiers.forgotten import answers_under, forget_scope, marks_over
-from quire.tiers.moves import GOOD, MISSING, REFUSED, Copies, Link, Move, Units
 from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
 _T = TypeVar("_T")
 
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
 
-_LOOKED_FOR = 128
+_LOOKED_UP = 128
 """Pages that a store is asked for at a time. Most prompts end sooner in what is stored, and a store may need a request
 for each key."""
 _MOST_TOUCHED = 1024  # in one call
 
 
 class Carrier:
-    """Does moves with these copies, and with this store where there is one."""
+    """Does transfers with these copies, and with this store and this peer where there are any. A peer answers as a
+    store does."""
 
-    def __init__(self, copies: Copies, store: Store | None, *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self, copies: Copies, store: Store | None, peer: Store | None = None, *, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._copies = copies
-        self._store = store
+        self._remotes = {Endpoint.STORE: store, Endpoint.PEER: peer}
         self._piece_bytes = piece_bytes
 
-    def carry(self, move: Move) -> Iterator[None]:
-        """Do a move; it pauses after each piece. Whatever copies or the store raise comes out of it, and the move has
-        then failed. `move.defects` are complete when it has ended; ending the move is left to the caller."""
-        work = {
-            Link.SAVE: self._save,
-            Link.LOAD: self._load,
-            Link.ARCHIVE: self._archive,
-            Link.FETCH: self._fetch,
-            Link.LOOK: self._look,
-            Link.FORGET: self._forget,
-        }
-        return work[move.link](move)
+    def carry(self, transfer: Transfer) -> Iterator[None]:
+        """Do a transfer; it pauses after each piece. It raises what the copies or the remote raise, and the transfer
+        has then failed. Its results are complete when the pieces end; to end it is left to the caller."""
+        lane = transfer.lane
+        if not lane.is_remote:
+            yield from self._load(transfer) if lane.is_inward else self._save(transfer)
+            return
+        remote = self._remotes[lane.far]
+        if remote is None:
+            if lane.far is Endpoint.PEER:
+                raise InvalidInput("there is no peer.", fix="give the mover one, or do not ask for it.")
+            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
+        if lane.carries:
+            yield from (self._get if lane.is_inward else self._put)(transfer, remote)
+        else:
+            yield from (self._look if lane.is_inward else self._forget)(transfer, remote)
 
     # -- between device and host
 
-    def _save(self, move: Move) -> Iterator[None]:
-        for units in move.units:
+    def _save(self, transfer: Transfer) -> Iterator[None]:
+        for units in transfer.units:
             each = self._copies.bytes_of(units.group)
             for piece in _runs(len(units), each, self._piece_bytes):
                 self._copies.to_host(units.group, units.device[piece], units.host[piece])
                 self._copies.seal(units.group, units.host[piece], units.pages[piece])
-                move.moved_bytes += each * (piece.stop - piece.start)
+                transfer.moved_bytes += each * (piece.stop - piece.start)
                 yield
 
-    def _load(self, move: Move) -> Iterator[None]:
-        copies = self._copies
-        defects = [copies.defects(units.group, units.host, units.pages) for units in move.units]
-        move.defects = tuple(map(tuple, defects))
+    def _load(self, transfer: Transfer) -> Iterator[None]:
+        copies, whole = self._copies, transfer.units
+        defects = [copies.defects(units.group, units.host, units.pages) for units in whole]
+        transfer.defects = tuple(map(tuple, defects))
         if any(any(found) for found in defects):
             yield
-            yield from self._load_good(move, defects)
+            yield from self._load_good(transfer, defects)
             return
-        move.announce_checked()
+        transfer.announce_checked()
         yield
         for layer in copies.layers():
-            for units in move.units:
+            for units in whole:
                 copies.to_device(units.group, units.device, units.host, layer)
-            move.announce_layer(layer)
+            transfer.announce_layer(layer)
             yield
-        move.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in move.units)
+        transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in whole)
 
-    def _load_good(self, move: Move, defects: Sequence[Sequence[str]]) -> Iterator[None]:
+    def _load_good(self, transfer: Transfer, defects: Sequence[Sequence[str]]) -> Iterator[None]:
         """Copy the pages before the first that is damaged in any group; those behind it are damaged or missing."""
-        ends = [0] * len(move.units)
-        for page in _pages_of(move.units):
+        ends = [0] * len(transfer.units)
+        for page in _pages_of(transfer.units):
             if any(defects[at][place] for at, place in page):
                 break
             for at, place in page:
                 ends[at] = place + 1
         for layer in self._copies.layers():
-            for units, end in zip(move.units, ends, strict=True):
+            for units, end in zip(transfer.units, ends, strict=True):
                 if end:
                     self._copies.to_device(units.group, units.device[:end], units.host[:end], layer)
             yield
-        move.defects = tuple(
+        transfer.defects = tuple(
             (*found[:end], *(defect or MISSING for defect in found[end:]))
             for found, end in zip(defects, ends, strict=True)
         )
 
-    # -- between host and storage
+    # -- between host and a remote
 
-    def _archive(self, move: Move) -> Iterator[None]:
-        yield from self._by_pages(move, self._archive_pages, REFUSED)
-        if not move.stopping and not any(REFUSED in defects for defects in move.defects):
-            yield from self._touch(move)
+    def _put(self, transfer: Transfer, remote: Store) -> Iterator[None]:
+        yield from self._by_pages(transfer, remote, self._put_pages, REFUSED)
+        if not transfer.stopping and not any(REFUSED in defects for defects in transfer.defects):
+            yield from self._touch(transfer, remote)
 
-    def _touch(self, move: Move) -> Iterator[None]:
-        """Tell the store what is of use, the first page of a prefix last: a store forgets what was used longest ago,
-        and behind a page that is gone nothing is found. What it does not have any more gets no room here."""
-        store, found = self._need_store(), []
-        for units in move.touches:
-            keys = units.keys(move.scope)
+    def _touch(self, transfer: Transfer, store: Store) -> Iterator[None]:
+        """Tell the store what was used, the first page of a prefix last: a store evicts what was used longest ago, and
+        a page is of no use without those before it. A record that has gone meanwhile gets no room here."""
+        found = []
+        for units in transfer.touches:
+            keys = units.keys(transfer.scope)
             answers: list[Answer] = []
             for stop in range(len(keys), 0, -_MOST_TOUCHED):
                 some = keys[max(0, stop - _MOST_TOUCHED) : stop]
@@ -127,68 +134,68 @@ class Carrier:
                 answers[:0] = there
                 yield
             found.append(tuple(answers))
-        move.answers = tuple(found)
+        transfer.answers = tuple(found)
 
-    def _fetch(self, move: Move) -> Iterator[None]:
-        yield from self._by_pages(move, self._fetch_pages, MISSING)
+    def _get(self, transfer: Transfer, remote: Store) -> Iterator[None]:
+        yield from self._by_pages(transfer, remote, self._get_pages, MISSING)
 
-    def _look(self, move: Move) -> Iterator[None]:
-        """Ask for some pages at a time, in the order of the prefix, until one is missing that all behind it need. What
-        was not asked for is a MISS. The marks are asked for each time: the scope may be forgotten meanwhile."""
-        store, over, pages = self._need_store(), marks_over(move.scope), _pages_of(move.units)
-        found = [[Answer.MISS] * len(units) for units in move.units]
-        for start in range(0, max(1, len(pages)), _LOOKED_FOR):
-            if move.stopping:
+    def _look(self, transfer: Transfer, store: Store) -> Iterator[None]:
+        """Ask for some pages at a time, in the order of the prefix, until one is missing that all behind it need. Pages
+        that were not asked for are a MISS. Each time asks for the marks too: the scope may be deleted meanwhile."""
+        over, pages = marks_over(transfer.scope), _pages_of(transfer.units)
+        found = [[Answer.MISS] * len(units) for units in transfer.units]
+        for start in range(0, max(1, len(pages)), _LOOKED_UP):
+            if transfer.stopping:
                 break
-            places = [place for page in pages[start : start + _LOOKED_FOR] for place in page]
-            keys = [StoreKey(move.scope, move.units[at].pages[place], move.units[at].group) for at, place in places]
+            places = [place for page in pages[start : start + _LOOKED_UP] for place in page]
+            units = transfer.units
+            keys = [StoreKey(transfer.scope, units[at].pages[place], units[at].group) for at, place in places]
             answers = iter(store.exists([*(mark for _, mark in over), *keys]))
             marks = list(islice(answers, len(over)))
-            move.marked = tuple(scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT)
-            if move.marked:
-                found = [[Answer.MISS] * len(units) for units in move.units]
+            marked = [scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT]
+            transfer.marked = tuple(marked)
+            if marked:
+                found = [[Answer.MISS] * len(units) for units in transfer.units]
                 break
             ends = False
             for (at, place), answer in zip(places, answers_under(marks, answers), strict=True):
                 found[at][place] = answer
-                ends |= answer is not Answer.HIT and move.units[at].group in move.whole
+                ends |= answer is not Answer.HIT and units[at].group in transfer.whole
             if ends:
                 break
             yield
-        move.answers = tuple(map(tuple, found))
+        transfer.answers = tuple(map(tuple, found))
 
-    def _forget(self, move: Move) -> Iterator[None]:
-        store = self._need_store()
-        if not move.units:
-            yield from forget_scope(store, move)
-        for units in move.units:
-            store.remove(units.keys(move.scope))
+    def _forget(self, transfer: Transfer, store: Store) -> Iterator[None]:
+        if not transfer.units:
+            yield from forget_scope(store, transfer)
+        for units in transfer.units:
+            store.remove(units.keys(transfer.scope))
             yield
 
-    def _by_pages(self, move: Move, work: _Work, rest: str) -> Iterator[None]:
-        """Work on pages in the order of the prefix, some at a time, up to the first that fails in any group. Everything
-        that was not done by then is `rest`."""
-        store = self._need_store()
-        found = [[rest] * len(units) for units in move.units]
-        pages = _pages_of(move.units)
-        sizes = [self._copies.bytes_of(units.group) for units in move.units]
+    def _by_pages(self, transfer: Transfer, remote: Store, work: _Work, rest: str) -> Iterator[None]:
+        """Work on pages in the order of the prefix, some at a time, up to the first that fails in any group. The result
+        of every unit that was not done by then is `rest`."""
+        found = [[rest] * len(units) for units in transfer.units]
+        pages = _pages_of(transfer.units)
+        sizes = [self._copies.bytes_of(units.group) for units in transfer.units]
         most = sum(sizes[at] for page in pages for at, _ in page)
         for piece in _runs(len(pages), max(1, most // max(1, len(pages))), self._piece_bytes):
-            stop = min(piece.stop, move.kept_pages) if move.stopping else piece.stop
+            stop = min(piece.stop, transfer.kept_pages) if transfer.stopping else piece.stop
             if stop <= piece.start:
                 break
-            batch = _Batch.of(move, pages[piece.start : stop], sizes, self._copies)
-            work(move, store, batch)
-            batch.tell(found, rest)
+            batch = _Batch.of(transfer, pages[piece.start : stop], sizes, self._copies)
+            work(transfer, remote, batch)
+            batch.report(found, rest)
             if batch.num_good < len(batch.pages):
                 break
             yield
-        move.defects = tuple(map(tuple, found))
+        transfer.defects = tuple(map(tuple, found))
 
-    def _archive_pages(self, move: Move, store: Store, batch: _Batch) -> None:
-        batch.check(self._copies, move)
+    def _put_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
+        batch.check(self._copies, transfer)
         keys = batch.keys
-        answers = store.prepare(keys[: batch.end], batch.sizes[: batch.end])
+        answers = remote.prepare(keys[: batch.end], batch.sizes[: batch.end])
         mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
         completed = False
         try:
@@ -196,68 +203,63 @@ class Carrier:
                 if answer is Answer.PENDING or answer is Answer.RETRY:
                     batch.fail(at, REFUSED)
             puts = [at for at in mine if at < batch.end]
-            for at, answer in zip(puts, store.put(_at(keys, puts), _at(batch.records, puts)), strict=True):
+            for at, answer in zip(puts, remote.put(_at(keys, puts), _at(batch.records, puts)), strict=True):
                 if answer is not Answer.HIT:
                     batch.fail(at, REFUSED)
             completed = True
-            self._complete(store, batch, mine)
+            self._complete(remote, batch, mine)
         finally:
             if not completed and mine:
-                store.complete(_at(keys, mine), [False] * len(mine))
-        move.moved_bytes += sum(batch.sizes[at] for at in mine if at < batch.end)
+                remote.complete(_at(keys, mine), [False] * len(mine))
+        transfer.moved_bytes += sum(batch.sizes[at] for at in mine if at < batch.end)
 
     @staticmethod
-    def _complete(store: Store, batch: _Batch, mine: Sequence[int]) -> None:
-        """Make whole pages visible and drop the rest. Those behind a page that could not be made visible are taken
-        back: nobody would find them."""
+    def _complete(remote: Store, batch: _Batch, mine: Sequence[int]) -> None:
+        """Make whole pages visible and drop the rest. Those behind a page that could not be made visible are removed:
+        no lookup would find them."""
         ok = [at < batch.end for at in mine]
         visible = []
-        for at, wanted, answer in zip(mine, ok, store.complete(_at(batch.keys, mine), ok), strict=True):
+        for at, wanted, answer in zip(mine, ok, remote.complete(_at(batch.keys, mine), ok), strict=True):
             if wanted and answer is Answer.HIT:
                 visible.append(at)
             elif wanted:
                 batch.fail(at, REFUSED)
         orphans = [at for at in visible if at >= batch.end]
         if orphans:
-            store.remove(_at(batch.keys, orphans))
+            remote.remove(_at(batch.keys, orphans))
 
-    def _fetch_pages(self, move: Move, store: Store, batch: _Batch) -> None:
-        move.asked_bytes += sum(batch.sizes)
-        for at, answer in enumerate(store.get(batch.keys, batch.records)):
+    def _get_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
+        transfer.asked_bytes += sum(batch.sizes)
+        for at, answer in enumerate(remote.get(batch.keys, batch.records)):
             if answer is Answer.MISS:
                 batch.fail(at, MISSING)
             elif answer is not Answer.HIT:
                 batch.fail(at, REFUSED)
-        damaged = batch.check(self._copies, move)
+        damaged = batch.check(self._copies, transfer)
         if damaged:
-            self._blame(move, store, batch, damaged)
-        move.moved_bytes += sum(batch.sizes[: batch.end])
+            self._find_culprit(transfer, remote, batch, damaged)
+        transfer.moved_bytes += sum(batch.sizes[: batch.end])
 
     @staticmethod
-    def _blame(move: Move, store: Store, batch: _Batch, damaged: Sequence[int]) -> None:
-        """Read what is damaged again, into other memory, and once more where that is something else. Where the store
-        says the same twice then, the row was doubtful, and the store's record stays. Otherwise that is removed, or it
-        would be found again and again, and keep a good one from taking its place."""
-        again = _read(store, batch, damaged)
-        other = [at for at, record in again.items() if batch.records[at] != record]
-        once_more = _read(store, batch, other) if other else {}
-        doubtful = {at for at in other if once_more.get(at) == again[at]}
-        wrong = [at for at in again if at not in doubtful]
+    def _find_culprit(transfer: Transfer, remote: Store, batch: _Batch, damaged: Sequence[int]) -> None:
+        """Read damaged records again, into other memory, and once more where they differ now. If both of these agree,
+        the host row is suspect, and the record stays. Otherwise the record is removed: it would be found again and
+        again, and keep a good one from taking its place."""
+        again = _read(remote, batch, damaged)
+        differs = [at for at, record in again.items() if batch.records[at] != record]
+        once_more = _read(remote, batch, differs) if differs else {}
+        suspect = {at for at in differs if once_more.get(at) == again[at]}
+        wrong = [at for at in again if at not in suspect]
         if wrong:
-            store.remove(_at(batch.keys, wrong))
+            remote.remove(_at(batch.keys, wrong))
         places = [place for page in batch.pages for place in page]
-        move.doubtful |= {places[at] for at in doubtful}
-
-    def _need_store(self) -> Store:
-        if self._store is None:
-            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
-        return self._store
+        transfer.suspect |= {places[at] for at in suspect}
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Consecutive pages of a move, and their records page by page. The first `num_good` pages are good so far, which
-    are the first `end` records; what failed has a name."""
+    """Consecutive pages of a transfer, and their records page by page. The first `num_good` pages are good so far,
+    which are the first `end` records; `failed` has the defects of the others."""
 
     pages: list[list[tuple[int, int]]]  # per page: which units, and where in them
     keys: list[StoreKey]
@@ -269,13 +271,13 @@ class _Batch:
     failed: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, move: Move, pages: list[list[tuple[int, int]]], sizes: Sequence[int], copies: Copies) -> _Batch:
-        rows = [copies.rows(units.group) for units in move.units]
+    def of(cls, transfer: Transfer, pages: list[list[tuple[int, int]]], sizes: Sequence[int], copies: Copies) -> _Batch:
+        rows = [copies.rows(units.group) for units in transfer.units]
         keys, batch_sizes, records, page_of, ends = [], [], [], [], []
         for number, page in enumerate(pages):
             for at, place in page:
-                units = move.units[at]
-                keys.append(StoreKey(move.scope, units.pages[place], units.group))
+                units = transfer.units[at]
+                keys.append(StoreKey(transfer.scope, units.pages[place], units.group))
                 batch_sizes.append(sizes[at])
                 records.append(rows[at][units.host[place], : sizes[at]].data)
                 page_of.append(number)
@@ -292,11 +294,11 @@ class _Batch:
         self.num_good = min(self.num_good, self.page_of[at])
         self.failed.setdefault(at, defect)
 
-    def check(self, copies: Copies, move: Move) -> list[int]:
+    def check(self, copies: Copies, transfer: Transfer) -> list[int]:
         """Check the records of all good pages, group by group; returns which are damaged."""
         places = [place for page in self.pages for place in page][: self.end]
         damaged = []
-        for at, units in enumerate(move.units):
+        for at, units in enumerate(transfer.units):
             records = [number for number, (group, _) in enumerate(places) if group == at]
             if not records:
                 continue
@@ -308,8 +310,8 @@ class _Batch:
                     damaged.append(number)
         return damaged
 
-    def tell(self, found: list[list[str]], rest: str) -> None:
-        """Write down what became of each record: those of good pages are good, and others are `rest` or worse."""
+    def report(self, found: list[list[str]], rest: str) -> None:
+        """Write the result of each record: those of good pages are good, and others are `rest` or worse."""
         record = 0
         for number, page in enumerate(self.pages):
             for at, place in page:
@@ -317,7 +319,7 @@ class _Batch:
                 record += 1
 
 
-_Work = Callable[[Move, Store, _Batch], None]
+_Work = Callable[[Transfer, Store, _Batch], None]
 
 
 def _at(items: Sequence[_T], where: Sequence[int]) -> list[_T]:

@@ -1,14 +1,14 @@
-"""Forgotten: how a store is made to forget a scope, so that it stays forgotten whoever dies on the way.
+"""Forgotten: how a store deletes a scope, so that it stays deleted when a process dies on the way.
 
-    1  a mark is stored: a record under a key that no page has       from here on nobody is told of what the scope holds
-    2  records are removed, some at a time
-    3  the mark is removed                                           the scope is as if it had never been used
+    1  write a mark: a record under a key that no page has           from here on no lookup finds the scope
+    2  remove the records, some at a time
+    3  remove the mark                                               the scope is as if it had never been used
 
-Whoever looks for pages asks for the mark in the same breath. If it is there, nothing of the scope is, and who has found
-it goes on with 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
+Each lookup asks for the marks over its pages too. Where one is there, the lookup finds nothing, and its process goes on
+with 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
 
-A mark has the size of a record of its scope, and was written later than all of them: a store that forgets what was used
-least lately forgets those first.
+A mark has the size of a record of its scope, and was written later than all of them: a store that evicts what was used
+longest ago evicts those first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 
 from quire.errors import StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
-from quire.tiers.moves import Move
 from quire.tiers.store import SCOPE_BYTES, Answer, Entry, Store, StoreKey
+from quire.tiers.transfer import Transfer
 
 EDITION_BYTES = 8
 """What the scopes of all namespaces of one model begin with (`quire.prefix.hashing.scope_of`)."""
@@ -33,41 +33,41 @@ _LEAST_BYTES = HEADER_BYTES + 1
 
 
 def mark_of(scope: bytes) -> StoreKey:
-    """The key of the mark that says that a scope, or every scope that begins so, is to be forgotten."""
+    """The key of the mark that says that a scope, or every scope that begins so, is being deleted."""
     page = hashlib.sha256(b"quire-forgotten-1" + scope).digest()
     return StoreKey(scope.ljust(SCOPE_BYTES, b"\0"), page, _PART)
 
 
 def marks_over(scope: bytes) -> tuple[tuple[bytes, StoreKey], ...]:
-    """Each mark under which a scope may be forgotten, behind what it stands for."""
+    """What each mark over a scope stands for, and the mark."""
     return tuple((part, mark_of(part)) for part in (scope[:EDITION_BYTES], scope))
 
 
 def marked_by(key: StoreKey) -> bytes | None:
-    """The scope, or the beginning of scopes, that a stored key marks as forgotten; None for the key of a page."""
+    """The scope, or the beginning of scopes, that a mark stands for; None for the key of a page."""
     return next((part for part, mark in marks_over(key.scope) if mark == key), None)
 
 
-def forget_scope(store: Store, move: Move) -> Iterator[None]:
-    """Forget every record of `move.scope`, or of all scopes that begin so; `move.noted` once the store will not serve
-    them any more. Raises StoreError where the store cannot be listed, has kept what it was to forget, or the move was
-    stopped; then the mark stays if there is one, and it can be begun again."""
-    scope = move.scope
+def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
+    """Remove every record of `transfer.scope`, or of all scopes that begin so; `transfer.hidden` is true once no lookup
+    finds them. Raises StoreError where the store cannot be listed, has kept records, or the transfer was stopped; then
+    a mark that was written stays, and the deletion can begin again."""
+    scope = transfer.scope
     listed = _listed(store, scope)
     try:
         first = list(islice(listed, 1))
     except StoreError:
-        move.noted = _write_mark(store, scope, _LEAST_BYTES)
+        transfer.hidden = _write_mark(store, scope, _LEAST_BYTES)
         raise
     if not first:
         return
-    move.noted = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
+    transfer.hidden = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
     yield
     total = left = 0
-    marks: set[StoreKey] = {mark_of(scope)} if move.noted else set()
+    marks: set[StoreKey] = {mark_of(scope)} if transfer.hidden else set()
     rest = chain(first, listed)
     while batch := [entry.key for entry in islice(rest, _AT_ONCE)]:
-        if move.stopping:
+        if transfer.stopping:
             raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
         pages = [key for key in batch if key.part != _PART]
         marks.update(key for key in batch if key.part == _PART)  # of scopes that begin so, whose records go too
@@ -87,21 +87,21 @@ def _listed(store: Store, scope: bytes) -> Iterator[Entry]:
 
 
 def _remove(store: Store, keys: Sequence[StoreKey]) -> int:
-    """How many of these may be there still."""
+    """Returns how many of these may still be there."""
     if store.remove(keys) == len(keys):
         return 0
     return sum(answer is not Answer.MISS for answer in store.exists(keys))
 
 
 def answers_under(marks: Sequence[Answer], answers: Iterable[Answer]) -> list[Answer]:
-    """What to say of pages, where the store has said this of the marks over them."""
+    """The answers for pages, given the store's answers for the marks over them."""
     if Answer.HIT in marks or Answer.PENDING in marks:
         return [Answer.MISS for _ in answers]
     return [Answer.RETRY for _ in answers] if Answer.RETRY in marks else list(answers)
 
 
 def _write_mark(store: Store, scope: bytes, num_bytes: int) -> bool:
-    """Whether the mark is there now. A store that takes nothing may still forget."""
+    """Whether the mark is there now. A store that takes no records may still remove some."""
     key, form = mark_of(scope), RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES)
     (answer,) = store.prepare([key], [num_bytes])
     if answer is not Answer.MISS:

@@ -1,54 +1,58 @@
-"""InFlight: moves that were taken and have not been handed back, and how many bytes that is."""
+"""InFlight: transfers that a mover has taken and not handed back, how many bytes that is, and which are overdue."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Final
 
-from quire.tiers.moves import Link, Move
-
-MOST_BYTES: Final[Mapping[Link, int]] = {
-    Link.SAVE: 256 << 20,
-    Link.LOAD: 1 << 30,
-    Link.ARCHIVE: 256 << 20,
-    Link.FETCH: 1 << 30,
-}
-"""What waits on a link holds frames on both of its sides."""
-
-_MOST_MOVES = 1024  # on one link; those of no bytes would have no bound
+from quire.tiers.transfer import Lane, Transfer
 
 
 class InFlight:
-    """Bounded per link: in moves, and in bytes where a bound is given. A move larger than that is taken when it is
-    alone."""
+    """Bounded per lane, in transfers and in bytes; `most_bytes` replaces the bounds of the table. A transfer larger
+    than the bound is taken when it is alone."""
 
-    def __init__(self, most_bytes: Mapping[Link, int]) -> None:
+    def __init__(self, most_bytes: Mapping[Lane, int]) -> None:
         self._most_bytes = most_bytes
-        self._bytes = dict.fromkeys(Link, 0)
-        self._moves = dict.fromkeys(Link, 0)
+        self._bytes: dict[Lane, int] = {}
+        self._transfers: dict[Lane, int] = {}
+        self._watched: set[Transfer] = set()  # that have a deadline, which has not passed
+        self.next_deadline = math.inf  # at the earliest; the transfer may have ended
 
-    def take(self, move: Move) -> bool:
-        """Count a move in. False: there is no room for it now, and nothing was changed."""
-        link = move.link
-        most = self._most_bytes.get(link)
-        is_full = most is not None and self._bytes[link] + move.num_bytes > most
-        if self._moves[link] and (is_full or self._moves[link] >= _MOST_MOVES):
+    def take(self, transfer: Transfer, now: float) -> bool:
+        """Count a transfer in; its deadline runs from now. False: there is no room, and nothing was changed."""
+        lane = transfer.lane
+        count, num_bytes = self._transfers.get(lane, 0), self.num_bytes(lane) + transfer.num_bytes
+        if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= lane.most_transfers):
             return False
-        self._bytes[link] += move.num_bytes
-        self._moves[link] += 1
+        self._bytes[lane], self._transfers[lane] = num_bytes, count + 1
+        transfer.expires_at = now + transfer.limit_s
+        if transfer.expires_at < math.inf:
+            self._watched.add(transfer)
+            self.next_deadline = min(self.next_deadline, transfer.expires_at)
         return True
 
-    def give_back(self, move: Move) -> None:
-        """Count a move out."""
-        self._bytes[move.link] -= move.num_bytes
-        self._moves[move.link] -= 1
-        assert self._moves[move.link] >= 0, "a move was handed back twice"
+    def give_back(self, transfer: Transfer) -> None:
+        """Count a transfer out."""
+        self._bytes[transfer.lane] -= transfer.num_bytes
+        self._transfers[transfer.lane] -= 1
+        self._watched.discard(transfer)
+        assert self._transfers[transfer.lane] >= 0, "a transfer was handed back twice"
 
-    def num_bytes(self, link: Link) -> int:
-        """Of moves on a link."""
-        return self._bytes[link]
+    def overdue(self, now: float) -> list[Transfer]:
+        """Transfers that have not ended and whose deadline has passed since the last call, the earliest first."""
+        if now < self.next_deadline:
+            return []
+        passed = [transfer for transfer in self._watched if transfer.done or transfer.expires_at <= now]
+        self._watched.difference_update(passed)
+        self.next_deadline = min((transfer.expires_at for transfer in self._watched), default=math.inf)
+        return sorted((transfer for transfer in passed if not transfer.done), key=lambda late: late.expires_at)
+
+    def num_bytes(self, lane: Lane) -> int:
+        """Bytes of the transfers of a lane."""
+        return self._bytes.get(lane, 0)
 
     @property
-    def num_moves(self) -> int:
-        """On all links."""
-        return sum(self._moves.values())
+    def num_transfers(self) -> int:
+        """On all lanes."""
+        return sum(self._transfers.values())

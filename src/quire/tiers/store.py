@@ -1,22 +1,22 @@
-"""Store: what a storage backend has to do. It may forget, and never lies.
+"""Store: the port of a storage backend. It may lose records, and never returns wrong ones.
 
-A store keeps records, opaque runs of bytes, by key. It answers and does not raise: a server that is down, a disk that
-is full or slow, a record that another process is writing are answers too.
+A store keeps records, opaque runs of bytes, by key. It answers and does not raise: a server that is down, a full or
+slow disk, and a record that another process writes are answers too.
 
-    HIT      it is there (and has been read, or written)
-    MISS     it is not there; of `prepare`: go ahead
-    PENDING  another writer is at it
-    RETRY    cannot say or do it now: unreachable, full, busy
+    HIT      the record is there (and was read, or written)
+    MISS     it is not there; from `prepare`: go ahead
+    PENDING  another writer writes it
+    RETRY    the store cannot tell or do it now: unreachable, full, busy
 
-A bounded store forgets what was not used for longest. Reading and writing are use; so is `prepare` of what is there,
-and `exists` is not. Of one batch the first counts as used last, where the store has a say in it: keys come in the order
-of a prompt, and a page is of no use without those before it.
+A bounded store evicts what was used longest ago. `get`, `put` and `prepare` of a record that is there are uses, and
+`exists` is not. In one batch the first key counts as used last, where the store has a choice: keys come in the order of
+a prompt, and a page is of no use without those before it.
 
-Writing is in two phases, so that nobody ever finds half a record, or the records of a page that failed:
+Writing has two phases, so that no reader finds half a record, or the records of a page that failed:
 
-    prepare(keys, sizes)   MISS: room is kept for you. HIT, PENDING: leave it to whoever has it. RETRY: no room now
+    prepare(keys, sizes)   MISS: room is reserved. HIT, PENDING: another writer has it. RETRY: no room now
     put(keys, records)     HIT: taken. The bytes must not change until `complete`
-    complete(keys, ok)     HIT: visible from now on. MISS: dropped, as `ok` said. RETRY: could not, and is dropped
+    complete(keys, ok)     HIT: visible from now on. MISS: dropped, as `ok` said. RETRY: failed, and is dropped
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PAGE_BYTES = 32
 
 
 class Answer(Enum):
-    """What a store says of one key."""
+    """A store's answer for one key."""
 
     HIT = "hit"
     MISS = "miss"
@@ -46,8 +46,8 @@ class Answer(Enum):
 class StoreKey(NamedTuple):
     """The name of one record, the same in every process and on every machine.
 
-    `scope` (16 bytes) stands for everything that pages are kept apart by: model, weights, layouts, adapter, salt.
-    `page` (32 bytes) is the page's place in its chain of hashes, and `part` the index of the group whose frame it is.
+    `scope` (16 bytes) stands for everything that separates pages: model, weights, layouts, adapter, salt. `page` (32
+    bytes) is the page's place in its chain of hashes, and `part` the index of the group whose frame it is.
     """
 
     scope: bytes
@@ -90,22 +90,22 @@ class Store(Protocol):
         """Which records could be read now."""
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Announce records of so many bytes; room is made by forgetting what was not used for longest."""
+        """Announce records of these sizes; the store makes room by evicting what was used longest ago."""
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Hand over records that were prepared with MISS. They are visible to nobody yet."""
+        """Hand over records that were prepared with MISS. No reader finds them yet."""
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         """Make prepared records visible, or drop them. A prepared key is completed exactly once."""
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read records into writable buffers of exactly their size. Only after HIT is a buffer's content of use."""
+        """Read records into writable buffers of exactly their size. A buffer is valid after HIT only."""
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records; returns how many were there."""
+        """Remove records; returns how many were there."""
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
         """All visible records, or those of one scope, in no order."""
 
     def close(self) -> None:
-        """Let go of everything held. Prepared records that were not completed are dropped. May be called twice."""
+        """Release everything. Prepared records that were not completed are dropped. May be called twice."""

@@ -1,49 +1,50 @@
-"""StoreHealth: whether a store answers at all. A store that is down looks like an empty one to those who ask it."""
+"""StoreHealth: whether a store answers at all. To a lookup, a store that is down looks like an empty one."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 
-from quire.tiers.moves import FAILED, GOOD, REFUSED, Link, Move
 from quire.tiers.store import Answer
+from quire.tiers.transfer import FAILED, GOOD, REFUSED, Lane, Transfer
 
 _FAILURES = 3
-"""Moves in a row to which the store had no answer. One alone may have met another writer, or a busy index."""
+"""Transfers in a row that the store did not answer. One alone may have met another writer, or a busy index."""
 
 
 class StoreHealth:
-    """Hears of every move that has ended. `refused` counts records by link that the store could neither give, nor take,
-    nor say anything of; `on_change(kind, is_lost)` is called once when it has answered nothing for some moves in a row,
-    and when it answers again: `kind` is "read" or "write".
+    """Counts the records that the store could not give, take or look up (`refused`, per lane).
+
+    `on_change(kind, is_lost)` is called once when several transfers in a row had no answer, and when the store answers
+    again; `kind` is "read" or "write".
     """
 
     def __init__(self, on_change: Callable[[str, bool], None] | None = None) -> None:
-        self.refused: Counter[Link] = Counter(dict.fromkeys((Link.LOOK, Link.FETCH, Link.ARCHIVE), 0))
+        self.refused: Counter[Lane] = Counter(dict.fromkeys((Lane.LOOK, Lane.FETCH, Lane.ARCHIVE), 0))
         self._on_change = on_change
         self._failures = {"read": 0, "write": 0}
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """For what the store is lost now: "read", "write", both, or nothing."""
+        """The kinds for which the store does not answer now: "read", "write", both or none."""
         return tuple(kind for kind, count in self._failures.items() if count >= _FAILURES)
 
-    def ended(self, move: Move) -> None:
-        """A move has ended."""
-        if move.link is Link.LOOK:
-            answers = [answer for found in move.answers for answer in found]
-            refused = sum(map(len, move.units)) if move.error else answers.count(Answer.RETRY)
-            if answers or move.error:
-                self._heard("read", bool(move.error) or refused == len(answers))
-        elif move.link in (Link.FETCH, Link.ARCHIVE):
-            defects = [defect for found in move.defects for defect in found]
+    def ended(self, transfer: Transfer) -> None:
+        """Count a transfer that has ended."""
+        if transfer.lane is Lane.LOOK:
+            answers = [answer for found in transfer.answers for answer in found]
+            refused = sum(map(len, transfer.units)) if transfer.error else answers.count(Answer.RETRY)
+            if answers or transfer.error:
+                self._heard("read", bool(transfer.error) or refused == len(answers))
+        elif transfer.lane in (Lane.FETCH, Lane.ARCHIVE):
+            defects = [defect for found in transfer.defects for defect in found]
             refused = defects.count(REFUSED) + defects.count(FAILED)
-            if defects or move.error:
-                kind = "read" if move.link is Link.FETCH else "write"
-                self._heard(kind, bool(move.error) or (bool(refused) and GOOD not in defects))
+            if defects or transfer.error:
+                kind = "read" if transfer.lane is Lane.FETCH else "write"
+                self._heard(kind, bool(transfer.error) or (bool(refused) and GOOD not in defects))
         else:
             return
-        self.refused[move.link] += refused
+        self.refused[transfer.lane] += refused
 
     def _heard(self, kind: str, failed: bool) -> None:
         before = self._failures[kind]

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from quire.tiers.carrier import Carrier
-from quire.tiers.in_flight import MOST_BYTES, InFlight
-from quire.tiers.mover import CLOSED, Mover, described
-from quire.tiers.moves import Copies, Link, Move
+from quire.tiers.in_flight import InFlight
+from quire.tiers.mover import CLOSED, Job, Mover
 from quire.tiers.rate import Rate
 from quire.tiers.store import Store
+from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 
 
 class VirtualMover(Mover):
-    """For simulation and fuzzing: each link carries one move after the other, at its bandwidth and latency.
+    """For simulation and fuzzing: each lane carries one transfer after the other, at its bandwidth and latency.
 
-    `seconds` tells the time. Bytes move when a move ends, as late as a real device may, and not before somebody waits
-    for a layer; only the records of a LOAD are checked when it begins. A link without a bandwidth takes no time for
-    bytes, one without a latency starts at once. Forgetting goes in line with archiving.
+    `seconds` tells the time. Bytes move when a transfer ends, as late as a real device may, and not before a step waits
+    for a layer; only the records of a load are checked when it begins. A lane without a bandwidth takes no time for
+    bytes, one without a latency starts at once; one whose latency is infinite hangs. Lanes that write the same store or
+    peer are one queue.
 
-    Time is not this one's to move, unless it is told how: `pass_until(time)` is called where somebody waits, and then
-    it is that time, or later. Without, what has to be complete at once ends early, and its link is busy as long all the
-    same.
+    The mover does not move the time, unless `pass_until(time)` is given: it is called where the mover waits, and then
+    it is that time, or later. Without it, what has to be complete at once ends early, and its lane is busy as long all
+    the same.
 
-    With `choose`, which returns a number below the one it is given, moves that are due end in an order that it picks,
-    and some only at a later call, as between links of a real machine; on one link the order is kept.
+    With `choose`, which returns a number below the one it is given, transfers that are due end in an order that it
+    picks, and some only at a later call, as between lanes of a real machine; one queue keeps its order.
     """
 
     def __init__(
@@ -35,177 +36,192 @@ class VirtualMover(Mover):
         store: Store | None,
         *,
         seconds: Callable[[], float],
-        bandwidths: Mapping[Link, float],
-        latency: Mapping[Link, float],
+        bandwidths: Mapping[Lane, float],
+        latency: Mapping[Lane, float],
+        peer: Store | None = None,
+        lanes: Sequence[Lane] = LANES,
         choose: Callable[[int], int] | None = None,
-        most_bytes: Mapping[Link, int] = MOST_BYTES,
+        most_bytes: Mapping[Lane, int] | None = None,
         pass_until: Callable[[float], None] | None = None,
     ) -> None:
-        self._carrier = Carrier(copies, store)
+        self._carrier = Carrier(copies, store, peer)
         self._seconds = seconds
         self._pass_until = pass_until
         self._bandwidths = bandwidths
         self._latency = latency
         self._choose = choose
-        self._in_flight = InFlight(most_bytes)
-        self._rates = {link: Rate() for link in Link}
-        self._lanes: dict[Link, deque[_Passage]] = {link: deque() for link in Link if link is not Link.FORGET}
-        self._ended: list[Move] = []
-        self._has_checked = False
+        self._in_flight = InFlight(most_bytes or {})
+        self._rates = {lane: Rate() for lane in lanes}
+        self._queues: dict[Lane | Endpoint, deque[_Passage]] = {lane.queue: deque() for lane in lanes}
+        self._ended: list[Transfer] = []
+        self._has_news = False  # a transfer is checked or has expired
         self._closed = False
 
-    def submit(self, move: Move) -> bool:
-        if self._closed or not self._in_flight.take(move):
+    def submit(self, transfer: Transfer) -> bool:
+        now = self._seconds()
+        if self._closed or not self._in_flight.take(transfer, now):
             return False
-        lane = self._lane(move.link)
-        lane.append(_Passage(move, self._carrier.carry(move), self._seconds()))
-        if len(lane) == 1:
-            self._begin(lane[0])
+        queue = self._queues[transfer.lane.queue]
+        queue.append(_Passage(transfer, self._carrier.carry(transfer), now))
+        if len(queue) == 1:
+            self._begin(queue[0])
         return True
 
-    def finished(self) -> list[Move]:
+    def finished(self) -> list[Transfer]:
         now = self._seconds()
-        while due := [lane for lane in self._lanes.values() if lane and self._end_of(lane[0], now) <= now]:
+        while due := [queue for queue in self._queues.values() if queue and self._end_of(queue[0], now) <= now]:
             if self._choose is None:
-                lane = min(due, key=lambda lane: lane[0].end)
+                queue = min(due, key=lambda queue: queue[0].end)
             else:
                 picked = self._choose(len(due) + 1)
                 if picked == len(due):
                     break
-                lane = due[picked]
-            self._finish(lane)
+                queue = due[picked]
+            self._finish(queue)
+        for transfer in self._in_flight.overdue(now):
+            self._expire(transfer)
         ended, self._ended = self._ended, []
-        for move in ended:
-            self._in_flight.give_back(move)
+        for transfer in ended:
+            self._in_flight.give_back(transfer)
         return ended
 
     def wait(self, seconds: float) -> bool:
-        """Whether something has ended by now, or a LOAD has become `checked`. Without `pass_until`, whoever has nothing
-        else to do moves the time to `next_end`."""
+        """Whether there is news by now. Without `pass_until`, a caller that has nothing else to do moves the time to
+        `next_end`."""
         next_end, until = self.next_end, self._seconds() + seconds
-        if self._pass_until is not None and not self._has_checked and not self._ended:
+        if self._pass_until is not None and not self._has_news and not self._ended:
             self._pass_until(until if next_end is None else min(next_end, until))
         is_due = next_end is not None and next_end <= self._seconds()
-        found = self._has_checked or bool(self._ended) or is_due
-        self._has_checked = False
+        found = self._has_news or bool(self._ended) or is_due
+        self._has_news = False
         return found
 
-    def complete(self, move: Move) -> None:
-        """Those before it on its link end too."""
-        if not move.done and self._pass_until is not None:
-            self._pass_until(self.end_of(move))
-        lane = self._lane(move.link)
-        while not move.done:
-            self._finish(lane)
+    def complete(self, transfer: Transfer) -> None:
+        """Those before it in its queue end too."""
+        if not transfer.done and self._pass_until is not None:
+            self._pass_until(self.end_of(transfer))
+        while not transfer.done:
+            self._finish(self._queues[transfer.lane.queue])
 
     @property
     def next_end(self) -> float | None:
-        """When the next move ends. None: nothing is under way."""
+        """When the next transfer ends or expires. None: nothing is under way, or all of it hangs."""
         now = self._seconds()
-        return min((self._end_of(lane[0], now) for lane in self._lanes.values() if lane), default=None)
+        first = min((self._end_of(queue[0], now) for queue in self._queues.values() if queue), default=math.inf)
+        if self._in_flight.next_deadline < first:
+            passages = [passage for queue in self._queues.values() for passage in queue]
+            deadlines = [passage.transfer.expires_at for passage in passages if not passage.transfer.expired]
+            first = min(first, *deadlines, math.inf)
+        return first if first < math.inf else None
 
-    def end_of(self, move: Move) -> float:
-        """When a move that has not ended will, as things are now."""
+    def end_of(self, transfer: Transfer) -> float:
+        """When a transfer that has not ended will, as things are now, if those before it do not expire."""
         end = 0.0
-        for passage in self._lane(move.link):
+        for passage in self._queues[transfer.lane.queue]:
             began = max(end, passage.submitted)
-            end = passage.end if passage.begun else began + self._duration(passage.move)
-            if passage.move is move:
+            end = passage.end if passage.begun else began + self._duration(passage.transfer)
+            if passage.transfer is transfer:
                 return end
-        raise KeyError(move)
+        raise KeyError(transfer)
 
-    def in_flight(self, link: Link) -> int:
-        return self._in_flight.num_bytes(link)
+    def in_flight(self, lane: Lane) -> int:
+        return self._in_flight.num_bytes(lane)
 
-    def bandwidth(self, link: Link) -> float | None:
-        return self._rates[link].per_second
-
-    def latency(self, link: Link) -> float | None:
-        return self._rates[link].start
+    def rate(self, lane: Lane) -> Rate:
+        return self._rates[lane]
 
     @property
     def idle(self) -> bool:
-        return not self._in_flight.num_moves
+        return not self._in_flight.num_transfers
 
-    def close(self) -> tuple[Move, ...]:
+    def close(self) -> tuple[Transfer, ...]:
         self._closed = True
-        for lane in self._lanes.values():
-            while lane:
-                passage = lane.popleft()
-                passage.move.end(CLOSED)
-                self._ended.append(passage.move)
+        for queue in self._queues.values():
+            for passage in queue:
+                passage.transfer.end(CLOSED)
+                self._ended.append(passage.transfer)
+            queue.clear()
         return ()
 
-    def _lane(self, link: Link) -> deque[_Passage]:
-        return self._lanes[Link.ARCHIVE if link is Link.FORGET else link]
-
-    def _duration(self, move: Move) -> float:
-        return self._latency.get(move.link, 0.0) + move.num_bytes / self._bandwidths.get(move.link, math.inf)
+    def _duration(self, transfer: Transfer) -> float:
+        lane = transfer.lane
+        return self._latency.get(lane, 0.0) + transfer.num_bytes / self._bandwidths.get(lane, math.inf)
 
     def _begin(self, passage: _Passage, after: float = 0.0) -> None:
+        transfer = passage.transfer
         passage.begun = True
         passage.began = max(after, passage.submitted)
-        passage.end = passage.began + self._duration(passage.move)
-        if passage.move.link is not Link.LOAD:
+        passage.end = passage.began + self._duration(transfer)
+        if transfer.lane.is_remote or not transfer.lane.is_inward:
             return
-        passage.move.drive = passage.bring
+        transfer.drive = passage.bring
         passage.advance()
-        if passage.move.checked:
-            self._has_checked = True
+        if transfer.checked:
+            self._has_news = True
         else:
-            passage.end = passage.began + self._latency.get(Link.LOAD, 0.0)
+            passage.end = passage.began + self._latency.get(transfer.lane, 0.0)
 
     def _end_of(self, passage: _Passage, now: float) -> float:
         """When it ends, which is now for one that was stopped: it then keeps what would have come by now."""
-        move = passage.move
-        if move.stopping and not passage.stopped and move.link in (Link.FETCH, Link.ARCHIVE):
+        transfer = passage.transfer
+        may_stop = transfer.stopping and not transfer.expired and not passage.stopped
+        if may_stop and transfer.lane.is_remote and transfer.lane.carries:
             passage.stopped = True
-            move.kept_pages = sum(map(len, move.units))
+            transfer.kept_pages = sum(map(len, transfer.units))
             if now < passage.end:
                 share = max(0.0, now - passage.began) / (passage.end - passage.began)
-                move.kept_pages = int(share * max(map(len, move.units), default=0))
+                transfer.kept_pages = int(share * max(map(len, transfer.units), default=0))
                 passage.end = max(passage.began, now)
         return passage.end
 
-    def _finish(self, lane: deque[_Passage]) -> None:
-        passage = lane.popleft()
+    def _expire(self, transfer: Transfer) -> None:
+        """A transfer whose deadline has passed ends if it waits. One that has begun goes on, and may use its frames,
+        until its time is over."""
+        queue = self._queues[transfer.lane.queue]
+        passage = next(passage for passage in queue if passage.transfer is transfer)
+        if passage.begun and passage.end <= transfer.expires_at:
+            return  # it has ended in time, which `choose` does not show yet
+        self._has_news = True
+        transfer.expire()
+        if passage.begun:
+            transfer.kept_pages = sum(map(len, transfer.units))
+        else:
+            queue.remove(passage)
+            self._end(passage)
+
+    def _finish(self, queue: deque[_Passage]) -> None:
+        passage = queue[0]
+        if passage.end > passage.transfer.expires_at and not passage.transfer.expired:
+            self._expire(passage.transfer)
         while not passage.over:
             passage.advance()
-        move = passage.move
-        move.seconds = passage.end - passage.began
-        move.end(passage.error)
-        if move.is_whole:
-            self._rates[move.link].add(move.moved_bytes, move.seconds)
-        self._ended.append(move)
-        if lane:
-            self._begin(lane[0], passage.end)
+        queue.popleft()
+        passage.transfer.seconds = passage.end - passage.began
+        self._end(passage)
+        while queue and max(passage.end, queue[0].submitted) >= queue[0].transfer.expires_at:
+            self._expire(queue[0].transfer)
+        if queue:
+            self._begin(queue[0], passage.end)
+
+    def _end(self, passage: _Passage) -> None:
+        transfer = passage.transfer
+        transfer.end(passage.error)
+        if transfer.is_whole:
+            self._rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
+        self._ended.append(transfer)
 
 
-class _Passage:
-    """A move on its lane: since when, until when, and how far it is."""
+class _Passage(Job):
+    """A job in its queue: since when, and until when."""
 
-    __slots__ = ("began", "begun", "end", "error", "move", "over", "pieces", "stopped", "submitted")
-
-    def __init__(self, move: Move, pieces: Iterator[None], submitted: float) -> None:
-        self.move = move
-        self.pieces = pieces
-        self.submitted = submitted
-        self.began = self.end = submitted
-        self.begun = self.over = self.stopped = False
-        self.error = ""
-
-    def advance(self) -> None:
-        """Do the next piece, and note when that was all."""
-        try:
-            next(self.pieces)
-        except StopIteration:
-            self.over = True
-        except Exception as raised:
-            self.over, self.error = True, described(raised)
+    def __init__(self, transfer: Transfer, pieces: Iterator[None], submitted: float) -> None:
+        super().__init__(transfer, pieces)
+        self.submitted = self.began = self.end = submitted
+        self.begun = self.stopped = False
 
     def bring(self, layer: int) -> None:
-        """Somebody waits for a layer: bytes move now, up to that one. Where they cannot, the move has failed."""
-        while not self.over and not self.move.has_layer(layer):
+        """A step waits for a layer: bytes move now, up to that one. Where they cannot, the transfer has failed."""
+        while not self.over and not self.transfer.has_layer(layer):
             self.advance()
         if self.over:
-            self.move.end(self.error)
+            self.transfer.end(self.error)

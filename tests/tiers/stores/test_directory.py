@@ -18,10 +18,10 @@ from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.forgotten import forget_scope
-from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.directory.room import slot_size
+from quire.tiers.transfer import Lane, Transfer
 from tests.tiers.stores.directory_medium import DirectoryMedium
 
 
@@ -477,8 +477,8 @@ def test_a_flush_takes_no_room_from_others(tmp_path: Path) -> None:
         for number, key in enumerate(keys):
             write(store, [key], [make_record(number, size)])
         before, listed = store.facts().num_slabs, set(store.entries())
-        move = Move(Link.FORGET, (), keys[-1].scope)
+        move = Transfer(Lane.FORGET, (), keys[-1].scope)
         next(forget_scope(store, move))
-        assert move.noted and store.facts().num_slabs == before
+        assert move.hidden and store.facts().num_slabs == before
         gone = {entry.key for entry in listed} - {entry.key for entry in store.entries()}
         assert len(gone) == 1

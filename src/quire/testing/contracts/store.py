@@ -27,8 +27,8 @@ from quire.testing.contracts.records import make_key, make_keys, make_record, re
 from quire.testing.contracts.store_model import StoreModel
 from quire.testing.fuzz.choices import Choices
 from quire.tiers.forgotten import forget_scope, mark_of
-from quire.tiers.moves import Link, Move
 from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.transfer import Lane, Transfer
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 UNSEEN = (MISS, PENDING)
@@ -444,13 +444,13 @@ class StoreContract:
         keys = [*make_keys(5), *make_keys(3, scope=1)]
         assert write(store, keys, [make_record(number, 900) for number in range(8)]) == [HIT] * 8
         scope, mark = keys[0].scope, mark_of(keys[0].scope)
-        move = Move(Link.FORGET, (), scope)
+        move = Transfer(Lane.FORGET, (), scope)
         next(forget_scope(store, move))
-        assert move.noted
+        assert move.hidden
         store.close()
         other = self.again()
         assert other.exists([mark, *keys]) == [HIT] * 9
-        for _ in forget_scope(other, Move(Link.FORGET, (), scope)):
+        for _ in forget_scope(other, Transfer(Lane.FORGET, (), scope)):
             pass
         assert other.exists([mark, *keys]) == [MISS] * 6 + [HIT] * 3
         assert write(other, keys[:1], [make_record(9, 900)]) == [HIT]

@@ -27,7 +27,7 @@ _NAME_BYTES = 8
 
 
 class HostRecords:
-    """See `quire.tiers.moves.Copies`. `wrong` has what must never have happened, in words; whoever drives it looks.
+    """See `quire.tiers.transfer.Copies`. `wrong` has what must never have happened, in words; whoever drives it looks.
 
     `damaged` says which records hold something else than was written, and by what fault: `(group, host frame)`. `met`
     counts faults that a check has seen, with the name that it gave them, `found` the names alone. `saved` counts

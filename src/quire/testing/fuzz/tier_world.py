@@ -16,8 +16,8 @@ from quire.testing.fuzz.tier_keys import PageKeys
 from quire.testing.fuzz.watched_mover import Clock, WatchedMover
 from quire.testing.stores import DictStore
 from quire.tiers.break_even import BreakEven
-from quire.tiers.moves import Link
 from quire.tiers.store import StoreKey
+from quire.tiers.transfer import LANES, Lane
 
 _MOST_HOST_FRAMES = 12
 _BANDWIDTHS = (math.inf, 1e5, 1e3, 100.0)
@@ -62,11 +62,12 @@ class TierWorld:
             self.records,
             self.store,
             self.clock,
-            bandwidths={link: 50.0 if slow and _stores(link) else choices.one_of(_BANDWIDTHS) for link in Link},
-            latency={link: 5.0 if slow and _stores(link) else choices.one_of(_LATENCIES) for link in Link},
+            bandwidths={link: 50.0 if slow and _stores(link) else choices.one_of(_BANDWIDTHS) for link in LANES},
+            latency={link: 5.0 if slow and _stores(link) else choices.one_of(_LATENCIES) for link in LANES},
             choose=drawn.below if choices.chance(60) else None,
-            most_bytes={link: per_page * choices.between(1, 8) for link in Link} if choices.chance(30) else {},
+            most_bytes={link: per_page * choices.between(1, 8) for link in LANES} if choices.chance(30) else {},
             refuses=bool(self.faults),
+            deadline_s=8.0 if slow and seed % 2 else None,
         )
         self.break_even = BreakEven(self.clock, losses=choices.between(1, 4), tiny_step=1)
         self.settings = TierSettings(
@@ -102,5 +103,5 @@ class TierWorld:
         return [*self.records.wrong, *self.mover.wrong, *(self.store.wrong if self.store is not None else ())]
 
 
-def _stores(link: Link) -> bool:
-    return link in (Link.ARCHIVE, Link.FETCH, Link.LOOK)
+def _stores(link: Lane) -> bool:
+    return link in (Lane.ARCHIVE, Lane.FETCH, Lane.LOOK)

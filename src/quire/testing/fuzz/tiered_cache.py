@@ -36,7 +36,7 @@ from quire.testing.fuzz.plain_cache import Sequence as Followed
 from quire.testing.fuzz.tier_world import TierWorld
 from quire.testing.fuzz.tiered_device import TieredDevice
 from quire.testing.fuzz.watch import Watch
-from quire.tiers.moves import Link
+from quire.tiers.transfer import Lane
 
 
 class TieredPlain(PlainCache):
@@ -422,7 +422,7 @@ class TieredCache(FollowedCache):
         assert counted == dict(records.found), f"defects are counted as {counted}, and {dict(records.found)} were found"
         assert counters.loaded_frames == records.loaded, "frames were loaded, and others counted"
         sealed = sum(self.world.settings.record_bytes[part] * count for part, count in records.saved.items())
-        assert counters.links[Link.SAVE].bytes == sealed, "bytes were saved, and others counted"
+        assert counters.links[Lane.SAVE].bytes == sealed, "bytes were saved, and others counted"
         assert counters.saved_bytes == sealed or self.happened["clear"], "bytes were saved, and not counted"
         ended = {link: found.moves for link, found in counters.links.items()}
         assert ended == self.world.mover.num_ended, "moves have ended, and others were counted"

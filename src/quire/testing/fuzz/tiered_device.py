@@ -7,7 +7,7 @@ from quire.cache.request_kv import RequestKV
 from quire.testing.fuzz.device import Device, Part, Step
 from quire.testing.fuzz.host_records import LAYERS
 from quire.testing.fuzz.names import Names
-from quire.tiers.moves import Move
+from quire.tiers.transfer import Transfer
 
 
 class TieredDevice(Device):
@@ -15,7 +15,7 @@ class TieredDevice(Device):
 
     def __init__(self, cache: KVCache, names: Names) -> None:
         super().__init__(cache, names)
-        self._loads: dict[Step, list[Move]] = {}
+        self._loads: dict[Step, list[Transfer]] = {}
         self.num_waits = 0
 
     def launch(self, kvs: list[RequestKV], parts: list[Part]) -> Step:

@@ -12,6 +12,7 @@ from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.cache.running_tables import RunningTables
 from quire.errors import OutOfPages
+from quire.prefix.node import pages_to
 from quire.spec.events import Namespace
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
@@ -24,7 +25,7 @@ def finish_frees_protected_pages(patch: Patch) -> None:
 
     def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
         if lease is not None:
-            pages = np.concatenate((cache.tree.path_pages(lease)[-1:], pages))
+            pages = np.concatenate((pages_to(lease.node)[-1:], pages))
         real(cache, pages, lease, given)
 
     patch.setattr(KVCache, "_retire", retire)

@@ -31,8 +31,8 @@ from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
 from quire.tiers import carrier
 from quire.tiers.carrier import Carrier
-from quire.tiers.moves import GOOD, Link, Move
 from quire.tiers.store import Answer
+from quire.tiers.transfer import GOOD, Lane, Transfer
 
 # -- what is on its way
 
@@ -42,11 +42,11 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
     """A frame is handed out again while its bytes are still being copied to the host, which keeps another page's."""
     real = Tiering._submit
 
-    def submit(tiers: Tiering, link: Link, moving: Any) -> Any:
+    def submit(tiers: Tiering, link: Lane, moving: Any) -> Any:
         move = real(tiers, link, moving)
-        if move is not None and link is Link.SAVE:
+        if move is not None and link is Lane.SAVE:
             root = tiers._tree.roots.make(moving.lease.node.namespace, 0)
-            tiers._tree.unpin(moving.lease)
+            tiers._tree.release(moving.lease)
             moving.lease = tiers._tree.pin(root)
         return move
 
@@ -102,7 +102,7 @@ def loads_are_not_checked(patch: Patch) -> None:
     """What memory has lost meanwhile is loaded and read."""
     real = Carrier._load
 
-    def load(carrier: Carrier, move: Move) -> Any:
+    def load(carrier: Carrier, move: Transfer) -> Any:
         copies = carrier._copies
         patched = Patch()
         patched.setattr(copies, "defects", lambda group, host, keys: [GOOD] * len(keys))
@@ -122,8 +122,8 @@ def fetches_are_not_checked(patch: Patch) -> None:
     """What a store returns is taken for what was asked for."""
     real = carrier._Batch.check
 
-    def check(batch: Any, copies: Any, move: Move) -> Any:
-        return [] if move.link is Link.FETCH else real(batch, copies, move)
+    def check(batch: Any, copies: Any, transfer: Transfer) -> Any:
+        return [] if transfer.lane is Lane.FETCH else real(batch, copies, transfer)
 
     patch.setattr(carrier._Batch, "check", check)
 
@@ -146,7 +146,7 @@ def a_failed_load_frees_its_frames_twice(patch: Patch) -> None:
     """When a load fails, host frames are given back that are their pages' still."""
     real = Tiering._loaded
 
-    def loaded(tiers: Tiering, move: Move) -> None:
+    def loaded(tiers: Tiering, move: Transfer) -> None:
         parts = tiers.moving[move].parts
         real(tiers, move)
         if not move.is_whole:
@@ -181,12 +181,12 @@ def part_of_a_page_is_stored(patch: Patch) -> None:
             if good and answer is not Answer.HIT:
                 batch.failed[at] = "store"
 
-    def tell(batch: Any, found: Any, rest: str) -> None:
+    def report(batch: Any, found: Any, rest: str) -> None:
         for number, (at, place) in enumerate(place for page in batch.pages for place in page):
             found[at][place] = batch.failed.get(number, GOOD)
 
     patch.setattr(Carrier, "_complete", staticmethod(complete))
-    patch.setattr(carrier._Batch, "tell", tell)
+    patch.setattr(carrier._Batch, "report", report)
 
 
 @mutant("tiers", field.VISIBLE)
@@ -204,8 +204,8 @@ def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
     """Pages are stored that nobody can find, since those before them are not."""
     real = Below.move_of
 
-    def make(below: Below, link: Link, parts: Any, *args: Any) -> Move:
-        if link is Link.ARCHIVE:
+    def make(below: Below, link: Lane, parts: Any, *args: Any) -> Transfer:
+        if link is Lane.ARCHIVE:
             for part in parts:
                 if len(part.pages) > 1:
                     part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]

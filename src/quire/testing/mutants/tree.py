@@ -51,7 +51,7 @@ def evict_ignores_leases(patch: Patch) -> None:
         held = [(node, node.level) for node in tree.nodes()]
         for node, _ in held:
             node.level = 0
-            tree._offer(node)
+            tree.offer(node)
         victims = real(tree, num_pages, cause)
         for node, level in held:
             node.level = level

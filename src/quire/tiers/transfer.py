@@ -1,0 +1,286 @@
+"""Transfers: pages on their way between two endpoints, the table of lanes that they take, and the copies movers use."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import ClassVar, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import MoveFailed
+from quire.spec.ids import Ids
+from quire.tiers.store import Answer, StoreKey
+
+GOOD: Final = ""
+"""The result of a unit that arrived whole."""
+
+MISSING: Final = "missing"
+"""The result of a unit that the source does not have, or whose page comes after one that did not arrive."""
+
+REFUSED: Final = "store"
+"""The result of a unit that the remote could not take or give now, or whose page comes after one that it could not."""
+
+FAILED: Final = "failed"
+"""The result of each unit of a transfer that failed as a whole; `Transfer.error` says why."""
+
+Defects = tuple[tuple[str, ...], ...]
+Answers = tuple[tuple[Answer, ...], ...]
+
+
+class Endpoint(Enum):
+    """Where the bytes of a page can be."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORE = "store"
+    PEER = "peer"
+
+
+_REMOTES = (Endpoint.STORE, Endpoint.PEER)
+
+THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
+"""Threads between the host and each other endpoint. One that hangs holds its own threads and no others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A row of the table of lanes: one kind of transfer, with its endpoints and its limits.
+
+    The endpoints say the rest. One of them is the host, and the other one, `far`, has threads of its own. Records that
+    leave the device are sealed on the host; those that leave the host are checked before, and those that come from a
+    store or a peer are checked behind it. `carries` is false where only names and answers travel. A transfer that has
+    not ended `deadline_s` seconds after it was submitted has failed. `alone`: no other outward transfer of the same
+    endpoint runs beside it.
+    """
+
+    name: str
+    source: Endpoint
+    target: Endpoint
+    carries: bool = True
+    most_bytes: float = math.inf  # in flight; they hold frames at both endpoints
+    most_transfers: int = 1024  # in flight; those of no bytes would have no bound
+    deadline_s: float = math.inf
+    alone: bool = False
+
+    SAVE: ClassVar[Lane]
+    LOAD: ClassVar[Lane]
+    ARCHIVE: ClassVar[Lane]
+    FETCH: ClassVar[Lane]
+    LOOK: ClassVar[Lane]
+    FORGET: ClassVar[Lane]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def far(self) -> Endpoint:
+        """The endpoint that is not the host."""
+        return self.target if self.source is Endpoint.HOST else self.source
+
+    @cached_property
+    def is_remote(self) -> bool:
+        """Whether the far endpoint is a store or a peer, which may be slow, refuse or hang."""
+        return self.far in _REMOTES
+
+    @cached_property
+    def is_inward(self) -> bool:
+        """Whether pages come closer to the device. A request waits for such a transfer, and for no other."""
+        return self.source in _REMOTES or self.target is Endpoint.DEVICE
+
+    @cached_property
+    def queue(self) -> Lane | Endpoint:
+        """What writes one store or one peer begins in the order of submission; any other lane has an order of its
+        own."""
+        return self.target if self.target in _REMOTES else self
+
+
+_STORE_DEADLINE_S = 600.0
+"""A store that takes longer hangs. Deleting all that a scope has may take longer, and has no deadline."""
+
+Lane.SAVE = Lane("save", Endpoint.DEVICE, Endpoint.HOST, most_bytes=256 << 20)
+Lane.LOAD = Lane("load", Endpoint.HOST, Endpoint.DEVICE, most_bytes=1 << 30)
+Lane.ARCHIVE = Lane("archive", Endpoint.HOST, Endpoint.STORE, most_bytes=256 << 20, deadline_s=_STORE_DEADLINE_S)
+Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, deadline_s=_STORE_DEADLINE_S)
+Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
+Lane.FORGET = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False, alone=True)
+LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET)
+"""LOOK asks which records are there. FORGET deletes records, or without units all records whose scope begins so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What moves in one group: the frames of these pages, ancestors first.
+
+    `device` and `host` are frames, int32 `[pages]`, empty where the lane has no such endpoint; `pages` are keys of 32
+    bytes, each named once.
+    """
+
+    group: int
+    device: Ids
+    host: Ids
+    pages: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        for frames in (self.device, self.host):
+            assert len(frames) in (0, len(self.pages)), "a frame for each page"
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def keys(self, scope: bytes) -> list[StoreKey]:
+        """The names of the records in a store."""
+        return [StoreKey(scope, page, self.group) for page in self.pages]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Transfer:
+    """Pages of one prefix, in one or several groups, that move together through one lane.
+
+    The submitter keeps every frame named here from being reused until `Mover.finished` has returned the transfer, and
+    only then reads its results. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any
+    thread and at any time.
+
+    When its deadline has passed, the transfer has `expired`: it has failed, and waiting for it is of no use. It is
+    `done` when nothing touches its frames any more, which may be much later.
+    """
+
+    lane: Lane
+    units: Sequence[Units]
+    scope: bytes = b""
+    num_bytes: int = 0  # of records; 0 where none move
+    owner: object = None
+    _: KW_ONLY
+    whole: Collection[int] = ()  # LOOK: groups that need every page, so that behind a missing one no page is of use
+    touches: Sequence[Units] = ()  # ARCHIVE: records that are stored already and were used
+    deadline_s: float | None = None  # from its submission; None: the lane's
+
+    # Results
+    defects: Defects = ()  # parallel to units and their pages
+    suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is at fault
+    answers: Answers = ()  # LOOK: parallel to units and pages; ARCHIVE: to `touches`
+    marked: tuple[bytes, ...] = ()  # LOOK: scopes, or beginnings of scopes, whose deletion has not ended
+    hidden: bool = False  # FORGET: no reader finds the records any more
+    asked_bytes: int = 0  # FETCH: bytes that the source was asked for
+    moved_bytes: int = 0  # bytes that really moved
+    seconds: float = 0.0  # of work, without the wait before it
+    error: str = ""  # why it failed as a whole
+
+    # State, which movers set
+    stopping: bool = False  # asked to end early
+    expired: bool = False
+    done: bool = False  # nothing changes any more; it may have failed
+    expires_at: float = math.inf  # on the mover's clock
+    kept_pages: int = 0  # pages that a stopped transfer moves all the same
+    drive: Callable[[int], None] | None = None  # brings a layer when a step waits for it
+    _checked: bool = False
+    _arrived: set[int] = field(default_factory=set)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "expired" if self.expired else "checked" if self._checked else "waiting"
+        return f"Transfer({self.lane}, {sum(map(len, self.units))} units, {self.num_bytes} bytes, {state} {self.error})"
+
+    @property
+    def limit_s(self) -> float:
+        """The deadline, in seconds from the submission."""
+        return self.lane.deadline_s if self.deadline_s is None else self.deadline_s
+
+    @property
+    def checked(self) -> bool:
+        """LOAD: all records are good, and the layers arrive now or are there. A step that calls `wait_layer` before it
+        reads each layer may be launched."""
+        return self._checked and not self.error
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything arrived. Of a transfer that is done."""
+        return not self.error and not any(any(defects) for defects in self.defects)
+
+    def has_layer(self, layer: int) -> bool:
+        """LOAD: whether the bytes of one layer are there."""
+        return layer in self._arrived
+
+    def stop(self) -> None:
+        """Ask a transfer of a store or a peer to end early. It ends as any other; units that it had not begun say that
+        they did not move."""
+        self.stopping = True
+
+    def wait_layer(self, layer: int) -> None:
+        """Wait until the bytes of one layer are there. Raises MoveFailed if they will not come."""
+        if self.drive is not None and not self.done and layer not in self._arrived:
+            self.drive(layer)
+        with self._changed:
+            self._changed.wait_for(lambda: self.done or self.error or layer in self._arrived)
+        if self.error or (self.done and not self.is_whole):
+            raise MoveFailed(self.error or f"a {self.lane} was given up: {self.first_defect()}.")
+
+    def first_defect(self) -> str:
+        """The first thing that is wrong with a unit, or nothing."""
+        return next((defect for defects in self.defects for defect in defects if defect), GOOD)
+
+    # -- for movers
+
+    def announce_checked(self) -> None:
+        """All records are good."""
+        self._checked = True
+
+    def announce_layer(self, layer: int) -> None:
+        """The bytes of one layer are there."""
+        with self._changed:
+            self._arrived.add(layer)
+            self._changed.notify_all()
+
+    def expire(self) -> None:
+        """Its deadline has passed. It begins nothing more, and `end` follows when nothing touches its frames."""
+        with self._changed:
+            where = f"the {self.lane.far.value} hangs, or is too slow"
+            self.error = f"the {self.lane} did not end within its deadline of {self.limit_s:g} s: {where}."
+            self.expired = self.stopping = True
+            self._changed.notify_all()
+
+    def end(self, error: str = "") -> None:
+        """Nothing changes any more. With an error, or behind a deadline, every unit has failed; damage that was found
+        keeps its name."""
+        with self._changed:
+            self.error = self.error or error
+            found = self.defects or tuple((GOOD,) * len(units) for units in self.units)
+            if self.error:
+                undamaged = (GOOD, MISSING, REFUSED)
+                found = tuple(tuple(FAILED if each in undamaged else each for each in defects) for defects in found)
+            self.defects = found
+            self.drive = None
+            self.done = True
+            self._changed.notify_all()
+
+
+class Copies(Protocol):
+    """What a mover does to bytes it does not understand: frames of the device, and records of the same frames on the
+    host. Calls from different threads never name the same frame."""
+
+    def layers(self) -> tuple[int, ...]:
+        """In the order in which a forward pass reads them."""
+
+    def bytes_of(self, group: int, /) -> int:
+        """Of one record, header and payload."""
+
+    def rows(self, group: int, /) -> npt.NDArray[np.uint8]:
+        """The host's records, uint8 `[frames + 1, stride]`; a record is the first `bytes_of(group)` of its row."""
+
+    def to_host(self, group: int, device: Ids, host: Ids, /) -> None:
+        """Copy whole frames; returns when the bytes are there."""
+
+    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> None:
+        """Copy one layer of frames, or all of them; returns when the bytes are there. Nothing is copied where the group
+        has nothing of the layer."""
+
+    def seal(self, group: int, host: Ids, keys: Sequence[bytes], /) -> None:
+        """Write the headers of records whose payload is there: these are the frames of these pages."""
+
+    def defects(self, group: int, host: Ids, keys: Sequence[bytes], /) -> list[str]:
+        """What is wrong with records that should be the frames of these pages; "" where nothing is."""

@@ -1,0 +1,323 @@
+"""Lanes: what the table says, two more rows for a peer, and what becomes of transfers whose endpoint hangs."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from quire.errors import InvalidInput, MoveFailed
+from quire.tiers.carrier import Carrier
+from quire.tiers.mover import LEFT, ThreadMover
+from quire.tiers.store import StoreKey
+from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
+from quire.tiers.virtual_mover import VirtualMover
+from tests.tiers.array_copies import ArrayCopies, ids, page_key, units
+from tests.tiers.dict_store import DictStore
+
+SEND = Lane("send", Endpoint.HOST, Endpoint.PEER, most_bytes=1 << 20, deadline_s=0.05)
+RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST, most_bytes=1 << 20, deadline_s=0.05)
+WITH_PEER = (*LANES, SEND, RECEIVE)
+SCOPE = b"s" * 16
+SOON = 10.0  # seconds, after which a wait is a failure
+
+
+def transfer_of(
+    copies: ArrayCopies, lane: Lane, *numbers: int, shift: int = 0, deadline: float | None = None
+) -> Transfer:
+    host = [number + shift for number in numbers]
+    moved: Sequence[Units] = [units(group, numbers, host, numbers) for group in (0, 1)]
+    size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
+    return Transfer(lane, moved, SCOPE, size if lane.carries else 0, deadline_s=deadline)
+
+
+def saved(*numbers: int) -> ArrayCopies:
+    copies = ArrayCopies()
+    for group in (0, 1):
+        copies.fill(group, ids(*numbers), seed=group)
+    for _ in Carrier(copies, None).carry(transfer_of(copies, Lane.SAVE, *numbers)):
+        pass
+    return copies
+
+
+@contextmanager
+def mover_of(copies: ArrayCopies, store: DictStore, peer: DictStore) -> Iterator[ThreadMover]:
+    mover = ThreadMover(copies, store, peer=peer, lanes=WITH_PEER, piece_bytes=1)
+    try:
+        yield mover
+    finally:
+        for gate in (*copies.held.values(), *store.gates.values(), *peer.gates.values()):
+            gate.release(1000)
+        mover.close()
+
+
+def until(mover: ThreadMover, is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        assert mover.wait(SOON), "nothing happens"
+        if mover._ended and not is_so():
+            raise AssertionError("something else has ended")
+
+
+def collect(mover: ThreadMover, *expected: Transfer) -> None:
+    ended: list[Transfer] = []
+    while len(ended) < len(expected):
+        assert mover.wait(SOON), "nothing ended"
+        ended += mover.finished()
+    assert set(map(id, ended)) == set(map(id, expected))
+
+
+def entered(source: ArrayCopies | DictStore) -> None:
+    assert source.entered.acquire(timeout=SOON), "the call did not begin"
+
+
+# -- the table
+
+
+@pytest.mark.parametrize(
+    ("lane", "far", "inward", "queue"),
+    [
+        (Lane.SAVE, Endpoint.DEVICE, False, Lane.SAVE),
+        (Lane.LOAD, Endpoint.DEVICE, True, Lane.LOAD),
+        (Lane.ARCHIVE, Endpoint.STORE, False, Endpoint.STORE),
+        (Lane.FETCH, Endpoint.STORE, True, Lane.FETCH),
+        (Lane.LOOK, Endpoint.STORE, True, Lane.LOOK),
+        (Lane.FORGET, Endpoint.STORE, False, Endpoint.STORE),
+        (SEND, Endpoint.PEER, False, Endpoint.PEER),
+        (RECEIVE, Endpoint.PEER, True, RECEIVE),
+    ],
+)
+def test_the_endpoints_say_whose_threads_which_side_and_which_order(
+    lane: Lane, far: Endpoint, inward: bool, queue: Lane | Endpoint
+) -> None:
+    assert (lane.far, lane.is_inward, lane.queue) == (far, inward, queue)
+    assert Endpoint.HOST in (lane.source, lane.target)
+
+
+def test_names_that_users_see() -> None:
+    assert [str(lane) for lane in LANES] == ["save", "load", "archive", "fetch", "look", "forget"]
+
+
+# -- a peer
+
+
+def test_a_peer_is_two_more_rows() -> None:
+    copies, store, peer = saved(1, 2, 3), DictStore(), DictStore()
+    was = [device.copy() for device in copies.device]
+    with mover_of(copies, store, peer) as mover:
+        send = transfer_of(copies, SEND, 1, 2, 3, deadline=SOON)
+        assert mover.submit(send) and mover.in_flight(SEND) == send.num_bytes
+        collect(mover, send)
+        assert send.is_whole and len(peer.visible) == 6 and not peer.prepared and not store.visible
+        receive = transfer_of(copies, RECEIVE, 1, 2, 3, shift=7, deadline=SOON)
+        assert mover.submit(receive)
+        collect(mover, receive)
+        assert receive.is_whole and mover.rate(RECEIVE).per_second
+        for device in copies.device:
+            device[...] = 0
+        load = transfer_of(copies, Lane.LOAD, 1, 2, 3, shift=7)
+        assert mover.submit(load)
+        collect(mover, load)
+    assert all(np.array_equal(*pair) for pair in zip(copies.device, was, strict=True))
+
+
+def test_what_a_peer_sends_is_checked() -> None:
+    copies, peer = saved(1, 2), DictStore()
+    with mover_of(copies, DictStore(), peer) as mover:
+        send = transfer_of(copies, SEND, 1, 2, deadline=SOON)
+        assert mover.submit(send)
+        collect(mover, send)
+        peer.spoil(StoreKey(SCOPE, page_key(2), 1))
+        receive = transfer_of(copies, RECEIVE, 1, 2, shift=7, deadline=SOON)
+        assert mover.submit(receive)
+        collect(mover, receive)
+    assert receive.defects == (("", "missing"), ("", "digest"))
+
+
+def test_without_a_peer_there_is_nothing_to_send_to() -> None:
+    copies = saved(1)
+    with pytest.raises(InvalidInput, match="no peer"):
+        list(Carrier(copies, DictStore()).carry(transfer_of(copies, SEND, 1)))
+
+
+# -- deadlines
+
+
+def test_a_hung_peer_holds_its_own_threads_only() -> None:
+    """Both of its threads hang. Everything else moves, and what hangs or waits has failed at its deadline."""
+    copies, store, peer = saved(1, 2, 3, 4), DictStore(), DictStore()
+    puts, gets = peer.hold("prepare"), peer.hold("get")
+    rows = [host.copy() for host in copies.host]
+    with mover_of(copies, store, peer) as mover:
+        send, waits = (transfer_of(copies, SEND, number) for number in (1, 2))
+        receive = transfer_of(copies, RECEIVE, 3, shift=7)
+        peer.visible[StoreKey(SCOPE, page_key(3), 0)] = rows[0][3, : copies.sizes[0]].tobytes()
+        peer.visible[StoreKey(SCOPE, page_key(3), 1)] = rows[1][3, : copies.sizes[1]].tobytes()
+        for transfer in (send, receive, waits):
+            assert mover.submit(transfer)
+        entered(peer)
+        entered(peer)
+        until(mover, lambda: send.expired and receive.expired)
+        until(mover, lambda: waits.done)
+        assert mover.finished() == [waits], "what hangs is handed back while a call may touch its frames"
+        for late in (send, receive, waits):
+            assert "did not end within its deadline of 0.05 s" in late.error and "the peer hangs" in late.error
+        assert not send.done and not receive.done and not mover.idle
+        assert mover.in_flight(SEND) == send.num_bytes and mover.in_flight(RECEIVE) == receive.num_bytes
+        for lane in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.LOAD, Lane.FORGET):
+            other = transfer_of(copies, lane, 4)
+            assert mover.submit(other), lane
+            collect(mover, other)
+            assert not other.error, lane
+        puts.release(100)
+        gets.release(100)
+        collect(mover, send, receive)
+        assert send.defects == receive.defects == (("failed",),) * 2
+        assert np.array_equal(copies.host[0][10], rows[0][3]), "the call that came back late has written its frame"
+        assert mover.idle and not peer.prepared
+        again = transfer_of(copies, SEND, 1, deadline=SOON)
+        assert mover.submit(again), "the lane works again"
+        collect(mover, again)
+        assert again.is_whole
+
+
+def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
+    copies = saved(1)
+    gate = copies.hold("to_device")
+    raised: list[str] = []
+
+    def step(load: Transfer) -> None:
+        try:
+            load.wait_layer(0)
+        except MoveFailed as failed:
+            raised.append(str(failed))
+
+    with mover_of(copies, DictStore(), DictStore()) as mover:
+        load = transfer_of(copies, Lane.LOAD, 1, deadline=0.05)
+        assert mover.submit(load)
+        entered(copies)
+        thread = threading.Thread(target=step, args=(load,))
+        thread.start()
+        until(mover, lambda: load.expired)
+        thread.join(SOON)
+        assert len(raised) == 1 and "the device hangs" in raised[0]
+        assert not load.checked and not load.done and mover.finished() == []
+        gate.release(2)
+        collect(mover, load)
+        assert copies.calls("to_device") == 2, "it goes on with the next layer, though it has failed"
+
+
+def test_closing_does_not_wait_for_a_hung_peer() -> None:
+    copies, peer = saved(1, 2), DictStore()
+    gate = peer.hold("prepare")
+    mover = ThreadMover(copies, DictStore(), peer=peer, lanes=WITH_PEER, close_seconds=0.05)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
+    hung, late = transfer_of(copies, SEND, 1, deadline=SOON), transfer_of(copies, SEND, 2, deadline=SOON)
+    assert mover.submit(hung) and mover.submit(late)
+    entered(peer)
+    assert mover.close() == (hung,)
+    assert mover.finished() == [hung, late] and hung.error == LEFT
+    gate.release(100)
+    for thread in threads:
+        thread.join(SOON)
+
+
+# -- in counted time
+
+
+class World:
+    """A clock and a virtual mover whose peer takes `seconds` to answer."""
+
+    def __init__(self, copies: ArrayCopies, seconds: float) -> None:
+        self.now, self.copies, self.store, self.peer = 0.0, copies, DictStore(), DictStore()
+        self.mover = VirtualMover(
+            copies,
+            self.store,
+            peer=self.peer,
+            lanes=WITH_PEER,
+            seconds=lambda: self.now,
+            bandwidths={},
+            latency={SEND: seconds, RECEIVE: seconds, Lane.SAVE: 0.02, Lane.ARCHIVE: 0.02},
+        )
+
+    def submit(self, lane: Lane, *numbers: int, shift: int = 0) -> Transfer:
+        transfer = transfer_of(self.copies, lane, *numbers, shift=shift)
+        assert self.mover.submit(transfer)
+        return transfer
+
+    def run_until(self, time: float) -> list[Transfer]:
+        ended = []
+        for _ in range(20):
+            if (end := self.mover.next_end) is None or end > time:
+                break
+            self.now = max(self.now, end)
+            ended += self.mover.finished()
+        self.now = time
+        return ended + self.mover.finished()
+
+
+def test_a_virtual_peer_is_two_more_rows() -> None:
+    copies = saved(1, 2, 3)
+    world = World(copies, 0.01)
+    send = world.submit(SEND, 1, 2, 3)
+    assert world.run_until(1.0) == [send] and send.is_whole
+    receive = world.submit(RECEIVE, 1, 2, 3, shift=7)
+    assert world.run_until(2.0) == [receive] and receive.is_whole
+    for group in (0, 1):
+        assert np.array_equal(copies.host[group][8:11], copies.host[group][1:4])
+
+
+def test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline() -> None:
+    copies = saved(1, 2, 3)
+    world = World(copies, 1.0)
+    send, waits, receive = world.submit(SEND, 1), world.submit(SEND, 2), world.submit(RECEIVE, 3, shift=7)
+    for group in (0, 1):
+        record = copies.host[group][3, : copies.sizes[group]].tobytes()
+        world.peer.visible[StoreKey(SCOPE, page_key(3), group)] = record
+    save, archive = world.submit(Lane.SAVE, 1), world.submit(Lane.ARCHIVE, 2)
+    assert world.mover.next_end == pytest.approx(0.02)
+    assert world.run_until(0.04) == [save, archive]
+    assert world.mover.next_end == pytest.approx(0.05)
+    assert world.run_until(0.06) == [waits], "what has begun is handed back at its deadline"
+    assert send.expired and receive.expired and not send.done and not receive.done
+    assert "deadline" in send.error and "deadline" in waits.error
+    assert not copies.host[0][10].any()
+    assert world.run_until(2.0) == [send, receive] and world.mover.idle
+    assert copies.host[0][10].any(), "a late call has written its frame"
+    assert send.defects == receive.defects == (("failed",),) * 2
+
+
+def test_damage_that_a_late_call_has_found_keeps_its_name() -> None:
+    copies = saved(1, 2)
+    world = World(copies, 1.0)
+    for group in (0, 1):
+        for page in (1, 2):
+            record = copies.host[group][page, : copies.sizes[group]].tobytes()
+            world.peer.visible[StoreKey(SCOPE, page_key(page), group)] = record
+    world.peer.spoil(StoreKey(SCOPE, page_key(2), 1))
+    receive = world.submit(RECEIVE, 1, 2, shift=7)
+    assert world.run_until(2.0) == [receive] and receive.expired
+    assert receive.defects == (("failed", "failed"), ("failed", "digest"))
+
+
+def test_a_virtual_peer_that_hangs_ends_nothing_else() -> None:
+    copies = saved(1, 2)
+    world = World(copies, math.inf)
+    send, waits, save = world.submit(SEND, 1), world.submit(SEND, 2), world.submit(Lane.SAVE, 2)
+    assert world.run_until(100.0) == [save, waits]
+    assert send.expired and not send.done and world.mover.next_end is None and not world.mover.idle
+    world.mover.close()
+    assert world.mover.finished() == [send]
+
+
+def test_time_that_jumps_over_a_deadline_changes_nothing() -> None:
+    copies = saved(1, 2)
+    world = World(copies, 0.03)
+    first, second, third = world.submit(SEND, 1), world.submit(SEND, 2), world.submit(SEND, 2)
+    world.now = 9.0
+    assert world.mover.finished() == [first, second, third]
+    assert (first.error, second.expired, third.expired) == ("", True, True)
+    assert third.seconds == 0.0 and second.seconds == pytest.approx(0.03)
