@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.carried import CarriedGroup
 from quire.scheduler import rows
 from quire.scheduler.request import Request
 from quire.scheduler.rows import RunningRows
@@ -51,6 +52,22 @@ def a_row_is_whoever_has_it(patch: Patch) -> None:
         return real(self, step, *drawn)
 
     patch.setattr(RunningRows, "settle", settle)
+
+
+@mutant("steps", "what a request carries has gone on with drafts that did not come true")
+def a_state_goes_on_with_all_drafts(patch: Patch) -> None:
+    real = CarriedGroup.settle
+
+    def settle(self: CarriedGroup, row: int, num_tokens: int) -> None:
+        real(self, row, num_tokens)
+        self._frame[row], self._draft_frames[row, -1] = self._draft_frames[row, -1], self._frame[row]
+
+    patch.setattr(CarriedGroup, "settle", settle)
+
+
+@mutant("steps", "what a request carries does not hear which drafts came true")
+def a_state_stays_where_it_was(patch: Patch) -> None:
+    patch.setattr(CarriedGroup, "settle", lambda self, row, num_tokens: None)
 
 
 @mutant("steps", "drafts that were computed once are computed again, behind what came true")

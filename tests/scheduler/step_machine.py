@@ -30,7 +30,12 @@ MOST = 8
 TURNS = 2_000
 
 Reaches = tuple[ReachSpec, ...]
-KINDS: tuple[Reaches, ...] = ((ReachSpec(),), (ReachSpec(), ReachSpec("window", tokens=7)))
+KINDS: tuple[Reaches, ...] = (
+    (ReachSpec(),),
+    (ReachSpec(), ReachSpec("window", tokens=7)),
+    (ReachSpec(), ReachSpec("state")),
+    (ReachSpec("state"), ReachSpec("window", tokens=3)),
+)
 
 
 @dataclass(eq=False)
