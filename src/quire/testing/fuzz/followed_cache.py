@@ -165,8 +165,8 @@ class FollowedCache:
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's."""
-        many = [(kvs, tokens)] if isinstance(kvs, RequestKV) else zip(kvs, tokens, strict=True)
-        settling = [(self._of[kv], own) for kv, own in many]
+        many, each = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        settling = [(self._of[kv], own) for kv, own in zip(many, each, strict=True)]
         for s, own in settling:
             self._name_of(s, own)
         self.cache.commit(kvs, tokens)

@@ -206,8 +206,8 @@ class TieredCache(FollowedCache):
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's; it stays private where it would be cached behind what is damaged."""
-        many = [(kvs, tokens)] if isinstance(kvs, RequestKV) else zip(kvs, tokens, strict=True)
-        settling = [(self._of[kv], own) for kv, own in many]
+        many, each = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        settling = [(self._of[kv], own) for kv, own in zip(many, each, strict=True)]
         for s, own in settling:
             self._name_of(s, own)
             self._register(s, len(own))
