@@ -205,9 +205,11 @@ class Scheduler:
         """What has settled of these requests can be reused."""
         kvs = [request.kv for request in requests if request.kv is not None]
         if kvs:
-            self._cache.commit(kvs, [request.tokens[: request.num_settled] for request in requests])
             rows = [kv.row for kv in kvs]
-            self._rows.committed[rows] = self._rows.settled[rows] // self._cache.page_size
+            settled, tokens = self._rows.settled[rows], self._rows.tokens
+            lengths = settled.tolist()
+            self._cache.commit(kvs, [tokens[row, :length] for row, length in zip(rows, lengths, strict=True)])
+            self._rows.committed[rows] = settled // self._cache.page_size
 
     def _together(self) -> StepRows:
         """All that run, in order."""
