@@ -240,12 +240,12 @@ class _Idle:
 
     def _raise_rank(self, pages: Ids, rank: Rank) -> None:
         if rank > Rank.PASSED:
-            self.rank[pages] = np.maximum(self.rank[pages], rank)
+            self.rank[pages] = np.maximum(self.rank[pages], int(rank))
 
     def _queue(self, pages: Ids) -> None:
         self.num_idle += len(pages)
         ranks = self.rank[pages]
-        for rank, queue in zip(Rank, self._queues, strict=True):
+        for rank, queue in enumerate(self._queues):  # a plain number: an array compares itself with it much faster
             part = pages[ranks == rank]
             if len(part):
                 self.ticket[part] = self._next

@@ -206,13 +206,17 @@ class TieredCache(FollowedCache):
         have = [self.cache.rows.allocated(kv) for kv in asking]
         self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
 
-    def commit(self, kv: RequestKV, tokens: Ids) -> None:
+    def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's; it stays private where it would be cached behind what is damaged."""
-        s = self._of[kv]
-        self._name_of(s, tokens)
-        self._register(s, len(tokens))
-        self.cache.commit(kv, tokens)
-        self._settled(s, self.cache.rows.committed(kv))
+        many, each = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        settling = [(self._of[kv], own) for kv, own in zip(many, each, strict=True)]
+        for s, own in settling:
+            self._name_of(s, own)
+            self._register(s, len(own))
+        self.cache.commit(kvs, tokens)
+        for s, _ in settling:
+            self._settled(s, self.cache.rows.committed(s.kv))
+        self.happened["commit of several"] += len(settling) > 1
         self._check("commit")
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
