@@ -65,7 +65,7 @@ class Admission:
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
         """Why a prompt that hits `hit`, which is current, is cached as far as it is and not further: a cause for every
         token."""
-        parting = self._tree.parting(hit.match.namespace, tokens)
+        parting = self._tree.parting(hit.match, tokens)
         return explain_prompt(len(tokens), self._size, hit, parting, self._seconds())
 
     def at_once(self, kv: RequestKV, count: int) -> int:
