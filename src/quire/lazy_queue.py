@@ -95,8 +95,8 @@ class LazyQueue(Generic[T]):
                 return Entry(key, ticket, found)
         return None
 
-    def _take(self) -> tuple[Any, int, T] | None:
-        """The next entry, whether it counts or not."""
+    def _take(self) -> Any:
+        """The next entry, whether it counts or not; None where there is none."""
         if self._by_key:
             return heapq.heappop(self._first) if self._first else None
         if self._newest_first:

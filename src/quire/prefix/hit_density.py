@@ -208,10 +208,11 @@ def worth(begun: Table, reused: Table) -> Table:
 
 
 def _alike(begun: Table) -> tuple[list[int], list[int]]:
-    """One kind of each sort of kinds that are worth the same, and per kind its sort. Kinds without a record are all like
-    the same relatives, and most have none."""
+    """One kind of each sort of kinds that are worth the same, and per kind its sort. Kinds without a record are all
+    like the same relatives, and most have none."""
     sorts: dict[int, int] = {}
-    first, which = [], []
+    first: list[int] = []
+    which: list[int] = []
     stays = begun.tolist()
     for kind in range(KINDS):
         relatives = kind - kind % ANSWERS
