@@ -1,7 +1,11 @@
 """LazyQueue: an order in which things go. Entries that no longer count are dropped when they are met.
 
 To leave the queue costs nothing: the item's owner makes its entry invalid, by another ticket or none. Invalid entries
-are cleaned out before they are most of the queue, so that every operation costs O(1), or O(log n) by key, amortised.
+are cleaned out before they are most of the queue. By key that is done at once, and an operation costs O(log n),
+amortised; otherwise a few entries are looked at with every `push`, so that no operation takes long:
+
+    pops from here --[ first: looked at ]--[ rest: not looked at yet, in segments ]-- pushes, newest pops
+
 Every order of eviction and of expiry is one of these.
 """
 
@@ -10,11 +14,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 _SLACK = 64
+_LOOKED_AT = 4  # entries with each push: one more is added meanwhile, so this ends
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -33,7 +39,7 @@ class LazyQueue(Generic[T]):
     how much of the queue it takes: 1, or the number of its parts.
     """
 
-    __slots__ = ("_by_key", "_entries", "_live", "_newest_first", "_size", "_size_cleaned", "_sum")
+    __slots__ = ("_by_key", "_first", "_live", "_newest_first", "_rest", "_size", "_size_cleaned", "_sum")
 
     def __init__(
         self,
@@ -47,51 +53,73 @@ class LazyQueue(Generic[T]):
         self._by_key = by_key
         self._newest_first = newest_first
         self._size = size
-        self._entries: Any = [] if by_key else deque()
+        self._first: Any = [] if by_key else deque()
+        self._rest: deque[deque[Any]] = deque()  # empty by key, and where no cleaning is under way
         self._sum = 0  # sizes of all entries
         self._size_cleaned = 0  # the same, after the last cleaning
 
     def __len__(self) -> int:
-        """Sizes of all entries, of which some may not count any more: at most 64 more than twice those that did when
-        they were last counted."""
+        """Sizes of all entries, of which some may not count any more: at most 90 more than three times those that did
+        when they were last counted."""
         return self._sum
 
     def __iter__(self) -> Iterator[T]:
         """What counts, in no order. O(entries)."""
-        return (found for entry in self._entries if (found := self._live(entry[1], entry[2])) is not None)
+        return (
+            found for entry in chain(self._first, *self._rest) if (found := self._live(entry[1], entry[2])) is not None
+        )
 
     def push(self, ticket: int, item: T, key: Any = 0) -> None:
         """Add an entry. Tickets ascend; an older entry of the same item should not count from now on."""
         entry = (key, ticket, item)
         if self._by_key:
-            heapq.heappush(self._entries, entry)
+            heapq.heappush(self._first, entry)
         else:
-            self._entries.append(entry)
+            (self._rest[-1] if self._rest else self._first).append(entry)
         self._sum += 1 if self._size is None else self._size(item)
-        if self._sum > _SLACK + 2 * self._size_cleaned:
-            self._clean()
+        if self._rest:
+            self.tidy(_LOOKED_AT)
+        elif self._sum > _SLACK + 2 * self._size_cleaned:
+            if self._by_key:
+                self._clean()
+            else:
+                self._look_again()
 
     def pop(self) -> Entry[T] | None:
         """Take out the first entry that counts; None where there is none."""
-        entries = self._entries
-        while entries:
-            if self._by_key:
-                key, ticket, item = heapq.heappop(entries)
-            else:
-                key, ticket, item = entries.pop() if self._newest_first else entries.popleft()
+        while (entry := self._take()) is not None:
+            key, ticket, item = entry
             self._sum -= 1 if self._size is None else self._size(item)
             found = self._live(ticket, item)
             if found is not None:
                 return Entry(key, ticket, found)
         return None
 
+    def _take(self) -> Any:
+        """The next entry, whether it counts or not; None where there is none."""
+        if self._by_key:
+            return heapq.heappop(self._first) if self._first else None
+        if self._newest_first:
+            while self._rest:
+                if self._rest[-1]:
+                    return self._rest[-1].pop()
+                self._rest.pop()
+            return self._first.pop() if self._first else None
+        if self._first:
+            return self._first.popleft()
+        while self._rest:
+            if self._rest[0]:
+                return self._rest[0].popleft()
+            self._rest.popleft()
+        return None
+
     def first_key(self, default: Any) -> Any:
         """By key: that of the first entry that counts, which stays; `default` where there is none."""
-        while self._entries:
-            key, ticket, item = self._entries[0]
+        while self._first:
+            key, ticket, item = self._first[0]
             if self._live(ticket, item) is not None:
                 return key
-            heapq.heappop(self._entries)
+            heapq.heappop(self._first)
             self._sum -= 1 if self._size is None else self._size(item)
         return default
 
@@ -99,24 +127,50 @@ class LazyQueue(Generic[T]):
         """What is left of the entry that `pop` gave last goes back to its place."""
         assert not self._by_key
         if self._newest_first:
-            self._entries.append(entry)
+            (self._rest[-1] if self._rest else self._first).append(entry)
         else:
-            self._entries.appendleft(entry)
+            self._first.appendleft(entry)
         self._sum += 1 if self._size is None else self._size(entry.item)
+
+    def join(self, later: LazyQueue[T]) -> None:
+        """All of another queue comes behind all of this one, and the other is not used any more. O(1), and `tidy` has
+        work to do."""
+        assert not self._by_key
+        if not self._rest:
+            self._look_again()
+        self._rest.append(later._first)
+        self._rest += later._rest
+        self._sum += later._sum
+
+    def tidy(self, num_entries: int) -> bool:
+        """Look at so many entries more, and drop those that do not count; whether all have been looked at."""
+        for _ in range(num_entries):
+            while self._rest and not self._rest[0]:
+                self._rest.popleft()
+            if not self._rest:
+                self._size_cleaned = self._sum
+                return True
+            key, ticket, item = self._rest[0].popleft()
+            found = self._live(ticket, item)
+            self._sum -= 1 if self._size is None else self._size(item)
+            if found is not None:
+                self._sum += 1 if self._size is None else self._size(found)
+                self._first.append((key, ticket, found))
+        return False
 
     def clear(self) -> None:
         """Drop every entry."""
-        self._entries.clear()
+        self._first.clear()
+        self._rest.clear()
         self._sum = self._size_cleaned = 0
 
+    def _look_again(self) -> None:
+        self._rest, self._first = deque((self._first,)), deque()
+
     def _clean(self) -> None:
-        size, kept = 0, []
-        for key, ticket, item in self._entries:
-            found = self._live(ticket, item)
-            if found is not None:
-                kept.append((key, ticket, found))
-                size += 1 if self._size is None else self._size(found)
-        self._entries = kept if self._by_key else deque(kept)
-        if self._by_key:
-            heapq.heapify(self._entries)
-        self._sum = self._size_cleaned = size
+        kept = [
+            (key, ticket, found) for key, ticket, item in self._first if (found := self._live(ticket, item)) is not None
+        ]
+        heapq.heapify(kept)
+        self._first = kept
+        self._sum = self._size_cleaned = len(kept) if self._size is None else sum(map(self._size, (e[2] for e in kept)))

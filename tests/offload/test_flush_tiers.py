@@ -375,7 +375,8 @@ def test_nothing_is_explained_by_what_was_flushed() -> None:
     tiered = filled()
     kv = tiered.begin(asking(SECRET), ALICE)
     tiered.flush(ALICE)
-    parting = tiered.cache.tree.parting(BOB, np.append(SECRET[:PAGE], 9).astype(np.int32))
+    prompt = np.append(SECRET[:PAGE], 9).astype(np.int32)
+    parting = tiered.cache.tree.parting(tiered.cache.tree.match(BOB, prompt), prompt)
     assert parting.elsewhere is None
     tiered.finish(kv)
     tiered.close()

@@ -72,8 +72,8 @@ def test_soft_retentions_give_way_before_anybody_waits_for_moves() -> None:
     before = tiered.now
     kv = tiered.begin(tokens_of(range(50, 60)), BOB)
     hit = tiered.cache.match(tokens_of(range(70, 80)), BOB)
-    assert tiered.cache.admission.why_not(hit, 12, [], 0) == "", "what is kept softly counts as available"
-    assert "callers have pinned" not in str(tiered.cache.admission.why_not(hit, 13, [], 0))
+    assert tiered.cache.admission.why_not(hit, 12) == "", "what is kept softly counts as available"
+    assert "callers have pinned" not in str(tiered.cache.admission.why_not(hit, 13))
     tiered.grow(kv, tokens_of(range(50, 60)))
     assert tiered.now == before and tiered.kept.num_given_up == 1
     [left] = tiered.kept.listing().retentions
@@ -89,8 +89,8 @@ def test_what_one_holds_itself_is_not_available_to_it() -> None:
     keep(tiered, KEPT)
     hit = tiered.cache.match(asking(KEPT), ALICE)
     assert hit.num_pages == 4
-    assert tiered.cache.admission.why_not(hit, 12, [], 0) == ""
-    assert tiered.cache.admission.why_not(hit, 13, [], 0) != ""
+    assert tiered.cache.admission.why_not(hit, 12) == ""
+    assert tiered.cache.admission.why_not(hit, 13) != ""
     tiered.close()
 
 
@@ -139,7 +139,7 @@ def test_a_request_takes_over_the_state_that_it_begins_on_though_it_is_kept() ->
     assert keep(tiered, KEPT).granted_tokens == 16
     assert keep(tiered, KEPT, pin=True).reason.startswith("kept, but not pinned: what the longest request needs")
     hit = tiered.cache.match(asking(KEPT), ALICE)
-    assert hit.num_pages == 4 and tiered.cache.admission.why_not(hit, 6, [], 0) == ""
+    assert hit.num_pages == 4 and tiered.cache.admission.why_not(hit, 6) == ""
     assert tiered.compute(asking(KEPT)) == 16
     assert tiered.kept.num_given_up == 1
     tiered.close()

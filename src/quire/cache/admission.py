@@ -18,6 +18,8 @@ from quire.cache.running_tables import RunningTables
 from quire.observe.explain import Explanation
 from quire.spec.ids import Bools, Ids
 
+NO_ROWS: Rows = np.empty(0, dtype=np.intp)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -66,7 +68,7 @@ class Admission:
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
         """Why a prompt that hits `hit`, which is current, is cached as far as it is and not further: a cause for every
         token."""
-        parting = self._tree.parting(hit.match.namespace, tokens)
+        parting = self._tree.parting(hit.match, tokens)
         return explain_prompt(len(tokens), self._size, hit, parting, self._seconds())
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
@@ -89,19 +91,19 @@ class Admission:
         ]
         return max(1, min(count, slack + min(passing) * self._size)) if passing else count
 
-    def why_not(self, hit: PrefixHit, num_pages: int, running: Sequence[tuple[RequestKV, int]], reserve: int) -> str:
+    def why_not(
+        self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0
+    ) -> str:
         """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
 
-        It must fit beside what `running` requests take beyond what they have until each has the pages that go with it,
-        and `reserve` pages more for each of them.
+        It must fit beside what the running requests in `rows` take until each has `reached[i]` pages, and `reserve`
+        pages more for each of them.
         """
-        rows = self._rows.rows_of([kv for kv, _ in running])
-        reached = np.array([pages for _, pages in running], dtype=np.int64)
         have = -(-self._rows.table.allocated[rows] // self._size)
         kept = self._kept
         claims = [group_claim(group, kept, hit, num_pages, rows, have, reached, reserve) for group in self._groups]
         claims.append(pages_claim(self.num_available_pages, kept, hit, num_pages, have, reached, reserve))
-        return first_refusal(claims, len(running))
+        return first_refusal(claims, len(rows))
 
 
 def group_claim(

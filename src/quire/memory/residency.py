@@ -37,6 +37,9 @@ class State(IntFlag):
     TOUCHED = 16  # the store was told in this period that it is of use
 
 
+_ABSENT = int(State.ABSENT)  # a member of an enumeration takes numpy longer to convert
+
+
 class Column:
     """One group in one tier. Page ids run from 1 to `num_pages` and are distinct within a call.
 
@@ -103,7 +106,7 @@ class Column:
         if self.idle is not None:
             self.idle.remove(pages)
         self.frame[at] = 0
-        self.state[at] = State.ABSENT
+        self.state[at] = _ABSENT
         self.num_present -= len(pages)
         return frames
 

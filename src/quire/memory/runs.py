@@ -12,6 +12,8 @@ from quire.spec.ids import Ids
 IdArray = npt.NDArray[np.signedinteger[Any]]
 
 _FEW = 32
+_LONG = 4096
+_UP = np.arange(_LONG, dtype=np.int32).tobytes()
 
 
 def is_ascending(ids: IdArray) -> bool:
@@ -26,11 +28,22 @@ def as_run(ids: IdArray, ascending: bool | None = None) -> slice | None:
     if count < _FEW:
         return None
     first = int(ids[0])
-    if first < 0 or int(ids[-1]) - first != count - 1 or not (is_ascending(ids) if ascending is None else ascending):
+    if first < 0 or int(ids[-1]) - first != count - 1:
         return None
-    return slice(first, first + count)
+    if ascending is None:
+        if count <= _LONG and ids.dtype == np.int32:  # half the time of a look at each
+            ascending = (ids - np.int32(first)).tobytes() == _UP[: 4 * count]
+        else:
+            ascending = is_ascending(ids)
+    return slice(first, first + count) if ascending else None
 
 
 def in_order(ids: Ids) -> Ids:
     """The ids in ascending order: as they are where they come so, as those of one prompt mostly do."""
     return ids if is_ascending(ids) else np.sort(ids)
+
+
+def as_run_in_order(ids: Ids) -> tuple[Ids, slice | None]:
+    """The ids in ascending order, and as a slice where `as_run` knows one."""
+    run = as_run(ids)
+    return (ids, run) if run is not None else (in_order(ids), None)

@@ -39,9 +39,12 @@ def edition_of(identity: bytes) -> bytes:
 def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
     """Hashes of the whole pages in `tokens` (raw int32 bytes), each over its parent's hash and its own bytes."""
     hashes = []
-    head = b"quire-page-2" + page_bytes.to_bytes(4, "little")
+    begun = hashlib.sha256(b"quire-page-2" + page_bytes.to_bytes(4, "little")).copy  # a copy costs less than a new one
     for at in range(0, len(tokens) - page_bytes + 1, page_bytes):
-        parent = hashlib.sha256(head + parent + tokens[at : at + page_bytes]).digest()
+        digest = begun()
+        digest.update(parent)
+        digest.update(tokens[at : at + page_bytes])
+        parent = digest.digest()
         hashes.append(parent)
     return tuple(hashes)
 

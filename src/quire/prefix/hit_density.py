@@ -23,8 +23,13 @@ WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
 PRIOR = 20.0  # stays that the first guess counts for, and a kind's relatives count for against its own record
 MEMORY = 20_000  # reuses after which a record counts half
 RUNS = 256  # of candidates at most; more, and runs of neighbouring ages are merged
+TIDIED = 16  # entries of merged runs that are looked at with each offer
 
 _AGES = AGES.tolist()
+_FIRST_GUESS = (np.arange(len(AGES)) + 3.0) ** -1.2
+_FIRST_GUESS *= 0.5 / _FIRST_GUESS.sum()
+_BLOCK = 4  # ages whose worth is computed at once
+_NOT_LATER = np.where(np.arange(len(AGES)) >= np.arange(_BLOCK)[:, None], 0.0, np.inf)
 
 
 class Stay:
@@ -57,6 +62,7 @@ class HitDensity(EvictionPolicy):
         self._reused = np.zeros((KINDS, len(AGES)))
         self._num_reused = 0
         self._runs: dict[tuple[int, int], LazyQueue[Node]] = {}  # by kind and epoch: since // self._epoch
+        self._untidy: list[LazyQueue[Node]] = []  # merged of late
         self._epoch = 1
         self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
         self._rank_at = self._learn_at = 0
@@ -112,6 +118,8 @@ class HitDensity(EvictionPolicy):
             run = self._runs.setdefault(where, LazyQueue(live, newest_first=True))
             insort(self._ranked, (-self._worth[stay.kind][self._age(stay.since)], where))
         run.push(self._ticket, node)
+        if self._untidy and self._untidy[-1].tidy(TIDIED):
+            self._untidy.pop()
 
     def victim(self) -> Node | None:
         if self._now >= self._rank_at:
@@ -148,14 +156,17 @@ class HitDensity(EvictionPolicy):
         self._ranked = sorted(zip(worths.tolist(), where, strict=True))
 
     def _merge_runs(self) -> None:
-        """Double the ages that one run spans. Amortised O(1) per stay: the next time takes twice as many of them."""
+        """Double the ages that one run spans. O(runs): what they hold is tidied up a little at every offer."""
         self._epoch *= 2
         runs: dict[tuple[int, int], LazyQueue[Node]] = {}
-        for (kind, epoch), run in sorted(self._runs.items(), key=lambda item: item[0]):
-            merged = runs.setdefault((kind, epoch // 2), LazyQueue(live, newest_first=True))
-            for node in run:
-                merged.push(node.ticket, node)
+        for kind, epoch in sorted(self._runs):
+            run, where = self._runs[kind, epoch], (kind, epoch // 2)
+            if where in runs:
+                runs[where].join(run)
+            else:
+                runs[where] = run
         self._runs = runs
+        self._untidy = list(runs.values())
         self._ranked = []
         self._rank_at = 0  # before the next victim
 
@@ -167,26 +178,50 @@ def worth(begun: Table, reused: Table) -> Table:
     like its relatives, those that differ in the answer only, and they like all; with no record at all, reuse is the
     less likely the older the leaf, which is LRU.
     """
-    ages = np.arange(len(AGES))
-    guess = 0.5 * (ages + 3.0) ** -1.2 / ((ages + 3.0) ** -1.2).sum()
+    guess = _FIRST_GUESS
+    padded = np.empty((KINDS, len(AGES) + 2))
     for _ in range(3):  # a histogram of few counts is mostly gaps
-        padded = np.pad(reused, ((0, 0), (1, 1)), mode="edge")
-        reused = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
+        padded[:, 1:-1], padded[:, 0], padded[:, -1] = reused, reused[:, 0], reused[:, -1]
+        reused = padded[:, 1:-1] * 2
+        reused += padded[:, :-2]
+        reused += padded[:, 2:]
+        reused /= 4
     for width in (KINDS, ANSWERS, 1):
         mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
         stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)
-    # Kinds without a record are all like the same relatives, and most have none.
-    own, group = begun > 0, np.arange(KINDS) // ANSWERS
-    any_own = np.repeat(own.reshape(-1, ANSWERS).any(1), ANSWERS)
-    alike = np.where(own, np.arange(KINDS), np.where(any_own, KINDS + group, -1))
-    _, first, which = np.unique(alike, return_index=True, return_inverse=True)
+    first, which = _alike(begun)
     guess = guess[first]
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
-    hits = np.pad(np.cumsum(ends, 1), ((0, 0), (1, 0)))
-    held = np.pad(np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1), ((0, 0), (1, 0)))
+    hits, held = np.zeros((2, len(ends), len(AGES) + 1))
+    np.cumsum(ends, 1, out=hits[:, 1:])
+    np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1, out=held[:, 1:])
     best: Table = np.empty_like(ends)
-    for age in range(len(AGES)):
-        gained, spent = hits[:, age + 1 :] - hits[:, age, None], held[:, age + 1 :] - held[:, age, None]
-        best[:, age] = (gained / spent).max(1)
+    for first_age in range(0, len(AGES), _BLOCK):
+        at = slice(first_age, min(first_age + _BLOCK, len(AGES)))
+        spent = held[:, None, first_age + 1 :] - held[:, at, None]
+        spent += _NOT_LATER[: spent.shape[1], : spent.shape[2]]
+        gained = hits[:, None, first_age + 1 :] - hits[:, at, None]
+        gained /= spent
+        best[:, at] = np.maximum.reduce(gained, axis=2)
     return best[which]
+
+
+def _alike(begun: Table) -> tuple[list[int], list[int]]:
+    """One kind of each sort of kinds that are worth the same, and per kind its sort. Kinds without a record are all
+    like the same relatives, and most have none."""
+    sorts: dict[int, int] = {}
+    first: list[int] = []
+    which: list[int] = []
+    stays = begun.tolist()
+    for kind in range(KINDS):
+        relatives = kind - kind % ANSWERS
+        if stays[kind]:
+            sort = kind
+        else:
+            sort = KINDS + relatives if any(stays[relatives : relatives + ANSWERS]) else -1
+        if sort not in sorts:
+            sorts[sort] = len(first)
+            first.append(kind)
+        which.append(sorts[sort])
+    return first, which

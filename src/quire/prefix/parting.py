@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from quire.prefix.ghosts import Eviction, Holder
+from quire.prefix.match import Match
 from quire.prefix.node import Node
 from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
 from quire.spec.events import Namespace
@@ -34,15 +35,19 @@ class Parting:
     elsewhere: tuple[Namespace, int] | None
 
 
-def find_parting(root: Node | None, tokens: Ids, page_size: int, others: Iterable[Node]) -> Parting:
-    """Follow `tokens` below `root`, through cached edges and then through ghosts. O(edges + bytes compared).
+def find_parting(root: Node | None, match: Match, tokens: Ids, page_size: int, others: Iterable[Node]) -> Parting:
+    """Follow `tokens` below `root`, through cached edges, which `match` has done, and then through ghosts. O(pages
+    evicted of it), and of a prompt that was never seen no more than a page is looked at.
 
     `others` are roots of other namespaces that may hold the same tokens.
     """
-    data, unit = tokens.tobytes(), page_size * TOKEN_BYTES
-    end: Holder | None
-    at, end, next_keys = _follow_nodes(root, data, unit)
-    matched = at // unit
+    unit = page_size * TOKEN_BYTES
+    end, next_keys = _end_of(root, match, unit)
+    rest = tokens[match.num_pages * page_size :]
+    data = rest[:page_size].tobytes()
+    if end is not None and data in end.ghosts:
+        data = rest.tobytes()
+    at = 0
     evicted: list[tuple[int, Eviction]] = []
     holder: Holder | None = end
     while holder is not None:
@@ -57,23 +62,29 @@ def find_parting(root: Node | None, tokens: Ids, page_size: int, others: Iterabl
         holder = end = ghost if common == len(ghost.key) else None
     page = data[at : at + unit]
     common = max(_most_common(page, next_keys), _most_common(page, [end.tail] if end is not None else []))
-    return Parting(matched, tuple(evicted), common, _elsewhere(others, data, unit))
+    return Parting(match.num_pages, tuple(evicted), common, _elsewhere(others, tokens, unit))
 
 
-def _follow_nodes(root: Node | None, data: bytes, unit: int) -> tuple[int, Node | None, list[bytes]]:
-    """The bytes that are cached, the node at whose end that is (None inside an edge), and the pages that come next."""
+def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Holder | None, list[bytes]]:
+    """The node at whose end a match ends (None inside an edge), and the pages that come next."""
+    last = match.path[-1] if match.path else root
+    if last is None:
+        return None, []
+    whole = match.num_pages - last.depth
+    if whole < last.num_pages:
+        return None, [last.key[whole * unit : (whole + 1) * unit]]
+    return last, list(islice(last.children, _MOST_COMPARED))
+
+
+def _count_cached(root: Node, data: bytes, unit: int) -> int:
+    """How many of the bytes are cached below a root, in whole pages."""
     at, node = 0, root
-    if node is None:
-        return 0, None, []
-    while True:
-        child = node.children.get(data[at : at + unit])
-        if child is None:
-            return at, node, list(islice(node.children, _MOST_COMPARED))
+    while (child := node.children.get(data[at : at + unit])) is not None:
         if not data.startswith(child.key, at):
-            common = common_pages(data, at, child.key, unit)
-            return at + common, None, [child.key[common : common + unit]]
+            return at + common_pages(data, at, child.key, unit)
         at += len(child.key)
         node = child
+    return at
 
 
 def _most_common(page: bytes, keys: list[bytes]) -> int:
@@ -87,6 +98,10 @@ def _most_common(page: bytes, keys: list[bytes]) -> int:
     return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
 
 
-def _elsewhere(others: Iterable[Node], data: bytes, unit: int) -> tuple[Namespace, int] | None:
-    found = [(root.namespace, _follow_nodes(root, data, unit)[0] // unit) for root in others]
-    return max(found, key=lambda entry: entry[1], default=None)
+def _elsewhere(others: Iterable[Node], tokens: Ids, unit: int) -> tuple[Namespace, int] | None:
+    roots = list(others)
+    if not roots:
+        return None
+    data = tokens.tobytes()
+    found = [(root.namespace, _count_cached(root, data, unit) // unit) for root in roots]
+    return max(found, key=lambda entry: entry[1])

@@ -157,10 +157,11 @@ class RadixCache:
             node = self._split(node, num_pages - node.depth)
         return self.pin(node)
 
-    def parting(self, namespace: Namespace, tokens: Ids) -> Parting:
-        """Where `tokens` leave what is cached, and what is known of what would have come next. Changes nothing."""
-        others = self.roots.others(namespace, tokens[: self.page_size].tobytes())
-        return find_parting(self.roots.get(namespace), tokens, self.page_size, others)
+    def parting(self, match: Match, tokens: Ids) -> Parting:
+        """Where `tokens` leave what is cached, behind their match, which is current, and what is known of what would
+        have come next. Changes nothing."""
+        others = self.roots.others(match.namespace, tokens[: self.page_size].tobytes())
+        return find_parting(self.roots.get(match.namespace), match, tokens, self.page_size, others)
 
     # -- growing
 

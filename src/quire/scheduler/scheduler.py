@@ -27,6 +27,7 @@ from quire.scheduler.prefetching import Prefetching
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
@@ -101,6 +102,7 @@ class Scheduler:
         self._decoding = self._of_running  # of the last step
         self._prefetching = Prefetching(ahead)
         self._leaders = Leaders(cache, self._rows)
+        self._lacks_room = False  # for the first that waits
         self._quiet_at: tuple[int, ...] | None = None
         self._arrivals = 0
         self.num_preemptions = 0
@@ -379,12 +381,13 @@ class Scheduler:
             left = self._max_tokens - granted.num_tokens
             if not left:
                 return False
-            if not self._fits(request, hit):
+            self._lacks_room = not self._fits(request, hit)
+            if self._lacks_room:
                 return quiet
             try:
                 self._begin(granted, request, hit, left)
             except OutOfPages as error:
-                request.wait_reason = error.message
+                request.wait_reason, self._lacks_room = error.message, True
                 return quiet
             self._leaders.join(request)
         return quiet
@@ -419,24 +422,33 @@ class Scheduler:
             self._grant(granted, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
     def _commit_settled(self) -> None:
-        """What running requests have computed is there for the waiting ones. While nobody waits, nobody asks for it, so
-        that what a request draws is committed in one piece and not page by page."""
+        """What running requests have computed is there for the waiting ones. What nobody asks for, since nobody waits
+        whose prompt begins with the same page, is committed in one piece later and not page by page. Those who have
+        waited for room may get it from pages that turn out to be cached twice."""
         if not self._cache.share_prefixes:
             return
         running, rows = self._together(), self._rows
         whole = rows.settled[running.rows] // self._cache.page_size > rows.committed[running.rows]
-        self._commit([running.requests[at] for at in whole.nonzero()[0].tolist()])
+        requests = [running.requests[at] for at in whole.nonzero()[0].tolist()]
+        if requests and not self._lacks_room:
+            asked = {self._opening(request) for request in self._waiting}
+            requests = [request for request in requests if self._opening(request) in asked]
+        self._commit(requests)
+
+    def _opening(self, request: Request) -> tuple[Namespace, bytes]:
+        return request.namespace, request.tokens[: self._cache.page_size].tobytes()
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
         plan, size = self._cache.plan, self._cache.page_size
-        running = [(other.kv, pages_for(other.num_known, size)) for other in self._running if other.kv is not None]
+        rows = self._rows.serials.nonzero()[0]
+        reached = -(-(self._rows.known[rows] + self._rows.pending[rows]) // size)
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
         spare = pages_for(plan.tokens_per_step, size)
-        request.wait_reason = self._cache.admission.why_not(hit, needed, running, spare)
+        request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         # Who runs will end; what waiting requests hold for themselves could keep the first of them out for ever.
-        while request.wait_reason and not running and self._ahead.take_back_prefetched():
-            request.wait_reason = self._cache.admission.why_not(hit, needed, running, spare)
+        while request.wait_reason and not len(rows) and self._ahead.take_back_prefetched():
+            request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         return not request.wait_reason
 
     def _finish(self, request: Request) -> None:

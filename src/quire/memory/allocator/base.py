@@ -191,14 +191,13 @@ class BaseTokenToKVPoolAllocator(ABC):
         if not len(page_ids):
             return
         self._out.take_back(page_ids, group=self.name)
-        pages = page_ids.astype(np.int32)
         if self._group is not None:
-            self._group.append(pages)
+            self._group.append(page_ids.astype(np.int32))
         elif self.need_sort:
-            self._released.append(pages)
-            self._num_released += len(pages)
+            self._released.append(page_ids.astype(np.int32))
+            self._num_released += len(page_ids)
         else:
-            self._put_back(pages)
+            self._put_back(page_ids.astype(np.int32, copy=False))
 
     def free_group_begin(self) -> None:
         """Collect the frees that follow, so that `free_group_end` gives them back in one operation.

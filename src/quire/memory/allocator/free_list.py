@@ -11,6 +11,9 @@ from quire.errors import InvalidFree
 from quire.memory.runs import IdArray, as_run, is_ascending
 from quire.spec.ids import Bools, Ids
 
+_MANY = 4096
+_OUT = np.ones(_MANY, dtype=np.int32).tobytes()  # stamps of ids that are out
+
 
 class FreeList:
     """A double-ended queue of at most `capacity` ids in one int32 array. It does not know what was handed out."""
@@ -56,8 +59,11 @@ class FreeList:
 
     def _write(self, at: int, ids: Ids) -> None:
         assert self._count <= len(self._ring)
-        first = min(len(ids), len(self._ring) - at)
-        self._ring[at : at + first] = ids[:first]
+        first = len(self._ring) - at
+        if len(ids) <= first:
+            self._ring[at : at + len(ids)] = ids
+            return
+        self._ring[at:] = ids[:first]
         self._ring[: len(ids) - first] = ids[first:]
 
 
@@ -105,15 +111,18 @@ class OutIds:
 
         O(ids given back).
         """
-        ascending = is_ascending(ids)
-        run = as_run(ids, ascending)
+        run = as_run(ids)
         self._check_out(ids, run, group, noun)
-        if ascending:
-            self._stamps[ids if run is None else run] = 0
+        if run is not None:
+            self._stamps[run] = 0
+        elif is_ascending(ids):
+            self._stamps[ids] = 0
         else:
             self._place(ids, group, noun)
 
     def _check_out(self, ids: IdArray, run: slice | None, group: str, noun: str) -> None:
+        if run is not None and len(ids) <= _MANY and self._stamps[run].tobytes() == _OUT[: 4 * len(ids)]:
+            return
         try:
             stamps = self._stamps[_unsigned(ids) if run is None else run]
         except IndexError:
