@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from attention_plan import Case, planned
 from engines import Quire
 from llm_rows import llm_steps
 from metadata_worker import Operation, Stopwatch, replay, trace_of
-from quire_step import AttentionPlan, Followers, StepCalls, Steps, Turnover
+from quire_step import Followers, StepCalls, Steps, Turnover
 from step_rows import counted_calls, sample_of, timed_steps
 from workloads import Arrival, Sizes, Tokens, Tree, tokens
 
@@ -250,7 +251,7 @@ class System:
                 ends = lengths + 1
                 with watch:
                     calls.extend(kvs)
-                    slots = calls.launch(kvs, lengths, ends)
+                    slots = calls.launch(ends)
                     if commits:
                         for i in (ends % page == 0).nonzero()[0].tolist():
                             cache.commit(kvs[i], known[i][: ends[i]])
@@ -277,7 +278,7 @@ class System:
         for at worst. `median` is the median of them."""
         cache = self._full(sizes, page)
         few, filled = min(256, sizes.node), 0
-        while cache.num_free_pages * page >= few:
+        while cache.pages.num_free_pages * page >= few:
             filled += 1
             store(cache, tokens(few, "pause", filled))
         yield {}
@@ -352,13 +353,21 @@ class System:
             yield sample | {"cpu": sample["parts"]["schedule"][0], "waiting": min(waiting for _, waiting in calls)}
 
     def attention_plan(self, sizes: Sizes, page: int) -> Operation:
-        """The plan of a step of sequences whose frames are scattered, after the first."""
-        steps = min(16, sizes.steps)
-        plan = AttentionPlan(page, sizes.running, sizes.planned, 4 * steps)
+        """The plan of a step of sequences whose frames are scattered, after the first (`attention_plan.py`)."""
+        case, most = Case("", sizes.running, sizes.planned), 4 * min(16, sizes.steps)
+        plans = planned(case, most)
+        next(plans)
         yield {}
         while True:
-            began = time.perf_counter()
-            yield sample_of([(plan.step(),) for _ in range(4)], ["plan"], time.perf_counter() - began)
+            began, taken = time.perf_counter(), []
+            while len(taken) < 4:
+                spent = next(plans, None)
+                if spent is None:
+                    plans = planned(case, most)
+                    next(plans)
+                    continue
+                taken.append((round(spent * 1e3),))
+            yield sample_of(taken, ["plan"], time.perf_counter() - began)
 
     def llm_step(self, sizes: Sizes, page: int, folder: str) -> Operation:
         """CPU time of a whole `LLM` in this process, per decode step."""
@@ -434,7 +443,7 @@ class Serving:
         kvs = [self._kvs[index] for index in running]
         starts = np.array([self._lengths[index] for index in running], dtype=np.int64)
         self._calls.extend(kvs)
-        self._calls.launch(kvs, starts, starts + 1)
+        self._calls.launch(starts + 1)
         for index in running:
             self._lengths[index] += 1
 
