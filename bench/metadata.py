@@ -31,6 +31,7 @@ PEERS = HERE / "peers"
 sys.path[:0] = [str(PEERS)]
 
 from cases import FAMILIES, Case, cases  # noqa: E402
+from metadata_readme import write_tables  # noqa: E402
 from metadata_report import console, plot, print_table  # noqa: E402
 from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
@@ -188,7 +189,7 @@ def summarise(case: Case, measured: dict[str, Any], rows: dict[str, dict[str, An
             "cpu_us_min": min(sample.get("least", sample["cpu"]) for sample in taken),
             "cpu_us_max": max(sample.get("most", sample["cpu"]) for sample in taken),
             "wall_us": statistics.median(sample["wall"] for sample in taken),
-            "samples": [round(sample["cpu"], 3) for sample in taken],
+            "samples": [round(sample["cpu"], 6) for sample in taken],
             "parts": _parts(taken),
             "found": found,
             "ratio": statistics.median(
@@ -381,6 +382,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart of the ratios here")
+    parser.add_argument("--readme", type=Path, metavar="FILE.md", help="write the tables between the marks there")
     parser.add_argument(
         "--read",
         type=Path,
@@ -426,6 +428,8 @@ def main() -> int:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(result, options.plot)
+    if options.readme:
+        write_tables(result, options.readme)
     for problem in result["problems"]:
         console(options).print(f"[red]wrong:[/] {problem}", highlight=False)
     return 1 if result["problems"] else 0

@@ -298,8 +298,8 @@ class System:
 
     def admit(self, sizes: Sizes, page: int, events: str) -> Operation:
         """A prompt of which nothing is cached, in a pool that is full: match, begin, extend, commit. With events `on`
-        they are taken from the cache with every hash in them; `step_thread` is the CPU time of the thread of the step
-        up to there, which is shorter where hashes are made elsewhere."""
+        they are taken from the cache with every hash in them, which a reader computes; the part is what the thread
+        of the step takes up to there."""
         taken: list[Any] = []
         emit = {} if events == "off" else {"emit": taken.append}
         cache = new_cache(sizes.admit_pool, page, context=2 * sizes.admitted, requests=4, **emit, **StepCalls.DEFAULTS)
@@ -323,7 +323,8 @@ class System:
                 hashes = sum(len(event.hashes) for event in taken)
             cache.finish(kv)
             evicted = (cache.statistics().evicted_pages - evicted) * page
-            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes, step_thread=thread / 1e3)
+            parts = {"thread of the step": [thread / 1e3] * 3}
+            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes, parts=parts)
 
     def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """A whole decode step without the model: `Scheduler.schedule`, `ModelRunner.launch`, `Scheduler.settle`."""
