@@ -32,6 +32,7 @@ MUST_HAPPEN = (
     "abort",
     "batch",
     "decode",
+    "commit of several",
     "clear",
 )
 

@@ -39,14 +39,14 @@ class TableBesideDictionary(RuleBasedStateMachine):
     def column(self, place: tuple[Tier, int]) -> Column:
         return self.table.of(*place)
 
-    @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES, state=st.sampled_from([State.RESIDENT, State.ARRIVING]))
-    def bind(self, place: tuple[Tier, int], pages: list[int], state: State) -> None:
+    @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES)
+    def bind(self, place: tuple[Tier, int], pages: list[int]) -> None:
         pages = [page for page in pages if (*place, page) not in self.frames]
         frames = list(range(self.fresh + 1, self.fresh + len(pages) + 1))
         self.fresh += len(pages)
-        self.column(place).bind(ids(*pages), ids(*frames), state)
+        self.column(place).bind(ids(*pages), ids(*frames))
         for page, frame in zip(pages, frames, strict=True):
-            self.frames[(*place, page)], self.states[(*place, page)] = frame, state
+            self.frames[(*place, page)], self.states[(*place, page)] = frame, State.RESIDENT
 
     @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES)
     def unbind(self, place: tuple[Tier, int], pages: list[int]) -> None:
@@ -62,12 +62,13 @@ class TableBesideDictionary(RuleBasedStateMachine):
         self.ranks.pop((*place, page), None)
         self.idle[place] = [entry for entry in self.idle[place] if entry[1] != page]
 
-    @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES, state=st.sampled_from(list(State)[1:]))
-    def mark(self, place: tuple[Tier, int], pages: list[int], state: State) -> None:
-        self.column(place).mark(ids(*pages), state)
+    @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES, state=st.sampled_from(list(State)), on=st.booleans())
+    def mark(self, place: tuple[Tier, int], pages: list[int], state: State, on: bool) -> None:
+        (self.column(place).mark if on else self.column(place).unmark)(ids(*pages), state)
         for page in pages:
-            if (*place, page) in self.frames:
-                self.states[(*place, page)] = state
+            before = self.states.get((*place, page), State.ABSENT)
+            self.states[(*place, page)] = before | state if on else before & ~state
+        assert self.column(place).has(ids(*pages), state).all() == on
 
     @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES)
     def move(self, place: tuple[Tier, int], pages: list[int]) -> None:
@@ -79,7 +80,7 @@ class TableBesideDictionary(RuleBasedStateMachine):
         self.column(place).move(ids(*old), ids(*new))
         for source, target in zip(old, new, strict=True):
             self.frames[(*place, target)] = self.frames.pop((*place, source))
-            self.states[(*place, target)] = self.states.pop((*place, source))
+            self.states[(*place, target)] = self.states.pop((*place, source), State.ABSENT)
 
     @rule(place=st.sampled_from(PLACES), pages=SOME_PAGES, rank=st.sampled_from(Rank))
     def pin(self, place: tuple[Tier, int], pages: list[int], rank: Rank) -> None:

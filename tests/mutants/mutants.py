@@ -1,8 +1,9 @@
 """Mistakes that engines of this kind have shipped, each as a change to the real code. Every one must be noticed.
 
 A mutant is a function that breaks something, a sentence that says what goes wrong for a user, and the check that has to
-fail: the stateful check of the cache, of the allocators, of windows, of states, of stored rows, of kept plans, of the
-scheduler, the table of eviction orders, or the second planner. Add one when a bug was found that no check had seen.
+fail: the stateful check of the cache, of the allocators, of windows, of states, of stored rows, of the scheduler, of
+its steps, of kept plans, the table of eviction orders, or the second planner. Add one when a bug was found that no
+check had seen.
 """
 
 from __future__ import annotations

@@ -11,19 +11,21 @@ from quire.errors import QuireError
 from quire.plan import planner
 from quire.testing import mutants as shipped
 from quire.testing.fuzz.run import run_lives
+from tests.cache.test_hold import check_holds
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.mutants import hybrid_mutants, plan_mutants
+from tests.mutants import hold_mutants, hybrid_mutants, plan_mutants, step_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import Clients, check_link
 from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
+from tests.scheduler.step_machine import run_steps
 from tests.scheduler.test_hybrid_reuse import (
     check_one_state,
     check_shared_prefixes,
@@ -51,6 +53,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "idle": [check_idle_order],
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
+    "holds": [check_holds],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
     "never slower": [
         *(lambda seed=seed: check_link(seed) for seed in range(12)),
@@ -58,6 +61,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         *(lambda look=look: test_worth_loading.test_looking_turns_nothing_off_and_nothing_on(look) for look in LOOKS),
         lambda: test_prefetch.test_a_store_that_brings_nothing_is_left_alone_and_found_again("RETRY"),
     ],
+    "steps": [lambda seed=seed: run_steps(seed, 150) for seed in range(60)],
     "lanes": [
         test_lanes.test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline,
         test_lanes.test_a_hung_peer_holds_its_own_threads_only,
@@ -103,8 +107,13 @@ def test_without_a_mutant_all_is_well(killer: str) -> None:
 
 
 def test_names_and_sentences_are_all_different() -> None:
-    names = {mutant.name for mutant in MUTANTS}
-    assert {hybrid_mutants.windows_go_tail_first.__name__, plan_mutants.tails_are_not_shown.__name__} <= names
+    known = (
+        hybrid_mutants.windows_go_tail_first,
+        plan_mutants.tails_are_not_shown,
+        step_mutants.draws_are_one_too_early,
+        hold_mutants.private_pages_leak,
+    )
+    assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     every = [*MUTANTS, *shipped.MUTANTS.values()]
     assert len({mutant.name for mutant in every}) == len({mutant.wrong for mutant in every}) == len(every)
     assert {mutant.killer for mutant in MUTANTS} == set(RUNS)

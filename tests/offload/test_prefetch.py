@@ -344,7 +344,7 @@ def test_what_was_fetched_is_held_until_its_request_begins(reaches: tuple[ReachS
     assert world.cached(TOKENS) == len(TOKENS), "others make room elsewhere"
     assert world.compute(asking(TOKENS)) == len(TOKENS)
     world.ahead.stop_prefetch(prefetch)
-    assert world.prefetcher is not None and not world.prefetcher.leases()
+    assert world.prefetcher is not None and not world.prefetcher.num_holding
     press(world)
     assert world.cached(TOKENS) == 0, "nobody holds it any more"
     world.close()
@@ -377,9 +377,9 @@ def test_what_is_to_be_forgotten_is_not_held(kind: str) -> None:
     else:
         tiers_of(world).damaged.mark(pages[:1])
         assert world.prefetcher is not None
-        world.prefetcher.lose(tiers_of(world).damaged.bad)
+        world.prefetcher.lose(tiers_of(world).damaged)
         tiers_of(world).damaged.mend(pages)
-    assert not prefetch.holds and world.prefetcher is not None and not world.prefetcher.leases()
+    assert not prefetch.holds and world.prefetcher is not None and not world.prefetcher.num_holding
     world.cache.audit()
     world.ahead.stop_prefetch(prefetch)
     world.close()

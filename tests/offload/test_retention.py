@@ -91,7 +91,7 @@ def test_a_flood_evicts_everything_but_what_is_kept(pin: bool) -> None:
     cache.now = 300
     flood(cache)
     assert cache.cached(kept) == 0 and cache.kept.num_pages == len(cache.kept) == 0
-    assert cache.tree.num_protected == 0 and not cache.kept.leases()
+    assert cache.tree.num_protected == 0 and not len(cache.kept)
 
 
 def test_nothing_is_kept_of_a_budget_of_nothing() -> None:
@@ -555,7 +555,7 @@ class RetentionMachine(RuleBasedStateMachine):
             for kv, _ in self.running:
                 self.cache.finish(kv)
             self.cache.kept.forget(None)
-            assert self.cache.tree.num_protected == 0 and not self.cache.kept.leases()
+            assert self.cache.tree.num_protected == 0 and not len(self.cache.kept)
             self.cache.audit()
             clear(self.cache)
             assert self.cache.pages.num_free_pages == 14

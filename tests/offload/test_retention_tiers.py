@@ -103,7 +103,7 @@ def test_what_a_request_needs_to_resume_is_kept_too(other: ReachSpec, pin: bool)
     tiered.drain()
     granted = keep(tiered, KEPT, pin=pin)
     assert (granted.granted_tokens, granted.pinned) == (16, pin), granted
-    assert len(tiered.kept.readers(1, Tier.DEVICE)) == len(tiered.cache.groups[1].reach.needed(4))
+    assert len(tiered.cache.parts.holds.readers(1, Tier.DEVICE)) == len(tiered.cache.groups[1].reach.needed(4))
     tiered.cache.audit()
     for first in range(100, 160, 4):
         tiered.compute(tokens_of(range(first, first + 4)), BOB)
@@ -168,7 +168,7 @@ def test_frames_that_are_on_the_host_only_are_kept_there() -> None:
     flood(tiered, 3, 4)
     assert not tiered.cache.groups[1].frames.resident(tiered.cache.tree.match(ALICE, KEPT).pages[2:]).any()
     assert keep(tiered, KEPT).granted_tokens == 16
-    assert len(tiered.kept.readers(1, Tier.HOST)) == 2
+    assert len(tiered.cache.parts.holds.readers(1, Tier.HOST)) == 2
     tiered.cache.audit()
     flood(tiered, 10, 4)
     assert tiered.compute(asking(KEPT)) == 16

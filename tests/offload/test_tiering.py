@@ -89,7 +89,7 @@ def test_failed_loads_with_pages_in_common_do_not_keep_each_other(
     for kv in both:
         world.cache.finish(kv)
     world.ahead.settle_moves()
-    assert not tiers_of(world).condemned and not tiers_of(world).damaged.num_bad
+    assert not tiers_of(world).condemned and not tiers_of(world).damaged.num_damaged
     assert not any(map(world.cached, prompts))
     assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 2}
     for tokens in prompts:

@@ -135,7 +135,7 @@ def test_a_stale_page_of_the_same_request() -> None:
 def test_a_wrong_state(fault: str) -> None:
     replay = replay_of(groups="state")
 
-    def change(pieces: Pieces | None, group: int, kvs: Any, ends: Any) -> None:
+    def change(pieces: Pieces | None, *_: Any) -> None:
         if pieces is None or len(pieces.lengths) < 2:
             return
         if fault == "another's":

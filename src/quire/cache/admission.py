@@ -16,7 +16,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.cache.running_tables import RunningTables
 from quire.observe.explain import Explanation
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class Admission:
         self._rows = rows
         self._kept = kept
         self._size = parts.plan.page_size
-        self.gives_back_early = any(not group.reach.whole for group in parts.groups)
-        """Whether what settles sets frames free, so that it is worth a commit at the end of every page."""
+        self._partial = [group for group in parts.groups if not group.reach.whole]
+        self.gives_back_early = bool(self._partial)
+        """Whether what settles may set frames free before its request ends."""
 
     @property
     def num_available_pages(self) -> int:
@@ -67,6 +68,15 @@ class Admission:
         token."""
         parting = self._tree.parting(hit.match.namespace, tokens)
         return explain_prompt(len(tokens), self._size, hit, parting, self._seconds())
+
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        for group in self._partial:
+            freed = group.frees(rows, num_pages)
+            if freed is not None:
+                found |= freed
+        return found
 
     def at_once(self, kv: RequestKV, count: int) -> int:
         """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which

@@ -27,7 +27,8 @@ def _group(
     if reach.carried:
         size, rows = plan.page_size, plan.max_requests
         frames = carried_frames(column, num_frames)
-        return CarriedGroup(index, reach, frames, page_size=size, max_requests=rows, grid=grid)
+        drafts = plan.tokens_per_step - 1
+        return CarriedGroup(index, reach, frames, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
     if reach.whole:
         return WholeGroup(index, reach, whole_frames(column, num_frames, pages), tree)
     return PassingGroup(index, reach, passing_frames(column, num_frames, pages), tree, plan.max_requests)

@@ -8,16 +8,21 @@ A request that begins on a cached prefix reads the frame of that prefix's last p
     pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: left behind; C: goes on
 
 What it leaves is a service to others. A frame for it is taken only where none is missed: `skipped` counts the rest.
+
+Where steps compute drafts, a request has as many more frames: each draft is a piece of its own that leaves what it
+holds in one of them, and its own frame stands behind the last token that is sure. When the step has settled, the frame
+of the last draft that came true becomes its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, NewPages, Pieces, RowPages
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
@@ -39,7 +44,15 @@ class CarriedGroup(GroupCache):
     """See `quire.cache.groups.GroupCache` for what it does, and this module for how. `grid` is in tokens."""
 
     def __init__(
-        self, index: int, reach: Reach, frames: SlotFrames, *, page_size: int, max_requests: int, grid: int
+        self,
+        index: int,
+        reach: Reach,
+        frames: SlotFrames,
+        *,
+        page_size: int,
+        max_requests: int,
+        grid: int,
+        drafts: int = 0,
     ) -> None:
         super().__init__(index, reach, frames)
         self._frames = frames
@@ -48,7 +61,9 @@ class CarriedGroup(GroupCache):
         self._page_size = page_size
         self._grid = max(page_size, grid - grid % page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
-        self._position = np.zeros(max_requests, dtype=np.int64)  # tokens that have gone into it
+        self._position = np.zeros(max_requests, dtype=np.int64)  # tokens that have gone into it, drafts not counted
+        self._drafts = drafts
+        self._draft_frames = np.zeros((max_requests, drafts), dtype=np.int32)  # what a step leaves after each draft
         self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
         self._trail_frame = np.zeros(max_requests, dtype=np.int32)  # of the last page's end passed; 0: none
         self._trail_pages = np.zeros(max_requests, dtype=np.int64)
@@ -73,10 +88,10 @@ class CarriedGroup(GroupCache):
         return 0  # a page on the shelf is nobody's, so that its frame can be the request's own: see `wanted`
 
     def needs(self, num_pages: int, num_cached: int) -> int:
-        return 1
+        return 1 + self._drafts
 
     def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        return int(np.count_nonzero(self._frame[rows] == 0))
+        return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._drafts)
 
     def reserve(self, num_pages: int) -> int:
         return 0
@@ -86,6 +101,8 @@ class CarriedGroup(GroupCache):
         frames += [trail.frame for trail in self._behind.get(row, ())]
         if self._trail_frame[row]:
             frames.append(int(self._trail_frame[row]))
+        if self._frame[row]:
+            frames += self._draft_frames[row].tolist()
         return np.array(frames, dtype=np.int32)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
@@ -95,15 +112,16 @@ class CarriedGroup(GroupCache):
     def books(self) -> tuple[object, ...]:
         trails = (self._trail_frame.tobytes(), self._trail_pages.tobytes())
         behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
-        return self._frame.tobytes(), self._source.tobytes(), trails, behind
+        return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), trails, behind
 
     # -- requests
 
     def wanted(self, rows: Rows, num_new: int) -> int:
         """A frame for each row without one; one that nothing is left for can have that of the page it begins on."""
         missing = rows[self._frame[rows] == 0]
-        short = len(missing) - self.num_free - self.num_evictable
-        return len(missing) - (min(short, len(self._takeable(missing))) if short > 0 else 0)
+        wanted = len(missing) * (1 + self._drafts)
+        short = wanted - self.num_free - self.num_evictable
+        return wanted - (min(short, len(self._takeable(missing))) if short > 0 else 0)
 
     def begin(self, row: int, pages: Ids) -> None:
         if len(pages):
@@ -113,32 +131,41 @@ class CarriedGroup(GroupCache):
 
     def take(self, rows: Rows, new_pages: Ids) -> Ids:
         missing = rows[self._frame[rows] == 0]
-        return self.frames.take(min(len(missing), self.num_free))
+        return self.frames.take(min(len(missing) * (1 + self._drafts), self.num_free))
 
     def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
-        missing = rows[self._frame[rows] == 0]
-        if len(frames) < len(missing):
-            for row in self._takeable(missing)[: len(missing) - len(frames)].tolist():
+        began = missing = rows[self._frame[rows] == 0]
+        short = len(missing) * (1 + self._drafts) - len(frames)
+        if short:
+            for row in self._takeable(missing)[:short].tolist():
                 page = self._source[row : row + 1].copy()
                 self.table.unpin(page, Rank.PASSED)
                 self._frame[row] = self.frames.take_over(page)[0]
                 self._source[row] = 0
                 self.dropped_frames += 1
             missing = rows[self._frame[rows] == 0]
-        self._frame[missing] = frames
+        self._frame[missing] = frames[: len(missing)]
+        self._draft_frames[began] = frames[len(missing) :].reshape(len(began), self._drafts)
 
-    def launch(self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, table: Ids, *, leaves: bool) -> Launched:
+    def launch(
+        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
+    ) -> Launched:
         starts = self._position[rows]
+        drafts = np.maximum(draws - 1, 0) if self._drafts and draws is not None else None
+        if drafts is not None:
+            ends = ends - drafts
         sources = self._frame[rows]
         grown = np.count_nonzero(ends > starts) == np.count_nonzero(sources) == len(rows)
         assert grown, "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
+        if drafts is not None:
+            plain &= drafts == 0
         self._position[rows] = ends
         targets = sources.copy()
         exchange: Rows = np.empty(0, dtype=np.intp)
         if leaves:
-            page, filled = np.divmod(starts, self._page_size)
-            within = page == (ends - 1) // self._page_size
+            filled = starts % self._page_size
+            within = filled + (ends - starts) <= self._page_size
             exchange = self._exchanges(kvs, rows, starts, plain & within & (filled == 0))
             plain &= within & (filled > 0)
         if len(exchange):
@@ -157,6 +184,9 @@ class CarriedGroup(GroupCache):
             kv = kvs[at]
             whole = RowPages(kv.row, table[kv.row], kv.lease.num_pages)
             pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves and kv.shares)
+            if drafts is not None:
+                chain = [int(self._frame[kv.row]), *self._draft_frames[kv.row, : drafts[at]].tolist()]
+                pieces += [(1, source, target) for source, target in pairwise(chain)]
             counts[at] = len(pieces)
             cut += pieces
             given += self._leave(whole, settled)
@@ -171,6 +201,14 @@ class CarriedGroup(GroupCache):
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
         return Pieces(*found), given
 
+    def settle(self, row: int, num_tokens: int) -> None:
+        """So many tokens of a request have settled, drafts that came true among them; the others never were."""
+        came_true = num_tokens - int(self._position[row])
+        if came_true > 0:
+            frames = self._draft_frames[row]
+            self._frame[row], frames[came_true - 1] = frames[came_true - 1], self._frame[row]
+            self._position[row] = num_tokens
+
     def restore(self, pages: Ids) -> Ids:
         frames = self.frames.take(len(pages))
         self.frames.leave(pages, frames)
@@ -182,13 +220,26 @@ class CarriedGroup(GroupCache):
             return True
         return any(trail.num_pages == num_pages for trail in self._behind.get(row, ()))
 
-    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
-        settled = [trail for trail in self._behind.get(row.row, ()) if trail.num_pages <= row.protected]
-        if settled:
-            self._behind[row.row] = [t for t in self._behind[row.row] if t.num_pages > row.protected]
-        return self._leave(row, settled)
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools | None:
+        if not self._behind:
+            return None
+        ends = zip(rows.tolist(), num_pages.tolist(), strict=True)
+        left = [any(trail.num_pages <= end for trail in self._behind.get(row, ())) for row, end in ends]
+        return np.array(left, dtype=np.bool_)
 
-    def passed(self, row: RowPages, cached: int) -> list[Given]:
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
+        given: list[Given] = []
+        for kv, end in zip(new.kvs, new.ends.tolist(), strict=True):
+            behind = self._behind.get(kv.row)
+            if behind and behind[0].num_pages <= end:
+                settled = [trail for trail in behind if trail.num_pages <= end]
+                self._behind[kv.row] = [trail for trail in behind if trail.num_pages > end]
+                if not self._behind[kv.row]:
+                    del self._behind[kv.row]
+                given += self._leave(RowPages(kv.row, new.table[kv.row], end), settled)
+        return given
+
+    def passed(self, new: NewPages) -> list[Given]:
         return []
 
     def finish(self, row: RowPages) -> list[Given]:
@@ -205,6 +256,8 @@ class CarriedGroup(GroupCache):
         left = [trail for trail in behind if trail.num_pages <= row.protected] + ([keep] if keep else [])
         given = self._leave(row, left)
         frames = [t.frame for t in (*behind, *last) if not any(t is kept for kept in left)]
+        if self._frame[at]:
+            frames += self._draft_frames[at].tolist()
         given.append(
             Given(self.index, self.pinned(at, NO_PAGES).copy(), Rank.USED, frames=np.array(frames, dtype=np.int32))
         )
@@ -300,7 +353,7 @@ class CarriedGroup(GroupCache):
 
     def _spare(self, rank: Rank) -> int:
         """A frame that no request will miss, for something of that rank; 0 if there is none."""
-        still_to_come = int(np.count_nonzero(self._frame == 0))
+        still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._drafts)
         if self.num_free + self._idle.num_idle <= still_to_come:
             return 0
         if not self.num_free and not self._drop(1, rank):

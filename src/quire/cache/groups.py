@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
@@ -21,7 +22,7 @@ from quire.memory.allocator import PageFrames, SlotFrames
 from quire.memory.residency import Column
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
 
 NO_PAGES: Ids = np.empty(0, dtype=np.int32)
@@ -67,6 +68,22 @@ class RowPages:
     row: int
     pages: Ids
     protected: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewPages:
+    """Whole pages of some requests that have settled: of `kvs[i]`, whose row is `rows[i]`, those from `starts[i]` up to
+    `ends[i]`. `table` holds the pages of all rows, int32 `[rows, width]`."""
+
+    kvs: Sequence[RequestKV]
+    rows: Rows
+    starts: Lengths
+    ends: Lengths
+    table: Ids
+
+    def pages(self) -> Ids:
+        """All of them, one request's behind the other's."""
+        return pages_between(self.table, self.rows, self.starts, self.ends)[0]
 
 
 class GroupCache(ABC):
@@ -122,12 +139,13 @@ class GroupCache(ABC):
         return ()
 
     def launch(
-        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, table: Ids, *, leaves: bool
+        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
     ) -> Launched | None:
         """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
 
-        `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none are
-        carried.
+        It draws `draws[i]` tokens, one at most if that is not given: all but the first of them behind drafts, its last
+        tokens. `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none
+        are carried.
         """
         return None
 
@@ -164,6 +182,9 @@ class GroupCache(ABC):
     def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
         """Give these frames, which `take` returned, to the pages or rows they are for."""
 
+    def settle(self, row: int, num_tokens: int) -> None:  # noqa: B027 - only frames that are carried hear of it
+        """So many tokens of a request have settled, of which drafts may have been launched."""
+
     @abstractmethod
     def restore(self, pages: Ids) -> Ids:
         """Give these cached pages, which have no frame, one each; there is room. Returns the frames, whose content is
@@ -173,15 +194,19 @@ class GroupCache(ABC):
     def owes(self, row: int, num_pages: int) -> bool:
         """Whether what others need to begin behind that many pages, which are settled, has still to come."""
 
-    @abstractmethod
-    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
-        """Pages from `start` up to `row.protected` are the tree's now; `ours` were the request's own for the first of
-        them, which others had cached before. `marks` are the resume points it leaves, in pages."""
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools | None:
+        """Which of these rows, of which so many whole pages have settled, would set frames free by a commit. None: no
+        row ever does."""
+        return None
 
     @abstractmethod
-    def passed(self, row: RowPages, cached: int) -> list[Given]:
-        """As `commit`, where nothing is shared: pages up to `row.protected` are whole and stay private, but for the
-        first `cached`, which it began on."""
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
+        """These pages are the tree's now; `ours` were the requests' own for those of them that others had cached
+        before, which are `theirs`."""
+
+    @abstractmethod
+    def passed(self, new: NewPages) -> list[Given]:
+        """As `commit`, where nothing is shared: all pages stay private, but for those that a request began on."""
 
     @abstractmethod
     def finish(self, row: RowPages) -> list[Given]:
@@ -252,11 +277,11 @@ class WholeGroup(GroupCache):
     def owes(self, row: int, num_pages: int) -> bool:
         return False
 
-    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
-        self._revive(ours, row.pages[start : start + len(ours)])
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
+        self._revive(ours, theirs)
         return []
 
-    def passed(self, row: RowPages, cached: int) -> list[Given]:
+    def passed(self, new: NewPages) -> list[Given]:
         return []
 
     def finish(self, row: RowPages) -> list[Given]:
@@ -291,6 +316,7 @@ class PassingGroup(WholeGroup):
         assert frames.table.idle is not None
         self._idle = frames.table.idle
         self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
+        self._starts = np.zeros(0, dtype=np.int64)  # of what is read behind so many pages
 
     @property
     def num_evictable(self) -> int:
@@ -316,27 +342,35 @@ class PassingGroup(WholeGroup):
         self.first[row] = needed.start
         self.table.pin(pages[_slice(needed)], Rank.USED)
 
-    def commit(self, row: RowPages, start: int, ours: Ids, marks: Mapping[int, Rank]) -> list[Given]:
-        self._revive(ours, row.pages[start : start + len(ours)])
-        self.table.pin(row.pages[start : row.protected])
-        first, after = self._advance(row)
-        if first == after:
-            return []
-        passed = row.pages[first:after]
-        ranks = np.zeros(len(passed), dtype=np.int8)
-        for num_pages, rank in marks.items():
-            kept = self.reach.needed(num_pages)
-            part = ranks[max(0, kept.start - first) : max(0, kept.stop - first)]
-            np.maximum(part, rank, out=part)
-        return [
-            Given(self.index, passed[ranks == rank].copy(), rank) for rank in Rank if np.count_nonzero(ranks == rank)
-        ]
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools | None:
+        passes: Bools = self._needed_from(num_pages) > self.first[rows]
+        return passes
 
-    def passed(self, row: RowPages, cached: int) -> list[Given]:
-        first, after = self._advance(row)
-        ours = max(first, min(after, cached))
-        unpinned, dropped = row.pages[first:ours].copy(), row.pages[ours:after].copy()
-        return [Given(self.index, unpinned, dropped=dropped)] if after > first else []
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
+        self._revive(ours, theirs)
+        for pages in _distinct(new.pages()):
+            self.table.pin(pages)
+        firsts, passed, _ = self._advance(new)
+        if not len(passed):
+            return []
+        ranks = self._ranks(new.kvs, firsts, self.first[new.rows])
+        if not np.count_nonzero(ranks):
+            return [Given(self.index, pages) for pages in _distinct(passed)]
+        by_rank = [(rank, passed[ranks == value]) for value, rank in enumerate(Rank)]
+        return [Given(self.index, pages, rank) for rank, some in by_rank for pages in _distinct(some)]
+
+    def passed(self, new: NewPages) -> list[Given]:
+        firsts, passed, owners = self._advance(new)
+        if not len(passed):
+            return []
+        cached = np.array([kv.lease.num_pages for kv in new.kvs])
+        places = firsts[owners] + np.arange(len(passed)) - owners.searchsorted(owners)
+        shared = places < cached[owners]
+        parts = _distinct(passed[shared])
+        return [
+            Given(self.index, parts[0] if parts else NO_PAGES, dropped=passed[~shared]),
+            *(Given(self.index, pages) for pages in parts[1:]),
+        ]
 
     def finish(self, row: RowPages) -> list[Given]:
         read = row.pages[self.first[row.row] : row.protected]
@@ -358,12 +392,56 @@ class PassingGroup(WholeGroup):
     def books(self) -> tuple[object, ...]:
         return (self.first.tobytes(),)
 
-    def _advance(self, row: RowPages) -> tuple[int, int]:
-        """Move the first page still read to where a request with `row.protected` whole pages needs it; old and new."""
-        first = int(self.first[row.row])
-        after = max(first, self.reach.needed(row.protected).start)
-        self.first[row.row] = after
-        return first, after
+    def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:
+        """Move the first page still read to where requests with `new.ends` whole pages need it. Returns where it was,
+        and the pages that have been passed, with the request of each."""
+        firsts = self.first[new.rows]
+        after = np.maximum(firsts, self._needed_from(new.ends))
+        self.first[new.rows] = after
+        return firsts, *pages_between(new.table, new.rows, firsts, after)
+
+    def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8]:
+        """What pages `firsts[i]` up to `ends[i]` of each request are good for: the resume points that need them."""
+        ranks = bytearray(int((ends - firsts).sum()))
+        at = 0
+        for kv, first, end in zip(kvs, firsts.tolist(), ends.tolist(), strict=True):
+            for num_pages, rank in kv.marks.items() if end > first else ():
+                if num_pages > first:
+                    start = max(first, self.reach.needed(num_pages).start)
+                    for place in range(at + start - first, at + min(end, num_pages) - first):
+                        ranks[place] = max(ranks[place], rank)
+            at += end - first
+        return np.frombuffer(ranks, dtype=np.int8)
+
+    def _needed_from(self, num_pages: Lengths) -> Lengths:
+        """The first page that is still read behind so many."""
+        most = int(num_pages.max(initial=0))
+        if most >= len(self._starts):
+            counted = range(max(2 * len(self._starts), most + 1))
+            self._starts = np.array([self.reach.needed(n).start for n in counted], dtype=np.int64)
+        return self._starts[num_pages]
+
+
+def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tuple[Ids, Rows]:
+    """Pages `starts[i]` up to `ends[i]` of each row, one row's behind the other's, a copy; and the i of each."""
+    counts = ends - starts
+    owners = np.repeat(np.arange(len(rows)), counts)
+    places = np.arange(len(owners)) + (starts - (np.cumsum(counts) - counts))[owners]
+    pages: Ids = table[rows[owners], places]
+    return pages, owners
+
+
+def _distinct(pages: Ids) -> list[Ids]:
+    """The same pages in the same order, in parts without repetition: requests that share a page pass it together."""
+    parts: list[Ids] = []
+    while len(pages):
+        if len(set(pages.tolist())) == len(pages):
+            return [*parts, pages]
+        once = np.zeros(len(pages), dtype=np.bool_)
+        once[np.unique(pages, return_index=True)[1]] = True
+        parts.append(pages[once])
+        pages = pages[~once]
+    return parts
 
 
 def _slice(pages: range) -> slice:

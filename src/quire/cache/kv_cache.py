@@ -25,7 +25,8 @@ from quire.cache.build import build_groups
 from quire.cache.damaged import DamagedPages
 from quire.cache.explain import names_of
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, NewPages, Pieces, RowPages
+from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.placement import PagePlacement
 from quire.cache.prefix_hit import PrefixHit
@@ -52,6 +53,10 @@ from quire.spec.rank import Rank
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
+
+
+_Settled = tuple[RequestKV, Ids, int, int]
+"""A request, its tokens, and from which of its pages on and up to which they have settled now."""
 
 
 class KVCache:
@@ -114,7 +119,8 @@ class KVCache:
             pages=self.pages,
             groups=self.groups,
             tree=self.tree,
-            damaged=DamagedPages(num_pages, self.groups),
+            damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
+            holds=Holds(self.tree, table, self._give_back),
             identity=identity,
             seconds=seconds,
             give_back=self._give_back,
@@ -125,7 +131,9 @@ class KVCache:
         )
         self.offload = offload.make(self.parts)
         self.admission = Admission(self.parts, self.rows, self.offload.kept)
-        self._reclaim = Reclaim(self.groups, self.pages, self.tree, self.offload, self.counters, self.rows.live)
+        self._reclaim = Reclaim(
+            self.groups, self.pages, self.tree, self.offload, self.counters, self.rows.live, self.parts.holds
+        )
         self._table = self.rows.table
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
@@ -270,8 +278,9 @@ class KVCache:
             if num_new:
                 slots[crossing] = column[pages] * np.int32(size)
 
-    def commit(self, kv: RequestKV, tokens: Ids) -> None:
-        """Say that `tokens`, all of the request's from its first on, have settled: the steps that wrote them are done.
+    def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
+        """Say that `tokens`, all of a request's from its first on, have settled: the steps that wrote them are done.
+        Of one request, or of several with the tokens of each.
 
         Their whole pages become reusable. Where another request cached the same tokens meanwhile, its pages take the
         place of ours in the row, and ours are given up:
@@ -279,38 +288,76 @@ class KVCache:
             |-- protected --|-- cached by another --|-- whole pages of ours --|-- part of a page --|
                              ours are retired         enter the tree            stays private
         """
-        row = self.rows.row_of(kv)
-        if not self._table.committed[row] <= len(tokens) <= self._table.allocated[row]:
-            have, room = self._table.committed[row], self._table.allocated[row]
+        many, all_tokens = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        fresh: list[_Settled] = []
+        private: list[_Settled] = []
+        for kv, own in zip(many, all_tokens, strict=True):
+            start, end = self._settle(kv, own)
+            if end == start:
+                continue
+            if self.parts.damaged.num_damaged and kv.shares:
+                kv.shares = not self.parts.damaged.have_frames(self.tree.match(kv.namespace, own).pages[start:end])
+            if not kv.shares:
+                private.append((kv, own, start, end))
+                continue
+            fresh.append((kv, own, start, end))
+            ours = self._insert(*fresh[-1])
+            if len(ours):  # what came back to the device with that has its frames before the tree is asked again
+                self._committed(fresh, ours)
+                fresh = []
+        if fresh:
+            self._committed(fresh, NO_PAGES)
+        if private and self._partial:
+            new = self._new_pages(private)
+            self._retire(given=[part for group in self._partial for part in group.passed(new)])
+
+    def _settle(self, kv: RequestKV, tokens: Ids) -> tuple[int, int]:
+        """So many tokens have settled; from which page on, and up to which, whole pages have that had not."""
+        row, committed = self.rows.row_of(kv), self._table.committed
+        before = int(committed[row])
+        if not before <= len(tokens) <= self._table.allocated[row]:
+            have, room = committed[row], self._table.allocated[row]
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
-        start, end = int(self._table.committed[row]) // self.page_size, len(tokens) // self.page_size
-        self._table.committed[row] = len(tokens)
-        if end == start:
-            return
-        if self.parts.damaged.num_bad and kv.shares:
-            kv.shares = not self.parts.damaged.is_bad_from(self.tree.match(kv.namespace, tokens).pages[start:end])
-        pages = self._table.pages[row]
-        if not kv.shares:
-            whole = RowPages(row, pages, end)
-            cached = kv.lease.num_pages
-            self._retire(given=[part for group in self._partial for part in group.passed(whole, cached)])
-            return
+        committed[row] = len(tokens)
+        if self.plan.speculation is not None:
+            for group in self._carried:
+                group.settle(row, len(tokens))
+        return before // self.page_size, len(tokens) // self.page_size
+
+    def _insert(self, kv: RequestKV, tokens: Ids, start: int, end: int) -> Ids:
+        """Pages `start` up to `end` of a request enter the tree. Returns those that others had cached, which are
+        replaced in its row."""
+        pages = self._table.pages[kv.row]
         inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
-        duplicates = inserted.duplicates
-        if len(duplicates):
-            duplicates = duplicates.copy()  # a view of the row that is rewritten next
-            self.parts.frames.arrived(duplicates, inserted.pages[: len(duplicates)])
-            self._table.write_run(row, start, inserted.pages)
-            self.rows.epoch += 1
-        self.num_changes += 1
         self.counters.committed_pages += end - start
-        self.counters.duplicate_pages += len(duplicates)
+        if not len(inserted.duplicates):
+            return NO_PAGES
+        ours = inserted.duplicates.copy()  # a view of the row that is rewritten next
+        self.parts.frames.arrived(ours, inserted.pages[: len(ours)])
+        self._table.write_run(kv.row, start, inserted.pages)
+        self.rows.epoch += 1
+        self.counters.duplicate_pages += len(ours)
+        return ours
+
+    def _committed(self, fresh: Sequence[_Settled], ours: Ids) -> None:
+        """These pages are the tree's now. `ours` were the last request's own, for the first of its."""
+        self.num_changes += 1
+        kv, _, start, _ = fresh[-1]
         given: list[Given] = []
         if self._settling:
-            whole = RowPages(row, pages, end)
-            given = [part for group in self._settling for part in group.commit(whole, start, duplicates, kv.marks)]
-        self.offload.committed(kv, tokens[: end * self.page_size], pages[:end], start, start + len(duplicates))
-        self._retire(duplicates, given=given)
+            new, theirs = self._new_pages(fresh), self._table.pages[kv.row, start : start + len(ours)]
+            given = [part for group in self._settling for part in group.commit(new, ours, theirs)]
+        for each, tokens, first, end in fresh:
+            known = first + (len(ours) if each is kv else 0)
+            self.offload.committed(
+                each, tokens[: end * self.page_size], self._table.pages[each.row, :end], first, known
+            )
+        self._retire(ours, given=given)
+
+    def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:
+        kvs = [kv for kv, _, _, _ in settled]
+        rows, starts, ends = np.array([(kv.row, start, end) for kv, _, start, end in settled], dtype=np.int64).T
+        return NewPages(kvs, rows, starts, ends, self._table.pages)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
@@ -369,14 +416,19 @@ class KVCache:
         for retired in self.fences.close(fence):
             self._release(retired.pages, retired.lease, retired.given)
 
-    def launch(self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths) -> Pieces | None:
+    def launch(
+        self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths, draws: Lengths | None = None
+    ) -> Pieces | None:
         """What the step being launched does in that group with the frames that requests carry, which moves them on to
-        `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`."""
+        `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`.
+
+        Where it draws several tokens of a request, `draws[i]`, all but the first are behind drafts; `commit` says how
+        many of these came true, before the next step of the request is launched."""
         if not self.groups[group].reach.carried:
             return None
         rows = self.rows.rows_of(kvs)
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        launched = self.groups[group].launch(asking, rows, ends, self._table.pages, leaves=self.share_prefixes)
+        launched = self.groups[group].launch(asking, rows, ends, draws, self._table.pages, leaves=self.share_prefixes)
         if launched is None:
             return None
         pieces, given = launched
@@ -417,7 +469,8 @@ class KVCache:
         What goes for it, and in which order, is `quire.cache.reclaim`'s.
         """
         if num_new <= self.pages.num_free_pages and all(
-            (len(rows) if group.reach.carried else num_new) <= group.num_free for group in self._scarce
+            (group.wanted(rows, num_new) if group.reach.carried else num_new) <= group.num_free
+            for group in self._scarce
         ):
             return
         self._reclaim.for_rows(rows, num_new, names_of(kvs, self._table.allocated[rows] % self.page_size == 0))
@@ -465,6 +518,7 @@ class KVCache:
         self.num_changes += 1
 
     def _give_back(self, pages: Ids) -> None:
+        pages = self.parts.holds.free_of(pages)
         if not len(pages):
             return
         pages = in_order(pages)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from quire.cache.damaged import DamagedPages
 from quire.cache.groups import GroupCache
+from quire.cache.hold import Holds
 from quire.cache.picture import Audits
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
@@ -34,7 +35,8 @@ class CacheParts:
     `give_back` takes pages that have left the tree. `sweep` gives back what was flushed and is held no longer.
     `reclaim` frees so many frames of each group, for `cause`, without waiting, or raises OutOfPages, with nothing
     evicted. `changed` says that something came back: requests that did not fit may fit now. `step_seconds` is what a
-    step takes while any request runs, else 0. An offload adds to `audits` who keeps pages, and what must hold.
+    step takes while any request runs, else 0. What an offload keeps is in `holds`. It adds to `audits` what must be
+    true.
     """
 
     plan: MemoryPlan
@@ -43,6 +45,7 @@ class CacheParts:
     groups: tuple[GroupCache, ...]
     tree: RadixCache
     damaged: DamagedPages
+    holds: Holds
     identity: bytes
     seconds: Callable[[], float]
     give_back: Callable[[Ids], None]

@@ -10,47 +10,39 @@ into lists again, and is the same object in both, so that it need not be checked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.cache.fences import Fences, Retired
 from quire.cache.groups import GroupCache
+from quire.cache.hold import Holds
 from quire.cache.request_kv import RequestKV
 from quire.cache.running_tables import RunningTables
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.prefix.node import Lease, Node
 from quire.prefix.radix_cache import RadixCache
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Tier
 
 _ALL = slice(None)
 GivenPicture = tuple[int, list[int], list[int], list[int]]
 """A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
 
 
-class Holder(Protocol):
-    """Who keeps pages beside requests."""
-
-    def leases(self) -> Iterable[Lease]:
-        """Every lease it holds."""
-
-    def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group that is read in part whose frames it pins in that tier, once for each pin."""
-
-
 @dataclass(frozen=True, slots=True)
 class Audits:
-    """Who else keeps pages of a cache, and what must hold there beside the laws of `quire.cache.audit`: each of `laws`
-    says what is broken."""
+    """What must be true of a cache beside the laws of `quire.cache.audit`: each of `laws` says what is broken."""
 
-    holders: list[Holder] = field(default_factory=list)
     laws: list[Callable[[Picture], Iterator[str]]] = field(default_factory=list)
 
 
 class _Parts(Protocol):
     @property
     def audits(self) -> Audits: ...
+
+    @property
+    def holds(self) -> Holds: ...
 
     @property
     def frames(self) -> Residency: ...
@@ -106,8 +98,8 @@ class Waits:
 
     __slots__ = ("books", "leases", "pages", "parts")
 
-    def __init__(self, retired: tuple[Retired, ...]) -> None:
-        self.pages: list[int] = []
+    def __init__(self, retired: tuple[Retired, ...], held: list[int]) -> None:
+        self.pages: list[int] = list(held)
         self.parts: list[GivenPicture] = []
         self.leases: list[Lease] = []
         for each in retired:
@@ -182,8 +174,7 @@ class GroupPicture:
                 self.readers += group.pinned(row.kv.row, cache.rows.table.pages[row.kv.row, : row.shared]).tolist()
                 if group.reach.carried:
                     self.carried += group.frames_of(row.kv.row).tolist()
-            for holder in cache.parts.audits.holders:
-                self.readers += holder.readers(group.index, Tier.DEVICE).tolist()
+            self.readers += cache.parts.holds.readers(group.index, Tier.DEVICE).tolist()
             self.pins = idle.pins.tolist()
             self.shelved = idle.ticket.nonzero()[0].tolist()
             self.num_pinned = idle.num_pinned
@@ -208,7 +199,7 @@ class Picture:
     def __init__(self, cache: Audited, before: Picture | None = None) -> None:
         self.cache = cache
         self.is_tiered = bool(cache.parts.audits.laws)
-        waits = Waits(cache.fences.waiting)
+        waits = Waits(cache.fences.waiting, cache.parts.holds.waiting)
         self.waits: Waits = before.waits if before is not None and before.waits.books == waits.books else waits
         self.requests = self._requests(cache, before)
         self.tree = self._tree(cache, before)
@@ -245,7 +236,7 @@ class Picture:
         nodes = list(tree.nodes())
         roots = tree.roots.all()
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
-        ends += [lease.node for holder in cache.parts.audits.holders for lease in holder.leases()]
+        ends += [lease.node for lease in cache.parts.holds.leases()]
         edges = [
             (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
             for n in nodes
@@ -271,8 +262,7 @@ class Picture:
             old = before.groups[group.index]
             read_in_part = not group.reach.whole  # then what it holds depends on what rows and steps in flight do
             same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
-            holders = any(holder.leases() for holder in cache.parts.audits.holders)
-            same &= not self.is_tiered and not (read_in_part and holders)
+            same &= not self.is_tiered and not (read_in_part and len(cache.parts.holds))
             if same and old.books == books:
                 return old
         return GroupPicture(cache, group, books, self.requests.rows, self.waits)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.cache.groups import GroupCache
+from quire.cache.hold import Holds
 from quire.cache.offload import Offload
 from quire.cache.running import Rows
 from quire.cache.statistics import CacheCounters
@@ -24,7 +25,8 @@ from quire.prefix.radix_cache import RadixCache
 
 
 class Reclaim:
-    """Makes room in one cache. `wanted` are frames by group, `num_new` new pages. `live` are the requests that run."""
+    """Makes room in one cache. `wanted` are frames by group, `num_new` new pages. `live` are the requests that run,
+    `holds` what else is kept."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class Reclaim:
         offload: Offload,
         counters: CacheCounters,
         live: Mapping[int, object],
+        holds: Holds,
     ) -> None:
         self._groups = groups
         self._pages = pages
@@ -41,6 +44,7 @@ class Reclaim:
         self._offload = offload
         self._counters = counters
         self._live = live
+        self._holds = holds
 
     def for_rows(self, rows: Rows, num_new: int, cause: str) -> None:
         """Evict until these rows can take so many new pages. Raises OutOfPages before anything is evicted."""
@@ -71,6 +75,8 @@ class Reclaim:
         for name, n, have, more in short:
             if n > have + more:
                 holders = f"{len(self._live)} running requests hold the rest"
+                if held := self._holds.summary():
+                    holders += f", beside {held}"
                 if num_pinned := self._offload.kept.num_pinned:
                     holders += f", but for {num_pinned} pages that callers have pinned"
                 return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)

@@ -114,7 +114,7 @@ class ModelRunner:
     def _of_group(self, step: Step, group: int) -> PagedBatch | StateBatch:
         """Where one group's frames for this step are."""
         requests, ends = step.batch, step.ends
-        pieces = self._cache.launch(group, requests, ends)
+        pieces = self._cache.launch(group, requests, ends, step.draw_counts)
         if pieces is not None:
             return StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets)
         slots = (

@@ -1,7 +1,7 @@
 """Residency: where every page's bytes are. The single truth: nothing else keeps an array by page of a tier.
 
     (tier, group, page) -> frame    where its bytes are or will be; 0: nowhere
-                           state    RESIDENT, on its way (ARRIVING), on its way out (LEAVING), or DAMAGED
+                           state    RESIDENT, on its way there (ARRIVING), DAMAGED ...
                            pins     holds that keep it there
                            rank     what its frame is good for, once it is idle
 
@@ -12,7 +12,7 @@ free; a `Column` says which page has which frame, and nothing else does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntFlag
 
 import numpy as np
 
@@ -25,14 +25,16 @@ from quire.spec.rank import Rank
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
-class State(IntEnum):
-    """What a frame holds of its page."""
+class State(IntFlag):
+    """What is known of a page in one group and tier. Frames are the caller's word for RESIDENT on the device and the
+    host; a store has pages by their own names, so there RESIDENT is all that is known."""
 
-    ABSENT = 0  # there is no frame
-    RESIDENT = 1  # all of it
-    ARRIVING = 2  # it is being copied there; whoever reads it waits
-    LEAVING = 3  # it stays until those who read it are done, and is found by nobody else
-    DAMAGED = 4  # something else than it should
+    ABSENT = 0
+    RESIDENT = 1  # it has a frame, or the store has it
+    ARRIVING = 2  # its bytes are being copied there: what reads them waits
+    DAMAGED = 4  # what is there is something else than it should be
+    FETCHED = 8  # it came from a store, and no request has used it since
+    TOUCHED = 16  # the store was told in this period that it is of use
 
 
 class Column:
@@ -74,19 +76,19 @@ class Column:
         page = int(pages[self.frame[pages] == 0][0])
         return MissingFrame(f"page {page} is read in group '{self.name}' and has no frame there.")
 
-    def is_in(self, pages: Ids, state: State) -> Bools:
-        """Per page: whether its frame is in this state."""
-        found: Bools = self.state[pages] == state
+    def has(self, pages: Ids, state: State) -> Bools:
+        """Per page: whether this is true of it here."""
+        found: Bools = (self.state[pages] & np.uint8(state)) != 0
         return found
 
     # -- edits
 
-    def bind(self, pages: Ids, frames: Ids, state: State = State.RESIDENT) -> None:
+    def bind(self, pages: Ids, frames: Ids) -> None:
         """These pages, none of which has a frame here, have these."""
         at = _index(pages)
         assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
         self.frame[at] = frames
-        self.state[at] = state
+        self.state[at] = State.RESIDENT
         self.num_present += len(pages)
 
     def unbind(self, pages: Ids) -> Ids:
@@ -117,8 +119,12 @@ class Column:
         self.frame[new_pages] = frames
 
     def mark(self, pages: Ids, state: State) -> None:
-        """The frames of those of these pages that have one are in this state now."""
-        self.state[pages[self.frame[pages] != 0]] = state
+        """This is true of these pages from now on, until `unmark`, or until they lose their frame."""
+        self.state[pages] |= np.uint8(state)
+
+    def unmark(self, pages: Ids | slice, state: State) -> None:
+        """It is not true of them any more."""
+        self.state[pages] &= np.uint8(0xFF ^ state)
 
     def pin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
         """One more hold keeps these frames where they are. Where frames do not go before their pages, holds on pages
@@ -234,12 +240,12 @@ class _Idle:
 
     def _raise_rank(self, pages: Ids, rank: Rank) -> None:
         if rank > Rank.PASSED:
-            self.rank[pages] = np.maximum(self.rank[pages], rank)
+            self.rank[pages] = np.maximum(self.rank[pages], int(rank))
 
     def _queue(self, pages: Ids) -> None:
         self.num_idle += len(pages)
         ranks = self.rank[pages]
-        for rank, queue in zip(Rank, self._queues, strict=True):
+        for rank, queue in enumerate(self._queues):  # a plain number: an array compares itself with it much faster
             part = pages[ranks == rank]
             if len(part):
                 self.ticket[part] = self._next

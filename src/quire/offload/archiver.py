@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.groups import NO_PAGES
+from quire.memory.residency import State
 from quire.offload.below import Below
 from quire.offload.host_groups import HostGroup
 from quire.offload.moving import Part
@@ -59,16 +60,14 @@ class _Batch:
 class Archiver:
     """Of one cache. `moves` are those on their way."""
 
-    def __init__(self, below: Below, tree: RadixCache, num_pages: int, seconds: Callable[[], float]) -> None:
+    def __init__(self, below: Below, tree: RadixCache, seconds: Callable[[], float]) -> None:
         self.moves: dict[Transfer, _Batch] = {}
         self.owed = OwedPaths(tree)
         self._below = below
         self._seconds = seconds
-        self._stored = np.zeros((len(below.hosts), num_pages + 1), dtype=np.bool_)
+        self._stored = [below.table.of(Tier.STORAGE, host.index) for host in below.hosts]
+        self._pages = below.table.anchor(Tier.STORAGE)
         self._gaps: dict[int, list[Node]] = {}  # by a page that is nowhere below the device, what is behind it there
-        self._is_gap = np.zeros(num_pages + 1, dtype=np.bool_)
-        self._touched = np.zeros(num_pages + 1, dtype=np.int32)  # in which period; 0: never
-        self._period = 0
         self._period_ends = -math.inf
         self._num_since = 0  # frames that were archived in this period
         self._is_full = False  # the link; until a move has ended
@@ -79,38 +78,38 @@ class Archiver:
 
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group are in the store."""
-        self._stored[group, pages] = True
+        self._stored[group].mark(pages, State.RESIDENT)
         self.came(pages)
 
     def not_stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group are not in the store, whatever was thought."""
-        self._stored[group, pages] = False
+        self._stored[group].unmark(pages, State.RESIDENT)
 
     def came(self, pages: Ids) -> None:
         """These pages are on the host now: what is behind them there can be stored."""
-        for page in pages[self._is_gap[pages]].tolist():
-            self._is_gap[page] = False
-            for node in self._gaps.pop(page):
+        for page in pages.tolist() if self._gaps else ():
+            for node in self._gaps.pop(page, ()):
                 self.owe(node)
 
     def forgotten(self, pages: Ids) -> None:
         """These pages have left the cache."""
-        self._stored[:, pages] = False
-        self._touched[pages] = 0
-        for page in pages[self._is_gap[pages]].tolist():
-            self._is_gap[page] = False
-            del self._gaps[page]
+        for column in self._stored:
+            column.unmark(pages, State.RESIDENT)
+        self._pages.unmark(pages, State.TOUCHED)
+        for page in pages.tolist() if self._gaps else ():
+            self._gaps.pop(page, None)
         self.owed.forgotten(len(pages))
 
     def forget_all(self) -> None:
         """Nothing is stored any more."""
-        self._stored[:] = False
+        for column in self._stored:
+            column.unmark(slice(None), State.RESIDENT)
 
     def storable(self, pages: Ids) -> int:
         """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
         nobody would find it."""
         hosts = [host for host in self._below.hosts if host.whole]
-        there = [self._stored[host.index, pages] | self._good(host, pages) for host in hosts]
+        there = [self._is_stored(host.index, pages) | self._good(host, pages) for host in hosts]
         return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
 
     # -- what is owed
@@ -154,9 +153,9 @@ class Archiver:
 
     def _undo(self, batch: _Batch) -> None:
         for part in batch.parts:
-            self._stored[part.group, part.pages] = False
+            self._stored[part.group].unmark(part.pages, State.RESIDENT)
         for _, pages in batch.touched:
-            self._touched[pages] = 0
+            self._pages.unmark(pages, State.TOUCHED)
         for node in batch.nodes:
             self.owed.add(node)
 
@@ -175,8 +174,8 @@ class Archiver:
             wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
             same = host.column[part.pages] == part.host
             left = part.pages[self._are(part.pages, units) & ~good]
-            self._stored[part.group, left] = False
-            self._touched[left] = 0
+            self._stored[part.group].unmark(left, State.RESIDENT)
+            self._pages.unmark(left, State.TOUCHED)
             archived = int(np.count_nonzero(good))
             num_good += archived
             num_refused += int(np.count_nonzero(~good & ~wrong))
@@ -184,7 +183,7 @@ class Archiver:
             counters.archived_bytes += archived * below.settings.record_bytes[part.group]
             if wrong.any():
                 counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
-                host.distrust(part.pages[wrong & same])  # whoever loads it finds out
+                host.damage(part.pages[wrong & same])  # whoever loads it finds out
             host.end_reading(part.host)
         counters.unstored_frames += num_refused
         self._num_since += num_good
@@ -201,7 +200,7 @@ class Archiver:
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
             lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_) & self._are(pages, units)
-            self._stored[group, pages[lost]] = False
+            self._stored[group].unmark(pages[lost], State.RESIDENT)
             num_lost += int(np.count_nonzero(lost))
         self._below.counters.lost_frames += num_lost
         return num_lost
@@ -240,11 +239,11 @@ class Archiver:
             scope = its
             nodes.append(node)
             for group, pages in useful:
-                self._touched[pages] = self._period
+                self._pages.mark(pages, State.TOUCHED)
                 touched.setdefault(group, []).append(pages)
             for part in lacking:
-                self._stored[part.group, part.pages] = True
-                self._touched[part.pages] = self._period
+                self._stored[part.group].mark(part.pages, State.RESIDENT)
+                self._pages.mark(part.pages, State.TOUCHED)
                 parts.setdefault(part.group, []).append(part)
                 num_bytes += len(part.pages) * below.settings.record_bytes[part.group]
             if is_rest or num_bytes >= _BATCH_BYTES:
@@ -256,15 +255,15 @@ class Archiver:
         """A new period begins when the last has been long enough, or when much was stored in it."""
         num_frames = sum(host.num_frames for host in self._below.hosts)
         if self._seconds() >= self._period_ends or 4 * self._num_since >= num_frames:
-            self._period += 1
+            self._pages.unmark(slice(None), State.TOUCHED)
             self._period_ends = self._seconds() + _TOUCHED_AGAIN_S
             self._num_since = 0
 
     def _of_use(self, node: Node) -> list[tuple[int, Ids]]:
         """By group, what is stored of a path and was not told to be of use in this period."""
         pages = pages_to(node)
-        pages = pages[self._touched[pages] != self._period]
-        useful = [(host.index, pages[self._stored[host.index, pages]]) for host in self._below.hosts]
+        pages = pages[~self._pages.has(pages, State.TOUCHED)]
+        useful = [(host.index, pages[self._is_stored(host.index, pages)]) for host in self._below.hosts]
         return [(group, some) for group, some in useful if len(some)]
 
     def _lacking(self, node: Node, most_bytes: int) -> tuple[list[Part], bool]:
@@ -277,7 +276,8 @@ class Archiver:
         found: list[tuple[HostGroup, np.ndarray]] = []
         num_bytes = np.zeros(len(pages), dtype=np.int64)
         for host in below.hosts:
-            at = (self._good(host, pages) & ~self._stored[host.index, pages] & ~below.damaged.bad[pages]).nonzero()[0]
+            lacking = self._good(host, pages) & ~self._is_stored(host.index, pages) & ~below.damaged.are(pages)
+            at = lacking.nonzero()[0]
             if len(at):
                 found.append((host, at))
                 num_bytes[at] += below.settings.record_bytes[host.index]
@@ -294,12 +294,14 @@ class Archiver:
         """Of a path, these cannot be stored, since the first of them is not on the host, and some of them are."""
         if any(self._good(host, pages).any() for host in self._below.hosts):
             waiting = self._gaps.setdefault(int(pages[0]), [])
-            self._is_gap[pages[0]] = True
             if node not in waiting and len(waiting) < _MOST_BEHIND:
                 waiting.append(node)
 
+    def _is_stored(self, group: int, pages: Ids) -> Bools:
+        return self._stored[group].has(pages, State.RESIDENT)
+
     def _good(self, host: HostGroup, pages: Ids) -> Bools:
-        good: Bools = host.resident(pages) & ~host.is_distrusted(pages)
+        good: Bools = host.resident(pages) & ~host.is_damaged(pages)
         return good
 
 

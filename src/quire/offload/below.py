@@ -24,6 +24,7 @@ class Below:
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
         plan, table = parts.plan, parts.frames
         self.settings = settings
+        self.table = table
         self.mover = settings.mover
         self.break_even = settings.break_even
         self.counters = TierCounters()

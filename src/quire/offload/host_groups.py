@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 
 from quire.memory.allocator import PageFrames
-from quire.memory.residency import Column
+from quire.memory.residency import Column, State
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
 
@@ -26,9 +26,8 @@ class HostGroup:
         self.frames = frames
         self.whole = frames.table.idle is None
         self._quarantined: deque[int] = deque()
-        self._busy = np.zeros(frames.num_frames + 1, dtype=np.int32)  # moves that read a frame, whoever has it
-        self._left: set[int] = set()  # frames that are nobody's, and read still
-        self._distrusted = np.zeros(frames.num_frames + 1, dtype=np.bool_)  # to be set aside when they come back
+        self._reads: Counter[int] = Counter()  # transfers that read a frame, whichever page has it
+        self._left: dict[int, bool] = {}  # frames of no page that are read still; whether they are to be set aside
         self.dropped_frames = 0
 
     @property
@@ -88,7 +87,9 @@ class HostGroup:
     def bind(self, pages: Ids, frames: Ids, ranks: np.ndarray | None = None) -> None:
         """These pages, none of which had one, have these frames. `ranks` say what they are good for, where frames go
         before their pages."""
+        fetched = pages[self.table.has(pages, State.FETCHED)]
         self.frames.give(pages, frames)
+        self.table.mark(fetched, State.FETCHED)
         for rank in Rank if ranks is not None else ():
             self.table.put(pages[ranks == rank], rank)
 
@@ -97,35 +98,37 @@ class HostGroup:
         self._give_back(pages)
 
     def _give_back(self, pages: Ids) -> None:
-        frames = self.column[pages]
-        held = (self._busy[frames] > 0) | self._distrusted[frames]
-        if held.any():
-            self._release(self.table.unbind(pages[held]))
-            pages = pages[~held]
+        damaged = self.is_damaged(pages)
+        if damaged.any():
+            self._release(self.table.unbind(pages[damaged]), aside=True)
+            pages = pages[~damaged]
+        if self._reads:
+            read = np.array([frame in self._reads for frame in self.column[pages].tolist()], dtype=np.bool_)
+            self._release(self.table.unbind(pages[read]), aside=False)
+            pages = pages[~read]
         self.frames.drop(pages)
 
-    def _release(self, frames: Ids) -> None:
-        """Frames that are nobody's are free, once nobody reads them, or set aside."""
-        busy = self._busy[frames] > 0
-        self._left.update(frames[busy].tolist())
-        aside = ~busy & self._distrusted[frames]
-        self._distrusted[frames[aside]] = False
-        self.quarantine(frames[aside])
-        self.untake(np.sort(frames[~busy & ~aside]))
+    def _release(self, frames: Ids, *, aside: bool) -> None:
+        """Frames of no page are free once no transfer reads them, or set `aside`."""
+        read = [frame for frame in frames.tolist() if frame in self._reads]
+        self._left.update(dict.fromkeys(read, aside))
+        idle = frames if not read else frames[~np.isin(frames, read)]
+        if aside:
+            self.quarantine(idle)
+        else:
+            self.untake(np.sort(idle))
 
-    def distrust(self, pages: Ids) -> None:
+    def damage(self, pages: Ids) -> None:
         """What the frames of these pages hold is wrong: they are not used again soon, and saved anew if they can be."""
-        frames = self.column[pages]
-        self._distrusted[frames[frames > 0]] = True
+        self.table.mark(pages[self.resident(pages)], State.DAMAGED)
 
-    def is_distrusted(self, pages: Ids) -> Bools:
+    def is_damaged(self, pages: Ids) -> Bools:
         """Per page: whether its frame holds something else than it should."""
-        distrusted: Bools = self._distrusted[self.column[pages]]
-        return distrusted
+        return self.table.has(pages, State.DAMAGED) & self.resident(pages)
 
-    def let_go(self, pages: Ids) -> None:
+    def drop_damaged(self, pages: Ids) -> None:
         """Pages whose frames hold something else have none any more: the caller has others for them."""
-        self._give_back(self.unpinned(pages[self.is_distrusted(pages)]))
+        self._give_back(self.unpinned(pages[self.is_damaged(pages)]))
 
     def unpinned(self, pages: Ids) -> Ids:
         """Those of these pages whose frames no hold keeps here."""
@@ -133,15 +136,19 @@ class HostGroup:
 
     def begin_reading(self, frames: Ids) -> None:
         """A move reads these frames; they are not used for anything else until `end_reading`."""
-        self._busy[frames] += 1
+        self._reads.update(frames.tolist())
 
     def end_reading(self, frames: Ids) -> None:
         """It does no more."""
-        self._busy[frames] -= 1
-        free = [frame for frame in frames.tolist() if frame in self._left and not self._busy[frame]]
-        if free:
-            self._left.difference_update(free)
-            self._release(np.array(free, dtype=np.int32))
+        for frame in frames.tolist():
+            self._reads[frame] -= 1
+            if not self._reads[frame]:
+                del self._reads[frame]
+        for aside in (False, True):
+            free = [frame for frame in frames.tolist() if frame not in self._reads and self._left.get(frame) is aside]
+            for frame in free:
+                del self._left[frame]
+            self._release(np.array(free, dtype=np.int32), aside=aside)
 
     @property
     def left(self) -> list[int]:

@@ -71,9 +71,7 @@ def _frames(picture: Picture, host: HostGroup, moving: list[int]) -> Iterator[st
         return
     idle_frames = host.table.idle
     assert idle_frames is not None
-    readers = Counter(
-        page for holder in picture.cache.parts.audits.holders for page in holder.readers(host.index, Tier.HOST).tolist()
-    )
+    readers = Counter(picture.cache.parts.holds.readers(host.index, Tier.HOST).tolist())
     pins = idle_frames.pins.tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:

@@ -1,16 +1,14 @@
-"""Moving: what a move in flight keeps where it is. Moves of bytes end when they end; until then nothing may go."""
+"""Moving: what a transfer in flight moves, and keeps where it is until it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.groups import GroupCache
-from quire.offload.host_groups import HostGroup
-from quire.prefix.node import Lease
-from quire.spec.ids import Ids
+from quire.cache.hold import HeldFrames, Hold
+from quire.spec.ids import Ids, Tier
 
 
 @dataclass(slots=True)
@@ -28,33 +26,18 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """A path that is pinned, and in groups that are read in part the frames of single pages. `on_device` and `on_host`
-    say in which tier these have frames that the move touches; `scope` and the path's first pages are whose they are."""
+    """A transfer's pages. `hold` keeps their path and, where groups are read in part, their frames; `on_device` and
+    `on_host` say in which tier these have frames that the transfer touches; `scope` is their namespace's."""
 
-    lease: Lease
+    hold: Hold
     parts: list[Part]
     scope: bytes
     on_device: bool
     on_host: bool
-    serial: int = 0
     abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
-    pinned: bool = field(default=False)
 
-    def pin(self, groups: Sequence[GroupCache], hosts: Sequence[HostGroup]) -> None:
-        """Keep the frames of single pages in place; the path is kept by the lease."""
-        self.pinned = True
-        for part in self.parts:
-            if self.on_device:
-                groups[part.group].table.pin(part.pages)
-            if self.on_host:
-                hosts[part.group].pin(part.pages)
 
-    def unpin(self, groups: Sequence[GroupCache], hosts: Sequence[HostGroup]) -> None:
-        """Let these frames go; the path is the caller's to let go."""
-        assert self.pinned
-        self.pinned = False
-        for part in self.parts:
-            if self.on_device:
-                groups[part.group].table.unpin(part.pages)
-            if self.on_host:
-                hosts[part.group].unpin(part.pages)
+def frames_of(parts: Sequence[Part], *, on_device: bool, on_host: bool) -> list[HeldFrames]:
+    """The frames that a transfer of these touches."""
+    tiers = ((Tier.DEVICE, on_device), (Tier.HOST, on_host))
+    return [HeldFrames(part.group, tier, part.pages) for part in parts for tier, touched in tiers if touched]

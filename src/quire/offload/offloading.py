@@ -22,7 +22,6 @@ class DeviceOnly(NoOffload):
         self.kept: Retention = Retention(parts, retain_share)
         self.ahead: ReadAhead = NOTHING_TO_READ_AHEAD
         self.tiers = self.prefetcher = None
-        parts.audits.holders.append(self.kept)
 
 
 Offloading = Tiered | DeviceOnly
@@ -38,8 +37,8 @@ class Offloads:
 
     @property
     def below(self) -> tuple[Tier, ...]:
-        """The tier that frames have beside the device; what a store has, it has by its own names."""
-        return (Tier.HOST,) if self.tiers is not None else ()
+        """Tiers beside the device. In a store pages have names and no frames."""
+        return (Tier.HOST, Tier.STORAGE) if self.tiers is not None else ()
 
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on the host only."""

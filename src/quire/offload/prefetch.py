@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.offload.host_groups import HostGroup
+from quire.cache.hold import Hold
 from quire.offload.sought import Places, Sought
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
@@ -44,11 +44,9 @@ class Prefetch:
         "done",
         "fetched_before",
         "fetching_since",
-        "held",
-        "holds",
+        "hold",
         "in_rounds",
         "last",
-        "lease",
         "limit",
         "look",
         "lost",
@@ -72,14 +70,13 @@ class Prefetch:
         "wanted",
     )
 
-    def __init__(self, namespace: Namespace, tokens: Ids, name: bytes, sought: Sought, lease: Lease) -> None:
+    def __init__(self, namespace: Namespace, tokens: Ids, name: bytes, sought: Sought, hold: Hold) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.name = name  # the key of the first page that is in no tier here, or of the last page
         self.sought = sought
         self.start = self.limit = self.wanted = sought.start
-        self.lease = lease
-        self.held: list[tuple[HostGroup, Ids]] = []  # pages whose host frames it counts on, in groups read in part
+        self.hold = hold  # of its path and, in groups that are read in part, of the host frames that it counts on
         self.look: Transfer | None = None
         self.pieces: deque[Piece] = deque()  # that do not count yet, in the order of the prompt
         self.last = self.start  # the page behind the last of them
@@ -96,10 +93,19 @@ class Prefetch:
         self.since = self.stop_at = 0.0
         self.done = self.stopped = self.abandoned = False
         self.tries = False  # the link, which is off
-        self.holds = True  # the path of its lease, and those frames
         self.num_waiting = 1  # requests, which begin with the same pages
         self.shared = False  # whether there ever were several
         self.num_bytes = 0  # of the host, for what is fetched
+
+    @property
+    def lease(self) -> Lease:
+        """The path that it holds."""
+        return self.hold.path
+
+    @property
+    def holds(self) -> bool:
+        """Whether it still does."""
+        return not self.hold.released
 
     @property
     def moves(self) -> list[Transfer]:

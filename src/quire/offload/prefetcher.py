@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.cache.damaged import DamagedPages
 from quire.cache.groups import NO_PAGES
+from quire.cache.hold import HeldFrames, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.resuming import resume_point
 from quire.errors import OutOfPages
@@ -24,7 +26,6 @@ from quire.offload.sought import Places, Sought
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.prefix.hashing import chain_pages
-from quire.prefix.node import Lease
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
@@ -55,6 +56,7 @@ class Prefetcher:
     def __init__(self, tiering: Tiering, parts: CacheParts) -> None:
         self._tiering = tiering
         self._tree = parts.tree
+        self._holds = parts.holds
         self._groups = parts.groups
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
         self._pages = parts.pages
@@ -85,9 +87,10 @@ class Prefetcher:
         """Those that have not ended."""
         return tuple(dict.fromkeys((*self._running.values(), *self._refused)))
 
-    def leases(self) -> list[Lease]:
-        """What it holds of the tree."""
-        return [prefetch.lease for prefetch in self._holding]
+    @property
+    def num_holding(self) -> int:
+        """Prefetches that hold something."""
+        return len(self._holding)
 
     def host_frames(self, group: int) -> Ids:
         """Host frames that pieces on their way have taken."""
@@ -98,14 +101,6 @@ class Prefetcher:
             for at, _, frames in piece.fetching
             if at == group
         ]
-        return np.concatenate(runs) if runs else NO_PAGES
-
-    def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group that is read in part, once for each that keeps their frames, which are on the host."""
-        if tier is not Tier.HOST:
-            return NO_PAGES
-        host = self._tiering.hosts[group]
-        runs = [pages for each in self._holding for holder, pages in each.held if holder is host]
         return np.concatenate(runs) if runs else NO_PAGES
 
     def begin(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
@@ -119,7 +114,7 @@ class Prefetcher:
         found = self._tree.match(namespace, tokens)
         known = min(found.num_pages, limit)
         start, _ = resume_point(self._partial, found.pages[:known], tiering.hosts)
-        if start == limit or tiering.damaged.bad[found.pages].any():
+        if start == limit or tiering.damaged.are(found.pages).any():
             return None
         above = int(found.pages[known - 1]) if known else 0
         parent = tiering.names.key_above(namespace, above)
@@ -134,7 +129,7 @@ class Prefetcher:
             return None
         lease = self._tree.pin_path(found, known)
         sought = Sought(tiering, self._groups, lease, start, keys)
-        prefetch = Prefetch(namespace, tokens, name, sought, lease)
+        prefetch = Prefetch(namespace, tokens, name, sought, self._holds.add(Reason.READ_AHEAD, lease=lease))
         prefetch.tries = self._is_off
         self._holding[prefetch] = None
         prefetch.at_once = self._at_once
@@ -211,10 +206,10 @@ class Prefetcher:
         self.stop(prefetch)
         return True
 
-    def lose(self, bad: Bools) -> None:
-        """Nobody holds what begins with pages that are `bad`, so that they can be forgotten."""
+    def lose(self, damaged: DamagedPages) -> None:
+        """Hold nothing that begins with damaged pages, so that they can be forgotten."""
         for prefetch in list(self._holding):
-            if prefetch.done and bad[prefetch.sought.path].any():
+            if prefetch.done and damaged.are(prefetch.sought.path).any():
                 self._let_go(prefetch)
 
     # -- inside
@@ -231,28 +226,19 @@ class Prefetcher:
 
     def _let_go(self, prefetch: Prefetch) -> None:
         if prefetch.holds:
-            prefetch.holds = False
             self._holding.pop(prefetch)
-            self._let_go_frames(prefetch)
-            self._tree.release(prefetch.lease)
-
-    def _let_go_frames(self, prefetch: Prefetch) -> None:
-        for host, pages in prefetch.held:
-            host.unpin(pages)
-        prefetch.held = []
+            self._holds.release(prefetch.hold)
 
     def _hold_frames(self, prefetch: Prefetch, end: int) -> None:
         """Keep what the host has of single frames that are needed behind `end` pages: making room must not take
         them."""
         held, path = [], prefetch.sought.path
-        for group, host in zip(self._groups, self._tiering.hosts, strict=True):
-            if not host.whole:
-                needed = group.reach.needed(end)
-                part = path[needed.start : needed.stop]
-                held.append((host, part[host.resident(part)]))
-                host.pin(held[-1][1])
-        self._let_go_frames(prefetch)
-        prefetch.held = held
+        for group in self._partial:
+            needed = group.reach.needed(end)
+            part = path[needed.start : needed.stop]
+            there = self._tiering.hosts[group.index].resident(part)
+            held.append(HeldFrames(group.index, Tier.HOST, part[there]))
+        self._holds.change(prefetch.hold, held)
 
     def _submit(self, prefetch: Prefetch, move: Transfer) -> bool:
         if not self._tiering.mover.submit(move):
@@ -360,7 +346,7 @@ class Prefetcher:
         tiering, sought = self._tiering, prefetch.sought
         near, wanted = sought.near(), sought.far()
         prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
-        if wanted <= near or tiering.damaged.bad[sought.path].any() or tiering.is_too_much(sought.loads(wanted)):
+        if wanted <= near or tiering.damaged.are(sought.path).any() or tiering.is_too_much(sought.loads(wanted)):
             return
         tokens = (wanted - near) * self._size
         num_bytes = sum(

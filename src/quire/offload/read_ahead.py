@@ -67,9 +67,9 @@ class TieredReadAhead:
         parts = self._parts
         if not self._tiers.settle():
             return False
-        if parts.damaged.num_bad:
-            self._kept.lose(parts.damaged.bad)
-            self._prefetcher.lose(parts.damaged.bad)
+        if parts.damaged.num_damaged:
+            self._kept.lose(parts.damaged)
+            self._prefetcher.lose(parts.damaged)
         parts.sweep()
         parts.changed()
         return True

@@ -19,19 +19,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from quire.cache.damaged import DamagedPages
+from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.offload.host_groups import HostGroup
-from quire.offload.kept_frames import KeptFrames, PinnedFrames
+from quire.offload.kept_frames import KeptFrames
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
-from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
+from quire.spec.rank import Rank
 
 RETAIN_SHARE = 0.25
 """Of the plan's pages: what may be kept, where nothing else is said."""
@@ -84,9 +85,8 @@ class _Kept:
 
     __slots__ = (
         "expires_at",
-        "frames",
+        "hold",
         "key",
-        "lease",
         "namespace",
         "order",
         "pinned",
@@ -95,19 +95,21 @@ class _Kept:
         "ticket",
     )
 
-    def __init__(
-        self, key: bytes, namespace: Namespace, order: int, lease: Lease, frames: list[PinnedFrames], priority: int
-    ) -> None:
+    def __init__(self, key: bytes, namespace: Namespace, order: int, hold: Hold, priority: int) -> None:
         self.retention_id = f"retention-{secrets.token_hex(16)}"
         self.key = key
         self.namespace = namespace
         self.order = order
-        self.lease = lease
-        self.frames = frames
+        self.hold = hold
         self.expires_at = 0.0
         self.priority = priority
         self.pinned = False
         self.ticket = 0  # of the entry that says when it expires
+
+    @property
+    def lease(self) -> Lease:
+        """The path that is kept."""
+        return self.hold.path
 
 
 class Retention:
@@ -121,6 +123,7 @@ class Retention:
     def __init__(self, parts: CacheParts, share: float, hosts: Sequence[HostGroup] = ()) -> None:
         plan = parts.plan
         self._tree = parts.tree
+        self._holds = parts.holds
         self._groups = parts.groups
         self._ids = parts.pages
         largest = pages_for(plan.largest_request, plan.page_size)
@@ -171,9 +174,11 @@ class Retention:
                 reason=reason,
             )
         if kept is None:
+            frames = self._frames.needed_by(match.pages[:num_pages])
             lease = self._tree.pin_path(match, num_pages)
-            frames = self._frames.pin(match.pages[:num_pages], hard=False)
-            kept = _Kept(key, namespace, next(self._order), lease, frames, priority)
+            hold = self._holds.add(Reason.RETAIN, lease=lease, frames=frames, rank=Rank.USED)
+            self._frames.count(frames, 1, hard=False)
+            kept = _Kept(key, namespace, next(self._order), hold, priority)
             self._kept[kept.retention_id] = self._by_key[key] = kept
             self._pages.add(match.pages[:num_pages])
         elif num_pages > kept.lease.num_pages:
@@ -181,7 +186,7 @@ class Retention:
         if pin and not kept.pinned and self._may_pin(match.pages[:num_pages]):
             kept.pinned = True
             self._pins.add(match.pages[:num_pages])
-            self._frames.harden(kept.frames)
+            self._frames.harden(kept.hold.frames)
         kept.priority = max(kept.priority, priority)
         if now + ttl_seconds > kept.expires_at:
             kept.expires_at = now + ttl_seconds
@@ -211,10 +216,10 @@ class Retention:
             self._let_go(kept)
         return len(gone)
 
-    def lose(self, bad: Bools) -> int:
-        """Keep nothing that goes through a page that is `bad` (by page id): it cannot be had any more. Returns how many
-        retentions that were."""
-        gone = [kept for kept in self._kept.values() if bad[pages_to(kept.lease.node)].any()]
+    def lose(self, damaged: DamagedPages) -> int:
+        """Keep nothing that goes through a damaged page: it cannot be had any more. Returns how many retentions that
+        were."""
+        gone = [kept for kept in self._kept.values() if damaged.are(pages_to(kept.lease.node)).any()]
         for kept in gone:
             self._let_go(kept)
         self.num_lost += len(gone)
@@ -296,10 +301,10 @@ class Retention:
         for kept in sorted(self._soft(), key=_least):
             if gained >= num_frames:
                 break
-            if self._frames.gain(kept.frames, group):
+            if self._frames.gain(kept.hold.frames, group):
                 self._let_go(kept)
                 self.num_given_up += 1
-                gained += self._frames.gained(kept.frames, group)
+                gained += self._frames.gained(kept.hold.frames, group)
         return gained
 
     # -- looking
@@ -322,20 +327,6 @@ class Retention:
     def num_let_go(self) -> int:
         """How often it let go of something by itself."""
         return self.num_expired + self.num_given_up + self.num_lost
-
-    def leases(self) -> tuple[Lease, ...]:
-        """Every lease it holds, for audits."""
-        return tuple(kept.lease for kept in self._kept.values())
-
-    def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group whose frames it pins in that tier, once for each retention, for audits."""
-        runs = [
-            each.pages
-            for kept in self._kept.values()
-            for each in kept.frames
-            if each.group == group and each.tier is tier
-        ]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
     def listing(self) -> RetainedList:
         """What is kept, in the order in which it would be let go of, pins last."""
@@ -421,10 +412,10 @@ class Retention:
 
     def _move(self, kept: _Kept, lease: Lease, pages: Ids) -> None:
         """Keep the path of `lease` instead."""
-        frames = self._frames.pin(pages, hard=kept.pinned)
-        self._frames.unpin(kept.frames, hard=kept.pinned)
-        self._tree.release(kept.lease)
-        kept.lease, kept.frames = lease, frames
+        before, frames = kept.hold.frames, self._frames.needed_by(pages)
+        self._holds.change(kept.hold, frames, lease=lease, rank=Rank.USED)
+        self._frames.count(frames, 1, hard=kept.pinned)
+        self._frames.count(before, -1, hard=kept.pinned)
 
     def _let_go_of_end(self, kept: _Kept, num_pages: int) -> None:
         """Keep a soft retention for so many pages on the device less, or no longer."""
@@ -445,8 +436,8 @@ class Retention:
         self._pages.remove(pages)
         if kept.pinned:
             self._pins.remove(pages)
-        self._frames.unpin(kept.frames, hard=kept.pinned)
-        self._tree.release(kept.lease)
+        self._frames.count(kept.hold.frames, -1, hard=kept.pinned)
+        self._holds.release(kept.hold)
         self._on_let_go()
 
     def _remember(self, kept: _Kept) -> None:
@@ -504,15 +495,19 @@ class Retention:
 
 
 class _PageCounts:
-    """How often each page is kept, by id. Who keeps a page keeps those before it too."""
+    """How often each page is kept, by id. What keeps a page keeps those before it too."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros(64, dtype=np.int32)
-        self.distinct = 0
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def distinct(self) -> int:
+        """Pages that are kept."""
+        return len(self._counts)
 
     def shared(self, pages: Ids) -> int:
         """How many of these, from the first on, are kept already."""
-        return int(np.count_nonzero(self._of(pages)))
+        return sum(page in self._counts for page in pages.tolist())
 
     def cost(self, pages: Ids) -> int:
         """How many of these are not kept yet."""
@@ -520,20 +515,12 @@ class _PageCounts:
 
     def add(self, pages: Ids) -> None:
         """Keep these once more."""
-        self.distinct += self.cost(pages)
-        self._counts[pages] += 1
+        self._counts.update(pages.tolist())
 
     def remove(self, pages: Ids) -> None:
         """Keep these once less."""
-        self._counts[pages] -= 1
-        self.distinct -= self.cost(pages)
-
-    def _of(self, pages: Ids) -> Ids:
-        top = int(pages.max(initial=0))
-        if top >= len(self._counts):
-            self._counts = np.concatenate([self._counts, np.zeros(max(top, len(self._counts)), dtype=np.int32)])
-        counts: Ids = self._counts[pages]
-        return counts
+        self._counts.subtract(pages.tolist())
+        self._counts = +self._counts
 
 
 def _least(kept: _Kept) -> tuple[bool, int, float, int]:

@@ -34,7 +34,6 @@ class Tiered:
         self.ahead: ReadAhead = TieredReadAhead(parts, self.tiers, self.prefetcher, self.kept)
         self._parts = parts
         self._has_whole = any(group.reach.whole for group in parts.groups)
-        parts.audits.holders.extend((self.tiers, self.prefetcher, self.kept))
         parts.audits.laws.append(partial(tier_laws, self.tiers, self.prefetcher))
 
     def choose(self, found: Match, limit: int) -> Choice:
@@ -46,7 +45,7 @@ class Tiered:
         tiers, pages = self.tiers, hit.pages
         missing = tiers.missing(pages)
         if any(map(len, missing)):
-            held = tiers.hold(pages)
+            hold = tiers.hold(pages, label)
             try:
                 wanted = list(map(len, missing))
                 self._parts.reclaim(wanted, label)
@@ -54,7 +53,7 @@ class Tiered:
                     waits = "loads that are on their way take all there is room for"
                     raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by=waits)
             finally:
-                tiers.let_go(held)
+                self._parts.holds.release(hold)
         return tiers.loads_of(pages)
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:

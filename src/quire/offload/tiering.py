@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from quire.cache.groups import GroupCache
+from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
-from quire.memory.residency import Column
+from quire.memory.residency import State
 from quire.offload.archiver import NOT_DAMAGED, Archiver
 from quire.offload.below import Below
 from quire.offload.condemned import Condemned
 from quire.offload.forgetting import Stored
 from quire.offload.host_groups import HostGroup
-from quire.offload.moving import Moving, Part
+from quire.offload.moving import Moving, Part, frames_of
 from quire.offload.owed_paths import OwedPaths
 from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.offload.worth_saving import worth_saving
@@ -46,13 +47,14 @@ class Tiering:
     """The tiers of one cache, which has these parts. See the module."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
-        groups, tree, num_pages = parts.groups, parts.tree, parts.frames.num_pages
+        groups, tree = parts.groups, parts.tree
         self.below = below = Below(settings, parts)
         self.settings = settings
         self.mover, self.break_even = below.mover, below.break_even
         self.counters, self.hosts = below.counters, below.hosts
         self.names, self.damaged, self.forgetting = below.names, below.damaged, below.forgetting
-        self.condemned = Condemned(tree, parts.give_back)
+        self._holds = parts.holds
+        self.condemned = Condemned(tree, parts.holds, parts.give_back)
         self._groups = groups
         self._tree = tree
         self._forget = parts.give_back
@@ -61,15 +63,11 @@ class Tiering:
         self.moving: dict[Transfer, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
         self._page_size = parts.plan.page_size
-        self._saving = np.zeros((len(groups), num_pages + 1), dtype=np.bool_)
-        self._fetched = np.zeros(num_pages + 1, dtype=np.bool_)  # from the store, and not used since
-        self._arriving = np.zeros((len(groups), num_pages + 1), dtype=np.int32)  # serial of the load; 0: none
-        self._loads: dict[int, Transfer] = {}
-        self._serial = 0
+        self._on_host = parts.frames.anchor(Tier.HOST)
         self._ended: list[Transfer] = []
         self._unsaved = OwedPaths(tree)  # of which a copy was wanted when too much was on its way
         self._saves_wait = False  # until a save has ended
-        self.archiver = Archiver(below, tree, num_pages, parts.seconds)
+        self.archiver = Archiver(below, tree, parts.seconds)
         self.fetched: Callable[[Transfer], None] = _nobody
 
     # -- what was flushed
@@ -106,7 +104,7 @@ class Tiering:
 
     def num_fetched(self, pages: Ids) -> int:
         """How many of these came from the store, and were not used since."""
-        return int(np.count_nonzero(self._fetched[pages]))
+        return int(np.count_nonzero(self._on_host.has(pages, State.FETCHED)))
 
     def resume_point(self, pages: Ids, *, below: bool) -> tuple[int, str]:
         """As `quire.cache.resuming`, with what the device has or `below` with what the host has, too."""
@@ -123,7 +121,7 @@ class Tiering:
             self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
             self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
             self.counters.declined_tokens += choice.declined_pages * self._page_size
-        self._fetched[pages] = False
+        self._on_host.unmark(pages, State.FETCHED)
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=(len(pages),))
 
@@ -145,23 +143,15 @@ class Tiering:
             self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
         self.archiver.owe(kv.lease.node)
 
-    def hold(self, pages: Ids) -> list[tuple[Column, Ids]]:
+    def hold(self, pages: Ids, label: str) -> Hold:
         """Keep what device and host have of single frames that a request needs to begin behind `pages`."""
         held = []
         for group in self._partial:
-            host, needed = self.hosts[group.index], group.reach.needed(len(pages))
+            needed = group.reach.needed(len(pages))
             part = pages[needed.start : needed.stop]
-            for column in (group.table, host.table):
-                kept = part[column.present(part)]
-                if len(kept):
-                    column.pin(kept)
-                    held.append((column, kept))
-        return held
-
-    def let_go(self, held: list[tuple[Column, Ids]]) -> None:
-        """Undo `hold`."""
-        for column, pages in held:
-            column.unpin(pages)
+            for tier, column in ((Tier.DEVICE, group.table), (Tier.HOST, self.hosts[group.index].table)):
+                held.append(HeldFrames(group.index, tier, part[column.present(part)]))
+        return self._holds.add(Reason.BEGIN, frames=held, label=label)
 
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
@@ -222,11 +212,10 @@ class Tiering:
                 saved = pages[taken]
                 ranks = group.table.idle.rank[saved] if group.table.idle is not None else None
                 parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
-        moving = Moving(lease, parts, scope, on_device=True, on_host=False)
         if not parts:
             self._tree.release(lease)
             return None
-        move = self._submit(Lane.SAVE, moving)
+        move = self._submit(Lane.SAVE, lease, parts, scope)
         if move is None and not goes:
             self._saves_wait = bool(self.moving)
             self._unsaved.add(node, ends)
@@ -246,9 +235,9 @@ class Tiering:
     def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         host = self.hosts[group.index]
-        lacks = ~host.resident(pages) | host.is_distrusted(pages)
-        lacks &= ~self._saving[group.index, pages] & ~self.damaged.bad[pages]
-        lacks &= self._arriving[group.index, pages] == 0
+        lacks = ~host.resident(pages) | host.is_damaged(pages)
+        lacks &= ~host.table.has(pages, State.ARRIVING) & ~self.damaged.are(pages)
+        lacks &= ~group.table.has(pages, State.ARRIVING)
         lacks &= group.frames.resident(pages)
         if group.table.idle is not None:
             useful: Bools = group.table.idle.rank[pages] >= Rank.MARKED
@@ -323,12 +312,12 @@ class Tiering:
         self.damaged.mend(pages)
         self._unsaved.forgotten(len(pages))
         self.archiver.forgotten(pages)
-        self._fetched[pages] = False
+        self._on_host.unmark(pages, State.FETCHED)
 
     def stored(self, group: int, pages: Ids) -> None:
         """The frames of these pages in that group have come from the store."""
         self.archiver.stored(group, pages)
-        self._fetched[pages] = True
+        self._on_host.mark(pages, State.FETCHED)
 
     def not_stored(self, group: int, pages: Ids) -> None:
         """The store does not have the frames of these pages in that group: it is given them when they are here."""
@@ -337,7 +326,7 @@ class Tiering:
     def owed_to_storage(self, pages: Ids) -> None:
         """These pages, of which a part has come from the store, can be reused now."""
         if self._partial:
-            self._fetched[pages] = True
+            self._on_host.mark(pages, State.FETCHED)
 
     # -- loading
 
@@ -362,15 +351,9 @@ class Tiering:
                 host = self.hosts[group.index].column[lacking].copy()
                 assert host.all(), "a page is loaded that is nowhere"
                 parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
-        moving = Moving(lease, parts, self.names.scope(namespace), on_device=True, on_host=True)
-        move = self._submit(Lane.LOAD, moving)
+        move = self._submit(Lane.LOAD, lease, parts, self.names.scope(namespace))
         if move is None:
             return None
-        self._serial += 1
-        moving.serial = self._serial
-        self._loads[self._serial] = move
-        for part in parts:
-            self._arriving[part.group, part.pages] = self._serial
         self._tree.arrive(lease, num_here, len(pages))
         self._table.came(pages[num_here:])
         return move
@@ -391,26 +374,17 @@ class Tiering:
 
     def loads_of(self, pages: Ids) -> list[Transfer]:
         """Loads that some of these pages come with."""
-        if not self._loads:
+        loads = [move for move in self.moving if move.lane is Lane.LOAD]
+        if not loads:
             return []
-        return [self._loads[serial] for serial in np.unique(self._arriving[:, pages]).tolist() if serial]
+        arriving = [pages[group.table.has(pages, State.ARRIVING)] for group in self._groups]
+        return [
+            move
+            for move in loads
+            if any(np.isin(part.pages, arriving[part.group]).any() for part in self.moving[move].parts)
+        ]
 
     # -- looking, for audits
-
-    def leases(self) -> list[Lease]:
-        """What moves, and what is to be forgotten, hold of the tree."""
-        return [moving.lease for moving in self.moving.values()] + [lease for lease, _ in self.condemned.paths]
-
-    def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group that is read in part, once for each move that touches their frames in that tier."""
-        runs = [
-            part.pages
-            for moving in self.moving.values()
-            if (moving.on_device if tier is Tier.DEVICE else moving.on_host)
-            for part in moving.parts
-            if part.group == group
-        ]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
     def host_frames_of_moves(self, group: int) -> Ids:
         """Host frames that saves have taken and that are no page's yet."""
@@ -453,26 +427,24 @@ class Tiering:
     def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
         self._saves_wait = False
-        for part in moving.parts:
-            self._saving[part.group, part.pages] = False
         if not move.is_whole or moving.abandoned:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
-            self._tree.release(moving.lease)
+            self._holds.release(moving.hold)
             return
         self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
-            self._bind(part, moving.lease)
-        self.archiver.owe(moving.lease.node)
-        self._tree.release(moving.lease)
+            self._bind(part, moving.hold.path)
+        self.archiver.owe(moving.hold.path.node)
+        self._holds.release(moving.hold)
 
     def _bind(self, part: Part, lease: Lease) -> None:
         """Saved frames count from now on, but for those that the tree has no use for."""
         host = self.hosts[part.group]
         had = host.resident(part.pages)
-        host.let_go(part.pages)
+        host.drop_damaged(part.pages)
         good = ~host.resident(part.pages)
         if host.whole:
             for start, stop in _runs(part.at):
@@ -491,14 +463,11 @@ class Tiering:
 
     def _loaded(self, move: Transfer) -> None:
         moving = self._release(move)
-        del self._loads[moving.serial]
-        for part in moving.parts:
-            self._arriving[part.group, part.pages] = 0
         if move.is_whole:
             self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
             self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
-            self._tree.release(moving.lease)
+            self._holds.release(moving.hold)
             return
         self.counters.failed_moves += 1
         bad, places = [], []
@@ -506,40 +475,45 @@ class Tiering:
             wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
             if wrong.any():
                 self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
-                self.hosts[part.group].distrust(part.pages[wrong])
+                self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
             self.counters.loaded_frames += here
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
-        self.condemned.add(moving.lease.node, min(places))
-        self._tree.release(moving.lease)
+        self.condemned.add(moving.hold.path.node, min(places))
+        self._holds.release(moving.hold)
 
     # -- inside
 
-    def _submit(self, link: Lane, moving: Moving) -> Transfer | None:
-        """Start a move. None, and what was taken for it is given back, where too much is on its way."""
-        move = self.below.move_of(link, moving.parts, moving.scope)
+    def _submit(self, lane: Lane, lease: Lease, parts: list[Part], scope: bytes) -> Transfer | None:
+        """Start a transfer. None, and what was taken for it is given back, where too much is on its way."""
+        saves = lane is Lane.SAVE
+        move = self.below.move_of(lane, parts, scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
-            for part in moving.parts:
-                if link is Lane.SAVE:
+            for part in parts:
+                if saves:
                     self.hosts[part.group].untake(part.host)
                 else:
                     self._groups[part.group].frames.drop(part.pages)
-            self._tree.release(moving.lease)
+            self._tree.release(lease)
             return None
-        if link is Lane.SAVE:
-            for part in moving.parts:
-                self._saving[part.group, part.pages] = True
-        moving.pin(self._groups, self.hosts)
-        self.moving[move] = moving
+        for part in parts:
+            arrives = self.hosts[part.group].table if saves else self._groups[part.group].table
+            arrives.mark(part.pages, State.ARRIVING)
+        frames = frames_of(parts, on_device=True, on_host=not saves)
+        hold = self._holds.add(Reason.SAVE if saves else Reason.LOAD, lease=lease, frames=frames)
+        self.moving[move] = Moving(hold, parts, scope, on_device=True, on_host=not saves)
         return move
 
     def _release(self, move: Transfer) -> Moving:
-        """A move has ended; its frames may go, its path may not yet."""
+        """A transfer has ended; its frames may go, its path may not yet."""
         moving = self.moving.pop(move)
-        moving.unpin(self._groups, self.hosts)
+        self._holds.change(moving.hold, ())
+        for part in moving.parts:
+            arrived = self._groups[part.group].table if moving.on_host else self.hosts[part.group].table
+            arrived.unmark(part.pages, State.ARRIVING)
         return moving
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 from quire.cache.prefix_hit import Choice
 from quire.offload.tiering import Tiering
 from quire.prefix.match import Match
@@ -29,9 +27,8 @@ def decide(even: BreakEven, choice: Choice) -> None:
 
 def _chosen(tiers: Tiering, found: Match, limit: int, page_size: int) -> Choice:
     pages = found.pages[:limit]
-    if tiers.damaged.num_bad:
-        limit = int(np.argmax(np.append(tiers.damaged.bad[pages], True)))
-        pages = pages[:limit]
+    limit = tiers.damaged.before(pages)
+    pages = pages[:limit]
     here = min(found.num_here, limit)
     near, limited = tiers.resume_point(pages[:here], below=False)
     if near == limit:

@@ -88,6 +88,14 @@ class RunningRows:
         self.num_drafted += int(self.drafts[row] == 0) * bool(len(tokens))
         self.drafts[row] = len(tokens)
 
+    def drafts_of(self, of: StepRows, most: int) -> Lengths:
+        """How many drafts each of these has; the last ones are forgotten where they are more than `most` in all."""
+        drafts = self.drafts[of.rows]
+        kept: Lengths = np.clip(most - (np.cumsum(drafts) - drafts), 0, drafts)
+        self.drafts[of.rows] = kept
+        self.num_drafted -= int(np.count_nonzero(drafts) - np.count_nonzero(kept))
+        return kept
+
     def forget_drafts(self, rows: Rows) -> None:
         """They have been launched, or nobody wants them any more."""
         if self.num_drafted:

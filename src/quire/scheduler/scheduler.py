@@ -150,7 +150,8 @@ class Scheduler:
         `settle` says how many came true. Returns how many of them that are, as far as the plan reserves room and the
         request may still draw."""
         room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
-        ready = request.state is RequestState.RUNNING and not request.pending and not request.in_prefill
+        ready = request.state is RequestState.RUNNING and not request.pending
+        ready = ready and request.num_tokens - request.num_launched == 1
         if not ready or request.params.needs_history or room < 1:
             return 0
         self._rows.draft(request, tokens[:room])
@@ -184,23 +185,31 @@ class Scheduler:
         """
         found, settled, done = self._rows.settle(step, np.asarray(tokens, dtype=np.int64), kept)
         requests, size = step.requests, self._cache.page_size
-        whole = settled // size > self._rows.committed[step.of.rows]
-        if not self._cache.admission.gives_back_early:
-            whole &= step.counts > 1
-        commits = whole.nonzero()[0].tolist()
-        for at in sorted({*commits, *done}) if done else commits:
-            if whole[at]:
-                self._commit(requests[at])
-            if requests[at].finish_reason is not None:
-                self._finish(requests[at])
+        pages = settled // size
+        whole = (pages > self._rows.committed[step.of.rows]) & (step.counts > 1)
+        whole |= (step.draw_counts > 1) & (settled >= 0)  # what a request carries has to hear which drafts came true
+        if self._cache.admission.gives_back_early:
+            drawn = ((pages > self._rows.committed[step.of.rows]) & ~whole).nonzero()[0]
+            whole[drawn] = self._cache.admission.frees(step.of.rows[drawn], pages[drawn])
+        before = 0
+        for at in done:  # in the order of works, as if each had settled alone
+            self._commit([requests[each] for each in (whole[before:at].nonzero()[0] + before).tolist()])
+            self._finish(requests[at])
+            before = at + 1
+        self._commit([requests[each] for each in (whole[before:].nonzero()[0] + before).tolist()])
         return found
 
     # -- inside
 
-    def _commit(self, request: Request) -> None:
-        assert request.kv is not None
-        self._cache.commit(request.kv, request.tokens[: request.num_settled])
-        self._rows.committed[request.kv.row] = request.num_settled // self._cache.page_size
+    def _commit(self, requests: Sequence[Request]) -> None:
+        """What has settled of these requests can be reused."""
+        kvs = [request.kv for request in requests if request.kv is not None]
+        if kvs:
+            rows = [kv.row for kv in kvs]
+            settled, tokens = self._rows.settled[rows], self._rows.tokens
+            lengths = settled.tolist()
+            self._cache.commit(kvs, [tokens[row, :length] for row, length in zip(rows, lengths, strict=True)])
+            self._rows.committed[rows] = settled // self._cache.page_size
 
     def _together(self) -> StepRows:
         """All that run, in order."""
@@ -236,10 +245,7 @@ class Scheduler:
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
                 decodes = running.part(places, self._rows.width)
-        drafts = self._rows.drafts[decodes.rows] if self._rows.num_drafted else None
-        if drafts is not None and len(decodes) + drafts.sum() > self._max_tokens:
-            some = (np.cumsum(1 + drafts) <= self._max_tokens).nonzero()[0]
-            decodes, drafts = decodes.part(some, self._rows.width), drafts[some]
+        drafts = self._rows.drafts_of(decodes, self._max_tokens - len(decodes)) if self._rows.num_drafted else None
         self._decoding = decodes
         if not len(decodes):
             return
@@ -419,8 +425,7 @@ class Scheduler:
             return
         running, rows = self._together(), self._rows
         whole = rows.settled[running.rows] // self._cache.page_size > rows.committed[running.rows]
-        for at in whole.nonzero()[0].tolist():
-            self._commit(running.requests[at])
+        self._commit([running.requests[at] for at in whole.nonzero()[0].tolist()])
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""

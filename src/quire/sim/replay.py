@@ -181,7 +181,10 @@ class Replay:
         fence, pieces = self.cache.open_fence(), {}
         if self._carried:
             watch = time.thread_time()
-            launched = {index: self.cache.launch(index, scheduled.batch, rows.ends) for index in self._carried}
+            launched = {
+                index: self.cache.launch(index, scheduled.batch, rows.ends, scheduled.draw_counts)
+                for index in self._carried
+            }
             self._manager_seconds += time.thread_time() - watch
             pieces = {index: found for index, found in launched.items() if found is not None}
         step = self.device.launch(scheduled, fence, rows, pieces)

@@ -62,7 +62,7 @@ class FakeModel:
         fence = self._cache.open_fence()
         writes, reads, pieces = [], [], {}
         for index in range(len(self._cache.groups)):
-            carried = self._cache.launch(index, step.batch, ends)
+            carried = self._cache.launch(index, step.batch, ends, step.draw_counts)
             if carried is not None:
                 pieces[index] = carried
             writes.append(self._cache.rows.slots(step.batch, starts, ends, index) if carried is None else NO_SLOTS)

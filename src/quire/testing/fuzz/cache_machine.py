@@ -212,11 +212,15 @@ class CacheMachine:
         step = choices.one_of(done) if choices.chance(30) else done[0]
         commits = choices.chance(50)
         self.did = "settle step", step.fence, *(("and commit",) if commits else ())
+        behind = []
         for s, part in zip(self._batches.pop(step), step.parts, strict=True):
             if s in self.model.live:
                 s.settled = max(s.settled, part.end)
-                if commits and s.settled > s.committed:
-                    self.cache.commit(s.kv, self.names.tokens(self.names.prefix(s.name, s.settled)))
+                if s.settled > s.committed:
+                    behind.append(s)
+        if commits and behind:  # a step at once, as a scheduler does
+            tokens = [self.names.tokens(self.names.prefix(s.name, s.settled)) for s in behind]
+            self.cache.commit([s.kv for s in behind], tokens)
         self.cache.close_fence(step)
         return self.did
 

@@ -163,12 +163,16 @@ class FollowedCache:
         have = [self.cache.rows.allocated(kv) for kv in asking]
         self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
 
-    def commit(self, kv: RequestKV, tokens: Ids) -> None:
+    def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's."""
-        s = self._of[kv]
-        self._name_of(s, tokens)
-        self.cache.commit(kv, tokens)
-        self._committed(s, len(tokens))
+        many, each = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        settling = [(self._of[kv], own) for kv, own in zip(many, each, strict=True)]
+        for s, own in settling:
+            self._name_of(s, own)
+        self.cache.commit(kvs, tokens)
+        for s, own in settling:
+            self._committed(s, len(own))
+        self.happened["commit of several"] += len(settling) > 1
         self._check("commit")
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:

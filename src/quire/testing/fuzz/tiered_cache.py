@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+import numpy as np
+
 from quire.cache import KVCache, PrefixHit
 from quire.cache.picture import GroupPicture, RowPicture
 from quire.cache.request_kv import RequestKV
@@ -90,8 +92,8 @@ class TieredWatch(Watch):
             if part.group == group.group.index
             for page in part.pages.tolist()
         }
-        damaged = tiers.damaged
-        return arriving.union(damaged.bad.nonzero()[0].tolist()) if damaged.num_bad else arriving
+        damaged, every_page = tiers.damaged, np.arange(self._cache.pages.num_pages + 1, dtype=np.int32)
+        return arriving.union(np.flatnonzero(damaged.are(every_page)).tolist()) if damaged.num_damaged else arriving
 
 
 class TieredCache(FollowedCache):
@@ -204,13 +206,17 @@ class TieredCache(FollowedCache):
         have = [self.cache.rows.allocated(kv) for kv in asking]
         self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
 
-    def commit(self, kv: RequestKV, tokens: Ids) -> None:
+    def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's; it stays private where it would be cached behind what is damaged."""
-        s = self._of[kv]
-        self._name_of(s, tokens)
-        self._register(s, len(tokens))
-        self.cache.commit(kv, tokens)
-        self._settled(s, self.cache.rows.committed(kv))
+        many, each = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        settling = [(self._of[kv], own) for kv, own in zip(many, each, strict=True)]
+        for s, own in settling:
+            self._name_of(s, own)
+            self._register(s, len(own))
+        self.cache.commit(kvs, tokens)
+        for s, _ in settling:
+            self._settled(s, self.cache.rows.committed(s.kv))
+        self.happened["commit of several"] += len(settling) > 1
         self._check("commit")
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
@@ -394,7 +400,7 @@ class TieredCache(FollowedCache):
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
         assert not self.model.live and not cache.fences.waiting, "memory is held for nobody"
-        assert not (tiers.moving or tiers.archiver.moves or tiers.condemned or tiers._loads), "something moves for ever"
+        assert not (tiers.moving or tiers.archiver.moves or tiers.condemned), "something moves for ever"
         prefetcher = offload_of(cache).prefetcher
         assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
@@ -496,7 +502,7 @@ class TieredCache(FollowedCache):
         reached: set[int] = set()
         for end in sorted(self.watch.ends, key=lambda end: len(names.ends[end])):
             path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
-            kept = [bool(host.column[page]) and not tiers.damaged.bad[page] for host in tiers.hosts]
+            kept = [bool(host.column[page]) and not tiers.damaged.are(np.array([page]))[0] for host in tiers.hosts]
             stored = [self.world.has_stored(end, namespace, host.index) for host in tiers.hosts]
             if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole):
                 continue
@@ -514,8 +520,7 @@ class TieredCache(FollowedCache):
         matched = model.matched(name)
         limit = min(matched, (len(tokens) - 1) // size)
         pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
-        bad = self.tiers.damaged.bad
-        pages = pages[: next((at for at, page in enumerate(pages) if bad[page]), limit)]
+        pages = pages[: self.tiers.damaged.before(np.array(pages, dtype=np.int32))]
         here = [[group.column[page] != 0 for page in pages] for group in self.watch.picture.groups]
         below = [
             [there or bool(host.column[page]) for page, there in zip(pages, device, strict=True)]

@@ -10,6 +10,7 @@ from quire.cache import kv_cache
 from quire.cache.fences import Fences
 from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
+from quire.cache.request_kv import RequestKV
 from quire.cache.running_tables import RunningTables
 from quire.errors import OutOfPages
 from quire.prefix.node import pages_to
@@ -54,9 +55,10 @@ def commit_takes_allocated_for_settled(patch: Patch) -> None:
     """Tokens that are only allocated become reusable, before any step has written them."""
     real = KVCache.commit
 
-    def commit(cache: KVCache, kv: Any, tokens: Any) -> None:
-        missing = cache.rows.allocated(kv) - len(tokens)
-        real(cache, kv, np.append(tokens, np.zeros(missing, dtype=np.int32)))
+    def commit(cache: KVCache, kvs: Any, tokens: Any) -> None:
+        for kv, own in [(kvs, tokens)] if isinstance(kvs, RequestKV) else zip(kvs, tokens, strict=True):
+            missing = cache.rows.allocated(kv) - len(own)
+            real(cache, kv, np.append(own, np.zeros(missing, dtype=np.int32)))
 
     patch.setattr(KVCache, "commit", commit)
 

@@ -43,10 +43,11 @@ def a_state_is_left_before_it_settles(patch: Patch) -> None:
     """A state is cached for a page that its request has not finished writing."""
     real = CarriedGroup.commit
 
-    def commit(group: CarriedGroup, row: Any, *rest: Any) -> Any:
-        for trail in group._behind.get(row.row, ()):
-            trail.num_pages = min(trail.num_pages, row.protected)
-        return real(group, row, *rest)
+    def commit(group: CarriedGroup, new: Any, *rest: Any) -> Any:
+        for kv, end in zip(new.kvs, new.ends.tolist(), strict=True):
+            for trail in group._behind.get(kv.row, ()):
+                trail.num_pages = min(trail.num_pages, end)
+        return real(group, new, *rest)
 
     patch.setattr(CarriedGroup, "commit", commit)
 

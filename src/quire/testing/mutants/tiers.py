@@ -8,8 +8,10 @@ import numpy as np
 import xxhash
 
 from quire.cache.damaged import DamagedPages
+from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
+from quire.memory.residency import State
 from quire.offload import page_names, prefetcher, tiering
 from quire.offload.archiver import Archiver
 from quire.offload.below import Below
@@ -42,12 +44,12 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
     """A frame is handed out again while its bytes are still being copied to the host, which keeps another page's."""
     real = Tiering._submit
 
-    def submit(tiers: Tiering, link: Lane, moving: Any) -> Any:
-        move = real(tiers, link, moving)
-        if move is not None and link is Lane.SAVE:
-            root = tiers._tree.roots.make(moving.lease.node.namespace, 0)
-            tiers._tree.release(moving.lease)
-            moving.lease = tiers._tree.pin(root)
+    def submit(tiers: Tiering, lane: Lane, *what: Any) -> Any:
+        move = real(tiers, lane, *what)
+        if move is not None and lane is Lane.SAVE:
+            hold = tiers.moving[move].hold
+            root = tiers._tree.roots.make(hold.path.node.namespace, 0)
+            tiers._holds.change(hold, hold.frames, lease=tiers._tree.pin(root))
         return move
 
     patch.setattr(Tiering, "_submit", submit)
@@ -138,7 +140,7 @@ def the_end_of_a_record_is_not_covered(patch: Patch) -> None:
 @mutant("tiers", field.DAMAGED)
 def pages_are_cached_behind_damaged_ones(patch: Patch) -> None:
     """A request that has computed a damaged page again goes on with the damaged one."""
-    patch.setattr(DamagedPages, "is_bad_from", lambda pages, some: False)
+    patch.setattr(DamagedPages, "have_frames", lambda damaged, pages: False)
 
 
 @mutant("tiers", field.TWICE)
@@ -220,7 +222,7 @@ def what_a_full_link_refused_is_not_stored(patch: Patch) -> None:
 
     def undo(archiver: Archiver, batch: Any) -> None:
         for part in batch.parts:
-            archiver._stored[part.group, part.pages] = False
+            archiver._stored[part.group].unmark(part.pages, State.RESIDENT)
 
     patch.setattr(Archiver, "_undo", undo)
 
@@ -310,7 +312,7 @@ def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
 
     def let_go(prefetcher: Prefetcher, found: Prefetch) -> None:
         prefetcher._holding.pop(found, None)
-        found.holds = False
+        found.hold.released = True
 
     patch.setattr(Prefetcher, "_let_go", let_go)
 
@@ -318,7 +320,14 @@ def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
 @mutant("tiers", field.PINS)
 def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
     """Windows and states on the host that a request has counted on are never given up again."""
-    patch.setattr(Prefetcher, "_let_go_frames", lambda prefetcher, found: found.held.clear())
+    real = Holds.release
+
+    def release(holds: Holds, hold: Hold) -> None:
+        if hold.reason is Reason.READ_AHEAD:
+            hold.frames = ()
+        real(holds, hold)
+
+    patch.setattr(Holds, "release", release)
 
 
 @mutant("tiers", field.EVENTS)

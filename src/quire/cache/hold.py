@@ -1,0 +1,175 @@
+"""Hold: these pages stay, for this reason. Whatever keeps a cached or a private page is one, and is released once.
+
+    a path of the tree        a lease on its end: none of its pages is evicted, in any tier
+    frames                    of groups whose frames may go before their pages: they are not reclaimed from that tier
+    private pages             of a running request: when it gives them up they stay until the hold is released
+
+Running requests hold their path by a lease of their own, and what they read of it by the rows of their group; what a
+launched step may touch waits in `Fences`. Everything else is listed here: by the audit, and by `OutOfPages`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from quire.errors import LeaseError
+from quire.memory.residency import Residency
+from quire.prefix.node import Lease
+from quire.prefix.radix_cache import RadixCache
+from quire.spec.ids import Ids, Tier
+from quire.spec.rank import Rank
+
+_NO_PAGES: Ids = np.empty(0, dtype=np.int32)
+
+
+class Reason(StrEnum):
+    """Why pages are held."""
+
+    BEGIN = "request that begins"
+    SAVE = "save"
+    LOAD = "load"
+    READ_AHEAD = "prompt that is read ahead"
+    RETAIN = "retention"
+    DAMAGE = "damaged prefix"
+    TRANSFER = "transfer to a peer"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldFrames:
+    """Pages of one group whose frames are held in one tier."""
+
+    group: int
+    tier: Tier
+    pages: Ids
+
+
+class Hold:
+    """Made by `Holds.add`. `lease` is the path it keeps, if any; `private` are pages of a running request."""
+
+    __slots__ = ("frames", "label", "lease", "private", "reason", "released")
+
+    def __init__(self, reason: Reason, label: str, lease: Lease | None, private: Ids) -> None:
+        self.reason = reason
+        self.label = label
+        self.lease = lease
+        self.private = private
+        self.frames: tuple[HeldFrames, ...] = ()
+        self.released = False
+
+    @property
+    def path(self) -> Lease:
+        """The path that it keeps."""
+        assert self.lease is not None, "this hold keeps no path"
+        return self.lease
+
+
+class Holds:
+    """The live holds of one cache. `give_back` takes private pages that were given up while they were held."""
+
+    def __init__(self, tree: RadixCache, table: Residency, give_back: Callable[[Ids], None]) -> None:
+        self._tree = tree
+        self._table = table
+        self._give_back = give_back
+        self._live: dict[Hold, None] = {}
+        self._private: Counter[int] = Counter()  # holds of each private page
+        self._waiting: set[int] = set()  # of these, pages that were given up
+
+    def add(
+        self,
+        reason: Reason,
+        *,
+        lease: Lease | None = None,
+        frames: Sequence[HeldFrames] = (),
+        private: Ids = _NO_PAGES,
+        rank: Rank = Rank.PASSED,
+        label: str = "",
+    ) -> Hold:
+        """Hold these until `release`. The lease is the hold's from now on. `rank` is what its frames are good for."""
+        hold = Hold(reason, label, lease, private)
+        self._live[hold] = None
+        self._pin(hold, frames, rank)
+        self._private.update(private.tolist())
+        return hold
+
+    def change(
+        self, hold: Hold, frames: Sequence[HeldFrames], *, lease: Lease | None = None, rank: Rank = Rank.PASSED
+    ) -> None:
+        """Hold these frames instead, and the path of `lease`, if given. What stays held is free to go at no moment."""
+        before, path = hold.frames, hold.lease
+        self._pin(hold, frames, rank)
+        self._unpin(before)
+        if lease is not None:
+            hold.lease = lease
+            if path is not None:
+                self._tree.release(path)
+
+    def release(self, hold: Hold) -> None:
+        """Nothing is kept for it any more. Raises LeaseError the second time."""
+        if hold.released:
+            raise LeaseError(f"the hold of a {hold.reason} was released twice.")
+        hold.released = True
+        del self._live[hold]
+        self._unpin(hold.frames)
+        if hold.lease is not None:
+            self._tree.release(hold.lease)
+        if len(hold.private):
+            self._private.subtract(hold.private.tolist())
+            self._private = +self._private
+            free = [page for page in hold.private.tolist() if page in self._waiting and page not in self._private]
+            self._waiting.difference_update(free)
+            self._give_back(np.array(free, dtype=np.int32))
+
+    def free_of(self, pages: Ids) -> Ids:
+        """Of private pages that are given up, those that no hold keeps. The others wait until it is released."""
+        if not self._private:
+            return pages
+        held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
+        self._waiting.update(pages[held].tolist())
+        free: Ids = pages[~held]
+        return free
+
+    # -- looking
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Private pages that were given up and are held still."""
+        return sorted(self._waiting)
+
+    def leases(self) -> list[Lease]:
+        """The paths that are held."""
+        return [hold.lease for hold in self._live if hold.lease is not None]
+
+    def readers(self, group: int, tier: Tier) -> Ids:
+        """Pages of a group whose frames are held in a tier, once for each hold; none of groups that keep their frames
+        as long as their pages."""
+        if self._table.of(tier, group).idle is None:
+            return _NO_PAGES
+        runs = [each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier]
+        return np.concatenate(runs) if runs else _NO_PAGES
+
+    def summary(self) -> str:
+        """How many there are of each reason, in words; "" where there is none."""
+        counts = Counter(hold.reason for hold in self._live)
+        return ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
+
+    # -- inside
+
+    def _pin(self, hold: Hold, frames: Sequence[HeldFrames], rank: Rank) -> None:
+        hold.frames = tuple(frames)
+        for each in frames:
+            self._table.of(each.tier, each.group).pin(each.pages, rank)
+
+    def _unpin(self, frames: Sequence[HeldFrames]) -> None:
+        for each in frames:
+            self._table.of(each.tier, each.group).unpin(each.pages)

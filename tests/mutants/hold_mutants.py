@@ -1,0 +1,55 @@
+"""Mistakes with what keeps pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.cache.hold import Hold, Holds
+from quire.memory.residency import Column
+from quire.spec.ids import Ids
+from tests.mutants.mutants import Patch, mutant
+
+
+@mutant("holds", "pages of a request that ends are handed out again while a transfer still reads them")
+def private_pages_are_not_held(patch: Patch) -> None:
+    patch.setattr(Holds, "free_of", lambda holds, pages: pages)
+
+
+@mutant("holds", "private pages that were held when their request ended are never free again")
+def private_pages_leak(patch: Patch) -> None:
+    real = Holds.free_of
+
+    def free_of(holds: Holds, pages: Ids) -> Ids:
+        free = real(holds, pages)
+        holds._waiting.clear()
+        return free
+
+    patch.setattr(Holds, "free_of", free_of)
+
+
+@mutant("holds", "a hold that is released twice gives back the lease of another one")
+def a_hold_is_released_twice(patch: Patch) -> None:
+    real = Holds.release
+
+    def release(holds: Holds, hold: Hold) -> None:
+        if not hold.released:
+            real(holds, hold)
+
+    patch.setattr(Holds, "release", release)
+
+
+@mutant("holds", "frames that a transfer reads are reclaimed for another request")
+def held_frames_are_idle(patch: Patch) -> None:
+    real = Holds._pin
+
+    def pin(holds: Holds, hold: Hold, frames: Any, rank: Any) -> None:
+        real(holds, hold, (), rank)
+        hold.frames = tuple(frames)
+
+    patch.setattr(Holds, "_pin", pin)
+    patch.setattr(Holds, "_unpin", lambda holds, frames: None)
+
+
+@mutant("holds", "a reader of a page that has no frame is given the padding frame")
+def a_missing_frame_is_padding(patch: Patch) -> None:
+    patch.setattr(Column, "frames", lambda column, pages: column.frame[pages])
