@@ -253,8 +253,9 @@ class System:
                     calls.extend(kvs)
                     slots = calls.launch(ends)
                     if commits:
-                        for i in (ends % page == 0).nonzero()[0].tolist():
-                            cache.commit(kvs[i], known[i][: ends[i]])
+                        full = (ends % page == 0).nonzero()[0].tolist()
+                        if full:
+                            cache.commit([kvs[i] for i in full], [known[i][: ends[i]] for i in full])
                 lengths = ends
             step += sizes.steps
             yield watch.sample(sizes.steps, slots=len(np.unique(slots)))
