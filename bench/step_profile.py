@@ -3,9 +3,9 @@
     python bench/step_profile.py                                 256 requests, full attention
     python bench/step_profile.py --kind full+window --running 64
 
-A function outside `quire` counts for the module of `quire` that calls it. Indexing and arithmetic of numpy are no calls,
-and are in the time alone. Times are wall time with the profiler on, of each module the least of many runs. Their sum is
-more than twice a step's: they say where it goes, not how much it is.
+A function outside `quire` counts for the module of `quire` that calls it. Indexing and arithmetic of numpy are no
+calls, and are in the time alone. Times are wall time with the profiler on, of each module the least of many runs. Their
+sum is more than twice a step's: they say where it goes, not how much it is.
 """
 
 from __future__ import annotations
