@@ -131,6 +131,14 @@ def timed(batch: PagedBatch, window: int) -> tuple[float, StepPlan]:
     return (time.process_time_ns() - began) / 1e3, plan
 
 
+def planned(case: Case, steps: int) -> Iterator[float]:
+    """Microseconds of the first step, and of each of so many behind it that go on with its plan."""
+    run = Run(case, steps)
+    for _ in range(steps + 1):
+        yield timed(run.batch(run.planner), case.window)[0]
+        run.grow()
+
+
 def measure(case: Case, steps: int, *, check: bool) -> dict[str, Any]:
     """One row of the table."""
     run, kept, fresh, problems = Run(case, steps), [], [], []

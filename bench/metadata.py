@@ -31,6 +31,7 @@ PEERS = HERE / "peers"
 sys.path[:0] = [str(PEERS)]
 
 from cases import FAMILIES, Case, cases  # noqa: E402
+from metadata_readme import write_tables  # noqa: E402
 from metadata_report import console, plot, print_table  # noqa: E402
 from workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace  # noqa: E402
 
@@ -77,7 +78,8 @@ class Process:
             )
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Send one request and wait. Raises RuntimeError with the last error of the worker's log if it dies."""
+        """Send one request and wait. Raises RuntimeError with its error if it fails, with the last one of the worker's
+        log if it dies."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"do": do} | request) + "\n")
@@ -90,7 +92,14 @@ class Process:
             lines = [text.strip() for text in self._log.read_text().splitlines() if text.strip()]
             raise RuntimeError(lines[-1] if lines else f"ended with status {self._process.returncode}")
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
         return answer
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the worker."""
@@ -142,7 +151,6 @@ def measure(
         except RuntimeError as error:
             failed[system] = str(error)
             chosen.remove(system)
-            del workers[system]
     samples: dict[str, list[dict[str, Any]]] = {system: [] for system in chosen}
     spent = dict.fromkeys(chosen, 0.0)
     for repeat in range(options.repeats):
@@ -155,8 +163,10 @@ def measure(
             except RuntimeError as error:
                 failed[system] = str(error)
                 chosen.remove(system)
-                del workers[system]
             spent[system] += time.perf_counter() - began
+    for system in failed:
+        if not workers[system].alive:
+            del workers[system]
     return {"samples": {system: taken for system, taken in samples.items() if taken}, "failed": failed}
 
 
@@ -179,7 +189,7 @@ def summarise(case: Case, measured: dict[str, Any], rows: dict[str, dict[str, An
             "cpu_us_min": min(sample.get("least", sample["cpu"]) for sample in taken),
             "cpu_us_max": max(sample.get("most", sample["cpu"]) for sample in taken),
             "wall_us": statistics.median(sample["wall"] for sample in taken),
-            "samples": [round(sample["cpu"], 3) for sample in taken],
+            "samples": [round(sample["cpu"], 6) for sample in taken],
             "parts": _parts(taken),
             "found": found,
             "ratio": statistics.median(
@@ -323,6 +333,20 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of several runs as those of one, that of the last run where several have it; the rest is the first's."""
+    found = results[0] | {"load": max(result["load"] for result in results)}
+    for name in ("versions", "traces"):
+        found[name] = {key: value for result in results for key, value in result[name].items()}
+    found["rows"] = list({row["name"]: row for result in results for row in result["rows"]}.values())
+    found["problems"] = [problem for result in results for problem in result["problems"]]
+    measured = {system for row in found["rows"] for system in row["systems"]}
+    found["absent"] = {
+        system: why for result in results for system, why in result["absent"].items() if system not in measured
+    }
+    return found
+
+
 def cpu_model() -> str:
     """The processor's own name."""
     try:
@@ -358,7 +382,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart of the ratios here")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing; show what --json wrote")
+    parser.add_argument("--readme", type=Path, metavar="FILE.md", help="write the tables between the marks there")
+    parser.add_argument(
+        "--read",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="measure nothing; show what --json wrote, several runs as one if repeated",
+    )
     options = parser.parse_args(arguments)
     names = "" if options.toy else ",".join(FAMILIES)
     options.peers = [name for name in (names if options.peers is None else options.peers).split(",") if name]
@@ -380,7 +411,7 @@ def main() -> int:
     """Measure, print, write."""
     options = parse()
     if options.read:
-        result = json.loads(options.read.read_text())
+        result = together([json.loads(file.read_text()) for file in options.read])
     else:
         if options.install_peers:
             from install import install
@@ -393,10 +424,12 @@ def main() -> int:
     if options.text:
         with options.text.open("w") as file:
             print_table(result, console(options, file))
-    if options.json and not options.read:
+    if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(result, options.plot)
+    if options.readme:
+        write_tables(result, options.readme)
     for problem in result["problems"]:
         console(options).print(f"[red]wrong:[/] {problem}", highlight=False)
     return 1 if result["problems"] else 0

@@ -117,7 +117,8 @@ def _print_parts(result: dict[str, Any], out: Console) -> None:
                 f"{name} {figure(part['median'])} ({figure(part['min'])} .. {figure(part['max'])})"
                 for name, part in found["parts"].items()
             )
-            table.add_row(row["name"], NAMES[system], ", ".join(parts))
+            if said := ", ".join(parts):
+                table.add_row(row["name"], NAMES[system], said)
     out.print(table)
 
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from attention_plan import Case, planned
 from engines import Quire
 from llm_rows import llm_steps
 from metadata_worker import Operation, Stopwatch, replay, trace_of
-from quire_step import AttentionPlan, Followers, StepCalls, Steps, Turnover
+from quire_step import Followers, StepCalls, Steps, Turnover
 from step_rows import counted_calls, sample_of, timed_steps
 from workloads import Arrival, Sizes, Tokens, Tree, tokens
 
@@ -250,10 +251,11 @@ class System:
                 ends = lengths + 1
                 with watch:
                     calls.extend(kvs)
-                    slots = calls.launch(kvs, lengths, ends)
+                    slots = calls.launch(ends)
                     if commits:
-                        for i in (ends % page == 0).nonzero()[0].tolist():
-                            cache.commit(kvs[i], known[i][: ends[i]])
+                        full = (ends % page == 0).nonzero()[0].tolist()
+                        if full:
+                            cache.commit([kvs[i] for i in full], [known[i][: ends[i]] for i in full])
                 lengths = ends
             step += sizes.steps
             yield watch.sample(sizes.steps, slots=len(np.unique(slots)))
@@ -277,7 +279,7 @@ class System:
         for at worst. `median` is the median of them."""
         cache = self._full(sizes, page)
         few, filled = min(256, sizes.node), 0
-        while cache.num_free_pages * page >= few:
+        while cache.pages.num_free_pages * page >= few:
             filled += 1
             store(cache, tokens(few, "pause", filled))
         yield {}
@@ -297,8 +299,8 @@ class System:
 
     def admit(self, sizes: Sizes, page: int, events: str) -> Operation:
         """A prompt of which nothing is cached, in a pool that is full: match, begin, extend, commit. With events `on`
-        they are taken from the cache with every hash in them; `step_thread` is the CPU time of the thread of the step
-        up to there, which is shorter where hashes are made elsewhere."""
+        they are taken from the cache with every hash in them, which a reader computes; the part is what the thread
+        of the step takes up to there."""
         taken: list[Any] = []
         emit = {} if events == "off" else {"emit": taken.append}
         cache = new_cache(sizes.admit_pool, page, context=2 * sizes.admitted, requests=4, **emit, **StepCalls.DEFAULTS)
@@ -322,7 +324,8 @@ class System:
                 hashes = sum(len(event.hashes) for event in taken)
             cache.finish(kv)
             evicted = (cache.statistics().evicted_pages - evicted) * page
-            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes, step_thread=thread / 1e3)
+            parts = {"thread of the step": [thread / 1e3] * 3}
+            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes, parts=parts)
 
     def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """A whole decode step without the model: `Scheduler.schedule`, `ModelRunner.launch`, `Scheduler.settle`."""
@@ -352,13 +355,21 @@ class System:
             yield sample | {"cpu": sample["parts"]["schedule"][0], "waiting": min(waiting for _, waiting in calls)}
 
     def attention_plan(self, sizes: Sizes, page: int) -> Operation:
-        """The plan of a step of sequences whose frames are scattered, after the first."""
-        steps = min(16, sizes.steps)
-        plan = AttentionPlan(page, sizes.running, sizes.planned, 4 * steps)
+        """The plan of a step of sequences whose frames are scattered, after the first (`attention_plan.py`)."""
+        case, most = Case("", sizes.running, sizes.planned), 4 * min(16, sizes.steps)
+        plans = planned(case, most)
+        next(plans)
         yield {}
         while True:
-            began = time.perf_counter()
-            yield sample_of([(plan.step(),) for _ in range(4)], ["plan"], time.perf_counter() - began)
+            began, taken = time.perf_counter(), []
+            while len(taken) < 4:
+                spent = next(plans, None)
+                if spent is None:
+                    plans = planned(case, most)
+                    next(plans)
+                    continue
+                taken.append((round(spent * 1e3),))
+            yield sample_of(taken, ["plan"], time.perf_counter() - began)
 
     def llm_step(self, sizes: Sizes, page: int, folder: str) -> Operation:
         """CPU time of a whole `LLM` in this process, per decode step."""
@@ -434,7 +445,7 @@ class Serving:
         kvs = [self._kvs[index] for index in running]
         starts = np.array([self._lengths[index] for index in running], dtype=np.int64)
         self._calls.extend(kvs)
-        self._calls.launch(kvs, starts, starts + 1)
+        self._calls.launch(starts + 1)
         for index in running:
             self._lengths[index] += 1
 

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -195,7 +196,11 @@ def main() -> None:
     worker = Worker(module.System(variant) if variant else module.System())
     for line in sys.stdin:
         request = json.loads(line)
-        answer = getattr(worker, request.pop("do"))(**request)
+        try:
+            answer = getattr(worker, request.pop("do"))(**request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 

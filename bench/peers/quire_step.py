@@ -29,6 +29,7 @@ from quire.models.hf import LoadedModel
 from quire.plan.planner import make_plan
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.step import Places
 from quire.spec.ids import Ids
 from quire.spec.model import ModelSpec
 
@@ -100,11 +101,11 @@ class DescribedModel:
 
 
 class FixedSampler:
-    """Draws token 1 for everybody, in one call."""
+    """Draws token 1 everywhere, in one call."""
 
-    def draw(self, _logits: torch.Tensor, requests: Any) -> Drawn:
-        """One token for each request."""
-        return Drawn(torch.ones(len(requests), dtype=torch.int64), {})
+    def draw(self, _logits: torch.Tensor, places: Places) -> Drawn:
+        """One token for each place."""
+        return Drawn(torch.ones(len(places), dtype=torch.int64), {})
 
 
 def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
@@ -112,14 +113,14 @@ def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
     `launch` and `settle`."""
     clock = time.process_time_ns
     began = clock()
-    core.cache.retention.expire()
-    batch = core.scheduler.schedule()
+    core.offload.kept.expire()
+    step = core.scheduler.schedule()
     scheduled = clock()
-    step = core.runner.launch(batch, None)
-    launched = clock()
-    advanced = core.scheduler.settle(step.batch, step.wait())
-    core.cache.close_fence(step.fence)
-    return advanced, (scheduled - began, launched - scheduled, clock() - launched)
+    launched = core.runner.launch(step, None)
+    in_flight = clock()
+    found = core.scheduler.settle(step, launched.wait())
+    core.cache.close_fence(launched.fence)
+    return found.requests, (scheduled - began, in_flight - scheduled, clock() - in_flight)
 
 
 class Steps:
@@ -271,44 +272,8 @@ def _runner_without_sampler(core: EngineCore) -> ModelRunner:
     return ModelRunner(core.model, core.cache, cast(Any, FixedSampler()), core.device, core.pools)
 
 
-class AttentionPlan:
-    """What a step plans for attention, of sequences whose frames are scattered over the pool. Every step has one token
-    more of each; `step` gives CPU nanoseconds."""
-
-    def __init__(self, page: int, running: int, length: int, room: int) -> None:
-        width = -(-(length + room) // page)
-        frames = np.random.default_rng(20).permutation(running * width).astype(np.int32) + 1
-        self._frames, self._page = frames.reshape(running, width), page
-        self._starts = np.arange(running + 1, dtype=np.int32)
-        self._first, self._most = length, length + room
-        self._length = self._most
-
-    def step(self) -> int:
-        """Plan the next step. The first one of a sequence is not timed."""
-        if self._length >= self._most:
-            self._length = self._first
-            self._plan()
-        return self._plan()
-
-    def _plan(self) -> int:
-        self._length += 1
-        running, page, length = len(self._frames), self._page, self._length
-        lengths = np.full(running, length, dtype=np.int32)
-        slots = self._frames[:, (length - 1) // page] * page + (length - 1) % page
-        began = time.process_time_ns()
-        batch = PagedBatch(
-            query_starts=self._starts,
-            context_lens=lengths,
-            frames=self._frames[:, : -(-length // page)],
-            slots=slots.astype(np.int32),
-            page_size=page,
-        )
-        batch.plan(0, DEVICE)
-        return time.process_time_ns() - began
-
-
 class StepCalls:
-    """The calls of a cache in a step, as scheduler and runner make them, for rows that have no scheduler."""
+    """The calls of a cache in a decode step, as scheduler and runner make them, for rows that have no scheduler."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"explains": True, "page_tables": True}
     """What an engine gives its cache, where it is asked for nothing."""
@@ -318,23 +283,22 @@ class StepCalls:
         following = sum(not group.reach.carried for group in cache.groups)
         plan = cache.plan
         self._tables = DevicePageTables(following, plan.max_requests, plan.pages_per_row, device=DEVICE)
-        self._batch = cache.batch([])
+        self._batch = cache.rows.batch([])
 
     def extend(self, kvs: list[RequestKV]) -> None:
         """Room for one more token of everybody; the batch is made anew when others run."""
         if kvs != self._batch.kvs:
-            self._batch = self.cache.batch(kvs)
+            self._batch = self.cache.rows.batch(kvs)
         self.cache.extend(self._batch, 1)
 
-    def launch(self, kvs: list[RequestKV], starts: Lengths, ends: Lengths) -> Ids:
+    def launch(self, ends: Lengths) -> Ids:
         """Changes of page tables, then for each group its states, or the slots to write; the last group's slots. What
         attention reads is of the whole steps, not of the cache."""
         cache, slots = self.cache, np.empty(0, dtype=np.int32)
         fence = cache.open_fence()
-        requests = cache.batch(kvs)
-        self._tables.apply(cache.page_table_changes())
+        self._tables.apply(cache.rows.page_table_changes())
         for group in range(len(cache.groups)):
-            if cache.launch(group, requests, ends) is None:
-                slots = cache.slots(requests, starts, ends, group)
+            if cache.launch(group, self._batch, ends) is None:
+                slots = cache.rows.next_slots(self._batch, group)
         cache.close_fence(fence)
         return slots

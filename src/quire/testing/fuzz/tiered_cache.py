@@ -42,8 +42,7 @@ from quire.tiers.transfer import Lane
 
 
 class TieredPlain(PlainCache):
-    """The model: `ever` is what was committed at any time. What is cached of it, the tree says: it may lose what nobody
-    holds, and get back what it had."""
+    """The model: `ever` is what was ever committed. The tree may lose of it what nobody holds, and get it back."""
 
     def __init__(self, names: Names, num_pages: int, page_size: int, *, shares: bool = True) -> None:
         super().__init__(names, num_pages, page_size, shares=shares)

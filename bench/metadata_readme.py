@@ -1,0 +1,81 @@
+"""The tables of README.md that `metadata.py --read RESULT --readme README.md` writes, from a result alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from metadata_report import NAMES, PACKAGES, figure
+
+_PLACE = re.compile(r"(<!-- bookkeeping: measured -->\n).*?(\n<!-- bookkeeping: end -->)", re.DOTALL)
+
+
+def write_tables(result: dict[str, Any], document: Path) -> None:
+    """Replace what is between the two marks. Raises ValueError where there are none."""
+    text, times = _PLACE.subn(lambda marks: f"{marks[1]}{_tables(result)}{marks[2]}", document.read_text())
+    if times != 1:
+        raise ValueError(f"{document} has the two marks {times} times, not once")
+    document.write_text(text)
+
+
+def _tables(result: dict[str, Any]) -> str:
+    goals = [goal for row in result["rows"] for goal in row["goals"]]
+    met = sum(goal["met"] for goal in goals)
+    systems = [name for name in result["versions"] if any(name in row["systems"] for row in result["rows"])]
+    versions = (f"{NAMES[name]} {result['versions'][name][PACKAGES[name]]}" for name in systems if name != "quire")
+    return "\n".join(
+        (
+            f"{result['cpu']}, {result['cores']} cores with other work (load {result['load']}), Python "
+            f"{result['python']}, {result['date']}.",
+            f"{'; '.join(versions)}.",
+            f"{met} of {len(goals)} goals are met.",
+            "",
+            "| work | page | Quire | beside it | ratio | goal |",
+            "|---|---|---|---|---|---|",
+            *(line for row in result["rows"] for line in _rows(row, result)),
+            "",
+            *_replays(result),
+        )
+    )
+
+
+def _rows(row: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
+    """A line for each goal of a row; of one without goals, none."""
+    by_name = {other["name"]: other for other in result["rows"]}
+    for goal in row["goals"]:
+        beside, ratio = "", ""
+        if "peer" in goal:
+            beside = f"{_figure(row, goal['peer'])} ({NAMES[goal['peer']]})"
+            ratio, asked = f"{goal['ratio']:.1f} [{goal['fastest']:.1f}]", f"at least {goal['factor']:g}"
+        elif "row" in goal:
+            beside = f"{_figure(by_name[goal['row']])} (`{goal['row']}`)"
+            ratio, asked = f"{goal['times']:.2f} [{goal['fastest']:.2f}]", f"at most {goal['most']:g}"
+        else:
+            asked = f"at most {goal['at_most']:,.0f} {row['unit'].replace('us', 'µs')}"
+        missed = "" if goal["met"] else ", missed"
+        yield f"| {row['label']} | {row['page']} | {_figure(row)} | {beside} | {ratio} | {asked}{missed} |"
+
+
+def _figure(row: dict[str, Any], system: str = "quire") -> str:
+    found = row["systems"][system]
+    return f"{figure(found['cpu_us'])} [{figure(min(found['samples']))}]"
+
+
+def _replays(result: dict[str, Any]) -> Iterator[str]:
+    rows = [row for row in result["rows"] if "ideal_hit_rate" in row]
+    if not rows:
+        return
+    systems = [name for name in NAMES if any(name in row["systems"] for row in rows)]
+    yield "Whole traces: requests per CPU second of the cache, and the share of prompt tokens that hit."
+    yield ""
+    yield f"| trace | page | {' | '.join(NAMES[name] for name in systems)} | ideal hit rate |"
+    yield "|---" * (len(systems) + 3) + "|"
+    for row in rows:
+        cells = []
+        for name in systems:
+            found = row["systems"].get(name)
+            cells.append(f"{1e6 / found['cpu_us']:,.0f} ({found['found']['hit_rate']:.1%})" if found else "-")
+        trace = row["name"].split("-")[1]
+        yield f"| {trace} | {row['page']} | {' | '.join(cells)} | {row['ideal_hit_rate']:.1%} |"
