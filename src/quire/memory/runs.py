@@ -41,9 +41,3 @@ def as_run(ids: IdArray, ascending: bool | None = None) -> slice | None:
 def in_order(ids: Ids) -> Ids:
     """The ids in ascending order: as they are where they come so, as those of one prompt mostly do."""
     return ids if is_ascending(ids) else np.sort(ids)
-
-
-def as_run_in_order(ids: Ids) -> tuple[Ids, slice | None]:
-    """The ids in ascending order, and as a slice where `as_run` knows one."""
-    run = as_run(ids)
-    return (ids, run) if run is not None else (in_order(ids), None)

@@ -158,8 +158,7 @@ class RadixCache:
         return self.pin(node)
 
     def parting(self, match: Match, tokens: Ids) -> Parting:
-        """Where `tokens` leave what is cached, behind their match, which is current, and what is known of what would
-        have come next. Changes nothing."""
+        """What is known of what would have come next behind the match of `tokens`, which is current. Changes nothing."""
         others = self.roots.others(match.namespace, tokens[: self.page_size].tobytes())
         return find_parting(self.roots.get(match.namespace), match, tokens, self.page_size, others)
 
