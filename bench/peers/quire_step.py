@@ -102,9 +102,9 @@ class DescribedModel:
 class FixedSampler:
     """Draws token 1 for everybody, in one call."""
 
-    def draw(self, _logits: torch.Tensor, requests: Any) -> Drawn:
-        """One token for each request."""
-        return Drawn(torch.ones(len(requests), dtype=torch.int64), {})
+    def draw(self, _logits: torch.Tensor, places: Any) -> Drawn:
+        """One token for each place."""
+        return Drawn(torch.ones(len(places), dtype=torch.int64), {})
 
 
 def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
@@ -112,14 +112,14 @@ def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
     `launch` and `settle`."""
     clock = time.process_time_ns
     began = clock()
-    core.cache.retention.expire()
-    batch = core.scheduler.schedule()
+    core.offload.kept.expire()
+    step = core.scheduler.schedule()
     scheduled = clock()
-    step = core.runner.launch(batch, None)
+    flight = core.runner.launch(step, None)
     launched = clock()
-    advanced = core.scheduler.settle(step.batch, step.wait())
-    core.cache.close_fence(step.fence)
-    return advanced, (scheduled - began, launched - scheduled, clock() - launched)
+    found = core.scheduler.settle(step, flight.wait())
+    core.cache.close_fence(flight.fence)
+    return found.requests, (scheduled - began, launched - scheduled, clock() - launched)
 
 
 class Steps:
