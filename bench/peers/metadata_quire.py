@@ -277,7 +277,7 @@ class System:
         for at worst. `median` is the median of them."""
         cache = self._full(sizes, page)
         few, filled = min(256, sizes.node), 0
-        while cache.num_free_pages * page >= few:
+        while cache.pages.num_free_pages * page >= few:
             filled += 1
             store(cache, tokens(few, "pause", filled))
         yield {}

@@ -318,12 +318,12 @@ class StepCalls:
         following = sum(not group.reach.carried for group in cache.groups)
         plan = cache.plan
         self._tables = DevicePageTables(following, plan.max_requests, plan.pages_per_row, device=DEVICE)
-        self._batch = cache.batch([])
+        self._batch = cache.rows.batch([])
 
     def extend(self, kvs: list[RequestKV]) -> None:
         """Room for one more token of everybody; the batch is made anew when others run."""
         if kvs != self._batch.kvs:
-            self._batch = self.cache.batch(kvs)
+            self._batch = self.cache.rows.batch(kvs)
         self.cache.extend(self._batch, 1)
 
     def launch(self, kvs: list[RequestKV], starts: Lengths, ends: Lengths) -> Ids:
@@ -331,10 +331,13 @@ class StepCalls:
         attention reads is of the whole steps, not of the cache."""
         cache, slots = self.cache, np.empty(0, dtype=np.int32)
         fence = cache.open_fence()
-        requests = cache.batch(kvs)
-        self._tables.apply(cache.page_table_changes())
+        decodes = kvs == self._batch.kvs and bool((ends - starts == 1).all())
+        requests = self._batch if decodes else cache.rows.batch(kvs)
+        self._tables.apply(cache.rows.page_table_changes())
         for group in range(len(cache.groups)):
-            if cache.launch(group, requests, ends) is None:
-                slots = cache.slots(requests, starts, ends, group)
+            if cache.launch(group, requests, ends) is None and decodes:
+                slots = cache.rows.next_slots(requests, group)
+            elif not cache.groups[group].reach.carried:
+                slots = cache.rows.slots(requests, starts, ends, group)
         cache.close_fence(fence)
         return slots
