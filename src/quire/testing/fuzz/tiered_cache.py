@@ -198,13 +198,6 @@ class TieredCache(FollowedCache):
         if afterwards is not None:
             afterwards(self.watch.picture)
 
-    def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int]) -> None:
-        """As the cache's; what it does is to extend those that have less."""
-        asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        most = self.cache.plan.pages_per_row * self.page_size
-        have = [self.cache.rows.allocated(kv) for kv in asking]
-        self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
-
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's; it stays private where it would be cached behind what is damaged."""
         many, each = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
