@@ -157,12 +157,16 @@ class GroupCache(ABC):
         """A request begins behind these cached pages."""
 
     @abstractmethod
-    def take(self, rows: Rows, new_pages: Ids) -> Ids:
-        """Frames that `wanted` counted, for `grow`, which cannot fail, or to be given back."""
+    def take(self, rows: Rows, new_pages: Ids) -> None:
+        """Take the frames that `wanted` counted. Raises OutOfPages, changing nothing. `grow`, which cannot fail, or
+        `untake` follows, with the same pages."""
 
     @abstractmethod
-    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
-        """Give these frames, which `take` returned, to the pages or rows they are for."""
+    def untake(self, new_pages: Ids) -> None:
+        """Give back what was taken."""
+
+    def grow(self, rows: Rows, new_pages: Ids) -> None:
+        """What was taken is the pages' or rows' it is for."""
 
     @abstractmethod
     def restore(self, pages: Ids) -> Ids:
@@ -238,16 +242,14 @@ class WholeGroup(GroupCache):
     def begin(self, row: int, pages: Ids) -> None:
         pass
 
-    def take(self, rows: Rows, new_pages: Ids) -> Ids:
-        return self.frames.allocator.alloc_pages(len(new_pages))
+    def take(self, rows: Rows, new_pages: Ids) -> None:
+        self.frames.take(new_pages)
 
-    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
-        self.frames.give(new_pages, frames)
+    def untake(self, new_pages: Ids) -> None:
+        self.frames.drop(new_pages)
 
     def restore(self, pages: Ids) -> Ids:
-        frames = self.frames.allocator.alloc_pages(len(pages))
-        self.frames.give(pages, frames)
-        return frames
+        return self.frames.take(pages)
 
     def owes(self, row: int, num_pages: int) -> bool:
         return False
@@ -344,11 +346,11 @@ class PassingGroup(WholeGroup):
 
     def give_back(self, given: Given) -> None:
         self.table.unpin(given.unpinned, given.rank)
-        self.frames.drop(given.dropped)
+        self.frames.vacate(given.dropped)
 
     def evict(self, num_frames: int) -> int:
         pages = self.table.reclaim(num_frames)
-        self.frames.drop(pages)
+        self.frames.vacate(pages)
         self.dropped_frames += len(pages)
         return len(pages)
 

@@ -230,14 +230,11 @@ class BaseTokenToKVPoolAllocator(ABC):
 
         Raises InvalidInput where `alloc_decode` would. It is called with every step, and reads each array once.
         """
-        seq = np.asarray(seq_lens, dtype=np.int64).reshape(-1)
-        prefix = seq - 1
-        slots: Ids = np.asarray(last_loc).reshape(-1) + np.int32(1)
-        wrong = len(slots) != len(seq) or np.minimum.reduce(prefix, initial=0) < 0
-        if wrong or np.count_nonzero((slots - prefix) % self.page_size):
-            self.check_lengths(prefix, seq, last_loc)
-        if slots.dtype != np.int32:
-            slots = slots.astype(np.int32)
+        seq, last = np.asarray(seq_lens, dtype=np.int64).reshape(-1), np.asarray(last_loc).reshape(-1)
+        if len(last) != len(seq) or np.count_nonzero(seq < 1) or np.count_nonzero((last - seq + 2) % self.page_size):
+            self.check_lengths(seq - 1, seq, last)
+        slots: Ids = last.astype(np.int32)
+        slots += 1
         return slots, (slots % self.page_size == 0).nonzero()[0]
 
     def check_lengths(

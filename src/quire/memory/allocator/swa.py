@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import InvalidFree, InvalidInput
+from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator.base import (
     AllocatorState,
     BaseTokenToKVPoolAllocator,
@@ -145,7 +145,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
         """
         self._check_room(need_size // self.page_size)
         slots = self.full_attn_allocator.alloc(need_size)
-        self._map(self._new_pages(slots))
+        self._map_new(self._new_pages(slots))
         return slots
 
     def alloc_extend(
@@ -269,8 +269,16 @@ class SWATokenToKVPoolAllocator(PageFrames):
         """So many pages with their windows. Raises OutOfPages, changing nothing."""
         self._check_room(num_pages)
         pages = self.full_attn_allocator.alloc_pages(num_pages)
-        self._map(pages)
+        self._map_new(pages)
         return pages
+
+    def _map_new(self, pages: Ids) -> None:
+        """Windows for pages that were just taken, which go back where there are none after all."""
+        try:
+            self._map(pages)
+        except OutOfPages:
+            self.full_attn_allocator.free_pages(pages)
+            raise
 
     def _new_pages(self, slots: Ids) -> Ids:
         """The pages that an allocation took: those whose first slot it returned."""
