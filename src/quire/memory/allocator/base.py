@@ -235,7 +235,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self.check_lengths(seq - 1, seq, last)
         slots: Ids = last.astype(np.int32)
         slots += 1
-        return slots, (slots % self.page_size == 0).nonzero()[0]
+        return slots, (slots % np.int32(self.page_size) == 0).nonzero()[0]
 
     def check_lengths(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None

@@ -164,7 +164,8 @@ class SWATokenToKVPoolAllocator(PageFrames):
     def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
         """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. Errors as above."""
         slots, crosses = self.full_attn_allocator.check_decode(seq_lens, last_loc)
-        self._check_windows(np.delete(slots, crosses) if len(crosses) else slots)
+        if len(crosses) < len(slots):
+            self._check_windows(np.delete(slots, crosses) if len(crosses) else slots)
         if len(crosses):
             slots[crosses] = self._alloc(len(crosses)) * np.int32(self.page_size)
         return slots
