@@ -249,7 +249,7 @@ class SWAMachine:
         self._check_map()
 
     def _check_map(self) -> None:
-        *column, last = self.allocator.full_to_swa_index_mapping.tolist()
+        *column, last = self.allocator.full_to_swa_page_mapping.tolist()
         assert last == -1
         assert column == [self.windows.get(page, 0) for page in range(len(column))]
         assert self.allocator.column.tolist() == column
@@ -332,7 +332,7 @@ class SWAMachine:
         self.free_pages -= set(pages)
         for slot in mapped_first_slots:
             page = slot // self.size
-            window = int(self.allocator.full_to_swa_index_mapping[page])
+            window = int(self.allocator.full_to_swa_page_mapping[page])
             assert window in self.free_windows, "took a window that was not free"
             assert page not in self.windows
             self.free_windows.remove(window)
@@ -379,7 +379,7 @@ class SWAMachine:
     def everything(self) -> tuple[object, ...]:
         allocator = self.allocator
         return (
-            allocator.full_to_swa_index_mapping.tolist(),
+            allocator.full_to_swa_page_mapping.tolist(),
             allocator.full_available_size(),
             allocator.swa_available_size(),
             allocator.is_out(np.arange(self.num_windows + 1)).tolist(),

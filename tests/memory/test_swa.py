@@ -21,7 +21,7 @@ def make(page_size: int, pages: int, windows: int, *, need_sort: bool = False) -
 def everything(allocator: SWATokenToKVPoolAllocator) -> tuple[object, ...]:
     full = allocator.full_attn_allocator
     return (
-        allocator.full_to_swa_index_mapping.tolist(),
+        allocator.full_to_swa_page_mapping.tolist(),
         allocator.full_available_size(),
         allocator.swa_available_size(),
         full.is_out(np.arange(full.num_pages + 1)).tolist(),
@@ -109,8 +109,8 @@ def test_slots_are_translated_page_by_page(page_size: int) -> None:
     first, second = allocator.alloc(page_size), allocator.alloc(page_size)
     allocator.free_swa(first)
     third = allocator.alloc(2 * page_size)
-    assert allocator.full_to_swa_index_mapping.dtype == np.int32
-    windows = allocator.full_to_swa_index_mapping.tolist()
+    assert allocator.full_to_swa_page_mapping.dtype == np.int32
+    windows = allocator.full_to_swa_page_mapping.tolist()
     assert windows[:3] == [0, 0, 2] and sorted(windows[3:5]) == [1, 3] and windows[5:] == [0, -1]
     offsets = np.arange(page_size)
     assert allocator.translate(first).tolist() == offsets.tolist()
@@ -136,7 +136,7 @@ def test_the_map_is_a_column_of_the_residency_table() -> None:
     allocator = SWATokenToKVPoolAllocator.over(full, table, swa)
     assert (allocator.name, allocator.page_size, allocator.size, allocator.size_swa) == ("local", 2, 12, 8)
     slots = allocator.alloc(4)
-    assert np.shares_memory(allocator.full_to_swa_index_mapping, table.mapping)
+    assert np.shares_memory(allocator.full_to_swa_page_mapping, table.mapping)
     assert table.frame.tolist() == [0, 1, 2, 0, 0, 0, 0]
     others = full.alloc_pages(3)
     allocator.take(others[:2])
@@ -247,7 +247,7 @@ def test_a_page_is_given_back_whole_on_both_sides() -> None:
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (4, 4)
     allocator.free(slots[2:7])
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (12, 8)
-    assert allocator.full_to_swa_index_mapping.tolist() == [0, 0, 0, 3, 0, -1]
+    assert allocator.full_to_swa_page_mapping.tolist() == [0, 0, 0, 3, 0, -1]
 
 
 def test_windows_are_given_back_once_and_only_for_pages_that_are_out() -> None:
@@ -276,7 +276,7 @@ def test_a_group_of_frees_forgets_the_window_at_once(need_sort: bool) -> None:
     allocator.free_group_begin()
     allocator.free(slots[:2])
     allocator.free_swa(slots[2:4])
-    assert allocator.full_to_swa_index_mapping.tolist() == [0, 0, 0, 3, 4, -1]
+    assert allocator.full_to_swa_page_mapping.tolist() == [0, 0, 0, 3, 4, -1]
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (0, 0)
     allocator.free_group_end()
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (2, 4)
@@ -302,7 +302,7 @@ def test_clear_forgets_both_sides_and_the_map() -> None:
     allocator.alloc(8)
     allocator.free_group_begin()
     allocator.clear()
-    assert allocator.full_to_swa_index_mapping.tolist() == [0] * 7 + [-1]
+    assert allocator.full_to_swa_page_mapping.tolist() == [0] * 7 + [-1]
     assert allocator.alloc(8).tolist() == list(range(2, 10))
 
 
@@ -315,11 +315,11 @@ def test_without_a_full_side_the_map_is_the_identity_and_only_windows_count(page
     assert allocator.full_available_size() == UNLIMITED
     slots = allocator.alloc_extend([0], [3 * page_size], [-1])
     assert allocator.available_size() == allocator.swa_available_size() == page_size
-    assert allocator.full_to_swa_index_mapping.tolist() == [0, 1, 2, 3, 0, -1]
+    assert allocator.full_to_swa_page_mapping.tolist() == [0, 1, 2, 3, 0, -1]
     assert allocator.translate(slots).tolist() == slots.tolist()
     allocator.free_swa(slots[:page_size])
     allocator.free(slots[page_size : 2 * page_size])
-    assert allocator.full_to_swa_index_mapping.tolist() == [0, 0, 0, 3, 0, -1]
+    assert allocator.full_to_swa_page_mapping.tolist() == [0, 0, 0, 3, 0, -1]
     assert allocator.available_size() == 3 * page_size
     with pytest.raises(OutOfPages) as caught:
         allocator.alloc(4 * page_size)

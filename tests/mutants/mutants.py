@@ -320,7 +320,7 @@ def a_group_takes_from_the_free_list(patch: Patch) -> None:
 
 @mutant("states", "slots that are only set aside count as free, and a second batch counts on them")
 def set_aside_counts_as_free(patch: Patch) -> None:
-    patch.setattr(MambaSlotAllocator, "available_size", lambda slots: slots.num_free + slots.num_set_aside)
+    patch.setattr(MambaSlotAllocator, "available_size", lambda slots: len(slots._free) + slots.num_set_aside)
 
 
 # -- events and policies

@@ -68,6 +68,7 @@ class CarriedGroup(GroupCache):
         self._trail_frame = np.zeros(max_requests, dtype=np.int32)  # of the last page's end passed; 0: none
         self._trail_pages = np.zeros(max_requests, dtype=np.int64)
         self._trail_rank = np.zeros(max_requests, dtype=np.int8)
+        self._is_taking = False  # between `take` and what follows it, where rows have no frame yet
         self._behind: dict[int, list[_Trail]] = {}  # left at ends of pages that have not settled yet, by row
 
     # -- what there is
@@ -129,11 +130,22 @@ class CarriedGroup(GroupCache):
             self._source[row] = pages[-1]
         self._position[row] = len(pages) * self._page_size
 
-    def take(self, rows: Rows, new_pages: Ids) -> Ids:
-        missing = rows[self._frame[rows] == 0]
-        return self.frames.take(min(len(missing) * (1 + self._drafts), self.num_free))
+    def take(self, rows: Rows, new_pages: Ids) -> None:
+        num_missing = len(rows) - int(np.count_nonzero(self._frame[rows]))
+        if num_missing:
+            self.frames.set_aside(min(num_missing * (1 + self._drafts), self.num_free))
+            self._is_taking = True
 
-    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
+    def untake(self, new_pages: Ids) -> None:
+        if self._is_taking:
+            self.frames.untake()
+            self._is_taking = False
+
+    def grow(self, rows: Rows, new_pages: Ids) -> None:
+        if not self._is_taking:
+            return
+        self._is_taking = False
+        frames = self.frames.take_aside()
         began = missing = rows[self._frame[rows] == 0]
         short = len(missing) * (1 + self._drafts) - len(frames)
         if short:

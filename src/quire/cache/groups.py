@@ -175,12 +175,16 @@ class GroupCache(ABC):
         """A request begins behind these cached pages."""
 
     @abstractmethod
-    def take(self, rows: Rows, new_pages: Ids) -> Ids:
-        """Frames that `wanted` counted, for `grow`, which cannot fail, or to be given back."""
+    def take(self, rows: Rows, new_pages: Ids) -> None:
+        """Take the frames that `wanted` counted. Raises OutOfPages, changing nothing. `grow`, which cannot fail, or
+        `untake` follows, with the same pages."""
 
     @abstractmethod
-    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
-        """Give these frames, which `take` returned, to the pages or rows they are for."""
+    def untake(self, new_pages: Ids) -> None:
+        """Give back what was taken."""
+
+    def grow(self, rows: Rows, new_pages: Ids) -> None:  # noqa: B027 - frames of pages are theirs when taken
+        """What was taken is the pages' or rows' it is for."""
 
     def settle(self, row: int, num_tokens: int) -> None:  # noqa: B027 - only frames that are carried hear of it
         """So many tokens of a request have settled, of which drafts may have been launched."""
@@ -263,16 +267,14 @@ class WholeGroup(GroupCache):
     def begin(self, row: int, pages: Ids) -> None:
         pass
 
-    def take(self, rows: Rows, new_pages: Ids) -> Ids:
-        return self.frames.allocator.alloc_pages(len(new_pages))
+    def take(self, rows: Rows, new_pages: Ids) -> None:
+        self.frames.take(new_pages)
 
-    def grow(self, rows: Rows, new_pages: Ids, frames: Ids) -> None:
-        self.frames.give(new_pages, frames)
+    def untake(self, new_pages: Ids) -> None:
+        self.frames.drop(new_pages)
 
     def restore(self, pages: Ids) -> Ids:
-        frames = self.frames.allocator.alloc_pages(len(pages))
-        self.frames.give(pages, frames)
-        return frames
+        return self.frames.take(pages)
 
     def owes(self, row: int, num_pages: int) -> bool:
         return False
@@ -378,11 +380,11 @@ class PassingGroup(WholeGroup):
 
     def give_back(self, given: Given) -> None:
         self.table.unpin(given.unpinned, given.rank)
-        self.frames.drop(given.dropped)
+        self.frames.vacate(given.dropped)
 
     def evict(self, num_frames: int) -> int:
         pages = self.table.reclaim(num_frames)
-        self.frames.drop(pages)
+        self.frames.vacate(pages)
         self.dropped_frames += len(pages)
         return len(pages)
 

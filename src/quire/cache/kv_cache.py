@@ -25,7 +25,7 @@ from quire.cache.build import build_groups
 from quire.cache.damaged import DamagedPages
 from quire.cache.explain import names_of
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, NewPages, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, NewPages, Pieces, RowPages
 from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.placement import PagePlacement
@@ -36,7 +36,7 @@ from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import page_allocator
+from quire.memory.allocator import GrowingAllocator, PageFrames, growing_allocator, page_allocator
 from quire.memory.residency import Residency
 from quire.memory.runs import in_order
 from quire.plan.budget import MemoryPlan
@@ -89,7 +89,6 @@ class KVCache:
         offload: OffloadFactory = NO_OFFLOAD,
     ) -> None:
         num_pages = plan.num_pages + offload.num_pages(plan)
-        following = [index for index, group in enumerate(plan.groups) if not group.reach.carried]
         names = [group.name for group in plan.groups]
         reclaims = [not reach_of(group.reach, plan.page_size).whole for group in plan.groups]
         table = Residency(num_pages, names, reclaims, (Tier.DEVICE, *offload.below))
@@ -109,6 +108,8 @@ class KVCache:
         )
         self.pages = page_allocator(num_pages, plan.page_size, "pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
+        self._growing = growing_allocator(self.pages, [group.frames for group in self.groups])
+        following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self.rows = RunningTables(plan, table, following, follows=page_tables)
         self.fences = Fences(seconds)
         self.counters = CacheCounters()
@@ -138,6 +139,10 @@ class KVCache:
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
+        sides: object = self._growing
+        self._others = tuple(group for group in self.groups if group.frames is not sides)
+        others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
+        self._freeing: tuple[GrowingAllocator, ...] = (self._growing, *others)
         self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < num_pages)
 
     # -- the verbs
@@ -239,12 +244,19 @@ class KVCache:
 
     def _extend_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
         """Room for `after[i]` tokens in each row, which has no more than that."""
-        before = self._table.allocated[rows]
-        have = -(-before // self.page_size)
-        new = -(-after // self.page_size) - have
+        before, size = self._table.allocated[rows], self.page_size
+        have = -(-before // size)
+        new = -(-after // size) - have
         num_new = int(new.sum())
-        self._make_room(rows, num_new, kvs)
-        pages = self._grow(rows, num_new)
+        if not self._has_room(rows, num_new):
+            self._make_room(rows, num_new, kvs)
+        pages = NO_PAGES
+        if num_new and size == 1:
+            pages = self._growing.alloc(num_new)
+        elif num_new:
+            slots = self._growing.alloc_extend(before, after, self.rows.last_slots(rows, before))
+            pages = slots[_page_starts(before, after, size, have, new)] // np.int32(size)
+        self._grow(rows, pages)
         if len(rows) == 1:
             self._table.write_run(int(rows[0]), int(have[0]), pages)
         elif num_new:
@@ -260,16 +272,24 @@ class KVCache:
         if batch.room < 1 and len(batch):
             raise self._beyond_context(self.plan.context + 1)
         rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
-        crossing = (filled == size).nonzero()[0]
-        num_new = len(crossing)
+        crossing = (filled == size).nonzero()[0]  # the others have a slot already, behind their last one
+        num_new, pages = len(crossing), NO_PAGES
         if num_new or self._carried:
-            self._make_room(rows, num_new, batch)
-            pages = self._grow(rows, num_new)
-            if num_new:
-                filled[crossing] = 0
-                self._table.write(rows[crossing] * self._table.width + lengths[crossing] // size, pages)
+            if not self._has_room(rows, num_new):
+                self._make_room(rows, num_new, batch)
+            if num_new and size == 1:
+                new = pages = self._growing.alloc(num_new)
+            elif num_new:
+                new = self._growing.alloc_decode(lengths[crossing] + 1, batch.last[crossing])
+                pages = new // np.int32(size)
+            self._grow(rows, pages)
         lengths += 1
         filled += 1
+        batch.last += 1
+        if num_new:
+            filled[crossing] = 1
+            batch.last[crossing] = new
+            self._table.write(rows[crossing] * self._table.width + (lengths[crossing] - 1) // size, pages)
         batch.room -= 1
         self._table.allocated[rows] = lengths
         self.rows.epoch = batch.epoch = self.rows.epoch + 1
@@ -413,8 +433,14 @@ class KVCache:
 
     def close_fence(self, fence: int) -> None:
         """That step has settled."""
-        for retired in self.fences.close(fence):
+        ready = self.fences.close(fence)
+        together = self._freeing if len(ready) > 1 else ()
+        for each in together:
+            each.free_group_begin()
+        for retired in ready:
             self._release(retired.pages, retired.lease, retired.given)
+        for each in together:
+            each.free_group_end()
 
     def launch(
         self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths, draws: Lengths | None = None
@@ -463,35 +489,39 @@ class KVCache:
 
     # -- inside
 
+    def _has_room(self, rows: Rows, num_new: int) -> bool:
+        """Whether these rows can take `num_new` pages, and what is carried, of what is free."""
+        return num_new * self.page_size <= self._growing.available_size() and all(
+            (group.wanted(rows, num_new) if group.reach.carried else num_new) <= group.num_free
+            for group in self._scarce
+        )
+
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
 
         What goes for it, and in which order, is `quire.cache.reclaim`'s.
         """
-        if num_new <= self.pages.num_free_pages and all(
-            (group.wanted(rows, num_new) if group.reach.carried else num_new) <= group.num_free
-            for group in self._scarce
-        ):
-            return
         self._reclaim.for_rows(rows, num_new, names_of(kvs, self._table.allocated[rows] % self.page_size == 0))
 
-    def _grow(self, rows: Rows, num_new: int) -> Ids:
-        """So many new pages for these rows, with frames in every group, or nothing at all. Raises OutOfPages."""
-        pages = self.pages.alloc_pages(num_new) if num_new else NO_PAGES
-        groups = self.groups if num_new else self._carried
-        taken: list[Ids] = []
+    def _grow(self, rows: Rows, pages: Ids) -> None:
+        """Frames in the other groups for these new pages of these rows, or nothing at all, and the pages go back.
+
+        Raises OutOfPages.
+        """
+        groups = self._others if len(pages) else self._carried
+        taken: list[GroupCache] = []
         try:
             for group in groups:
-                taken.append(group.take(rows, pages))  # noqa: PERF401 - what was taken before a failure goes back
+                group.take(rows, pages)
+                taken.append(group)
         except OutOfPages:
-            for group, frames in zip(groups, taken, strict=False):
-                group.frames.untake(frames)
-            self.pages.free_pages(pages)
+            for group in taken:
+                group.untake(pages)
+            self._growing.free(pages * np.int32(self.page_size))
             raise
-        for group, frames in zip(groups, taken, strict=True):
-            group.grow(rows, pages, frames)
+        for group in groups:
+            group.grow(rows, pages)
         self.parts.frames.came(pages)
-        return pages
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
         """Give these up, now or when no launched step can touch them any more."""
@@ -522,11 +552,11 @@ class KVCache:
         if not len(pages):
             return
         pages = in_order(pages)
-        for group in self.groups:
+        for group in self._others:
             group.forget(pages)
         self.parts.frames.went(Tier.DEVICE, pages)
         self.offload.forgotten(pages)
-        self.pages.free_pages(pages)
+        self._growing.free(pages * np.int32(self.page_size))
 
     def _beyond_context(self, length: int) -> InvalidInput:
         return InvalidInput(
@@ -534,3 +564,15 @@ class KVCache:
             f"{self.plan.context:,} tokens.",
             fix="plan for a longer context, or end the request before.",
         )
+
+
+def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
+    """Where the `new[i]` pages of requests that have `have[i]` begin in the packed slots of tokens `before[i]` up to
+    `after[i]`."""
+    first = have * size - before
+    if len(before) == 1:
+        return slice(int(first[0]), None, size)
+    counts = after - before
+    first += np.cumsum(counts) - counts - (np.cumsum(new) - new) * size
+    places: Rows = np.repeat(first, new) + np.arange(int(new.sum())) * size
+    return places

@@ -22,7 +22,7 @@ class RunningBatch:
     frames follow the pages; `epoch` says which state of the cache that is of. The cache alone writes it.
     """
 
-    __slots__ = ("ended", "epoch", "filled", "kvs", "lengths", "room", "rows", "slots")
+    __slots__ = ("ended", "epoch", "filled", "kvs", "last", "lengths", "room", "rows", "slots")
 
     def __init__(self, kvs: Sequence[RequestKV], rows: Rows) -> None:
         self.kvs = kvs
@@ -31,6 +31,7 @@ class RunningBatch:
         self.ended = -1
         self.lengths: Lengths = np.empty(0, dtype=np.int64)  # tokens that each has room for
         self.filled: Lengths = self.lengths  # of these, the ones in its last page; a whole page where it has none
+        self.last: Ids = np.empty(0, dtype=np.int32)  # slot of the last of these in the page's own ids; -1 for none
         self.slots: list[Ids] = []  # per group, the slot of each one's last token
         self.room = 0  # tokens that the longest may still grow
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.row_table import RowTable
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.errors import InvalidInput, LeaseError
-from quire.memory.allocator import slots_in_pages
+from quire.memory.allocator import PageFrames, slots_in_pages
 from quire.memory.page_table_changes import PageTableChanges
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
@@ -20,13 +20,16 @@ from quire.spec.pages import pages_for
 
 class RunningTables:
     """Pages and lengths by row, and the device frames behind them. `following` are the groups in which a page has its
-    own frame. `epoch` and `ended` count changes of what a `RunningBatch` remembers, and requests that have ended."""
+    own frame, by index. `epoch` and `ended` count changes of what a `RunningBatch` remembers, and requests that ended."""
 
-    def __init__(self, plan: MemoryPlan, frames: Residency, following: Sequence[int], *, follows: bool) -> None:
+    def __init__(
+        self, plan: MemoryPlan, frames: Residency, following: Mapping[int, PageFrames], *, follows: bool
+    ) -> None:
         self.plan = plan
         self.page_size = plan.page_size
         self.frames = frames
-        self.columns = tuple(frames.of(Tier.DEVICE, group).frame for group in following)
+        self.columns = tuple(group.column for group in following.values())
+        self._following = tuple(following.values())
         self._place = {group: place for place, group in enumerate(following)}
         self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
         self.live: dict[int, RequestKV] = {}  # requests that have begun and not finished, by row
@@ -83,6 +86,14 @@ class RunningTables:
 
     # -- for the cache
 
+    def last_slots(self, rows: Rows, lengths: Lengths) -> Ids:
+        """The slot of the last of `lengths[i]` tokens of each row in its page's own id, int32; -1 for no tokens."""
+        last = np.maximum(lengths - 1, 0)
+        pages = self.table.flat[rows * self.table.width + last // self.page_size]
+        slots: Ids = pages * np.int32(self.page_size) + (last % self.page_size).astype(np.int32)
+        slots[lengths == 0] = -1
+        return slots
+
     def refresh(self, batch: RunningBatch) -> None:
         """Read a batch's state again where something else has changed the cache. Raises LeaseError if one has ended."""
         if batch.epoch == self.epoch:
@@ -90,14 +101,12 @@ class RunningTables:
         if batch.ended != self.ended:
             self.rows_of(batch.kvs)
             batch.ended = self.ended
-        rows, size = batch.rows, self.page_size
+        rows = batch.rows
         batch.lengths = lengths = self.table.allocated[rows]
         batch.room = self.plan.context - int(lengths.max(initial=0))
-        last = np.maximum(lengths - 1, 0)
-        pages = self.table.flat[rows * self.table.width + last // size]
-        offset = (last % size).astype(np.int32)
-        batch.filled = np.where(lengths > 0, last % size + 1, size)
-        batch.slots = [column[pages] * np.int32(size) + offset for column in self.columns]
+        batch.filled = np.where(lengths > 0, (lengths - 1) % self.page_size + 1, self.page_size)
+        batch.last = self.last_slots(rows, lengths)
+        batch.slots = [frames.translate(batch.last) for frames in self._following]
         batch.epoch = self.epoch
 
     def row_of(self, kv: RequestKV) -> int:

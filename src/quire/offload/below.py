@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.cache.offload import CacheParts
-from quire.memory.allocator import PageFrames
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.offload.forgetting import Forgetting
 from quire.offload.host_groups import HostGroup
@@ -34,7 +33,8 @@ class Below:
         self.hosts = tuple(
             HostGroup(
                 group.index,
-                PageFrames(table.of(Tier.HOST, group.index), _host_allocator(frames, plan.page_size, group.name)),
+                table.of(Tier.HOST, group.index),
+                _host_allocator(frames, plan.page_size, group.name),
             )
             for group, frames in zip(parts.groups, settings.host_frames, strict=True)
         )

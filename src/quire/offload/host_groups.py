@@ -7,6 +7,7 @@ from collections import Counter, deque
 import numpy as np
 
 from quire.memory.allocator import PageFrames
+from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
@@ -21,9 +22,10 @@ class HostGroup:
     Frames whose bytes were wrong are set aside: memory that fails once may fail again.
     """
 
-    def __init__(self, index: int, frames: PageFrames) -> None:
+    def __init__(self, index: int, table: Column, slots: HostTokenToKVPoolAllocator) -> None:
         self.index = index
-        self.frames = frames
+        self.frames = frames = PageFrames(table, slots)
+        self._slots = slots
         self.whole = frames.table.idle is None
         self._quarantined: deque[int] = deque()
         self._reads: Counter[int] = Counter()  # transfers that read a frame, whichever page has it
@@ -78,7 +80,8 @@ class HostGroup:
 
     def take(self, num_frames: int) -> Ids:
         """Frames, which belong to a move until they are bound or given back. Raises OutOfPages, changing nothing."""
-        return self.frames.allocator.alloc_pages(num_frames)
+        size = self._slots.page_size
+        return self._slots.alloc_page(num_frames)[::size] // np.int32(size)
 
     def untake(self, frames: Ids) -> None:
         """Give back frames that `take` gave."""

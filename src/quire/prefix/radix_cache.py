@@ -158,7 +158,7 @@ class RadixCache:
         return self.pin(node)
 
     def parting(self, match: Match, tokens: Ids) -> Parting:
-        """What is known of what would have come next behind the match of `tokens`, which is current. Changes nothing."""
+        """What is known of what would have come next behind the current match of `tokens`. Changes nothing."""
         others = self.roots.others(match.namespace, tokens[: self.page_size].tobytes())
         return find_parting(self.roots.get(match.namespace), match, tokens, self.page_size, others)
 

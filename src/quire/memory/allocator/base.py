@@ -18,6 +18,7 @@ from quire.memory.runs import IdArray
 from quire.spec.ids import Bools, Ids
 
 IntArray = npt.ArrayLike
+Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,35 +142,16 @@ class BaseTokenToKVPoolAllocator(ABC):
         New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens), no loop over sequences. Raises OutOfPages,
         changing nothing.
         """
-        prefix, seq, last = self.check_lengths(prefix_lens, seq_lens, last_loc)
-        counts = seq - prefix
-        total = int(counts.sum())
-        if extend_num_tokens is not None and extend_num_tokens != total:
-            raise InvalidInput(f"extend_num_tokens is {extend_num_tokens}, but the lengths add up to {total} tokens.")
-        size = self.page_size
-        before, reached = -(-prefix // size), -(-seq // size)
-        pages = self.alloc_pages(int((reached - before).sum()))
-        if size == 1:
-            return pages
-        touched = np.where(counts > 0, reached - prefix // size, 0)  # pages of each sequence that get tokens
-        ends = np.cumsum(touched)
-        ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-        old = np.zeros(len(ids), dtype=np.bool_)
-        in_old_page = (touched > 0) & (prefix % size > 0)
-        old[(ends - touched)[in_old_page]] = True
-        ids[old] = last[in_old_page] // size
-        ids[~old] = pages
-        return slots_in_pages(ids, touched, prefix, seq, size)
+        prefix, seq, last = self.check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
+        pages = self.alloc_pages(num_new_pages(prefix, seq, self.page_size))
+        return grown_slots(prefix, seq, last, pages, self.page_size)
 
     def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
         """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token.
 
         Only sequences that cross into a new page (`seq % P == 1`) cost an id. Raises OutOfPages, changing nothing.
         """
-        seq = np.asarray(seq_lens, dtype=np.int64)
-        prefix, seq, last = self.check_lengths(seq - 1, seq, last_loc)
-        crosses = np.flatnonzero(prefix % self.page_size == 0)
-        slots: Ids = (last + 1).astype(np.int32)
+        slots, crosses = self.check_decode(seq_lens, last_loc)
         if len(crosses):
             slots[crosses] = self.alloc_pages(len(crosses)) * np.int32(self.page_size)
         return slots
@@ -242,9 +224,21 @@ class BaseTokenToKVPoolAllocator(ABC):
         if num_pages > self.num_free_pages:
             raise OutOfPages(group=self.name, wanted=num_pages, free=self.num_free_pages)
 
+    def check_decode(self, seq_lens: IntArray, last_loc: IntArray) -> tuple[Ids, npt.NDArray[np.intp]]:
+        """The slots behind `last_loc`, a fresh array, and which sequences cross into a new page instead.
+
+        Raises InvalidInput where `alloc_decode` would. It is called with every step, and reads each array once.
+        """
+        seq, last = np.asarray(seq_lens, dtype=np.int64).reshape(-1), np.asarray(last_loc).reshape(-1)
+        if len(last) != len(seq) or np.count_nonzero(seq < 1) or np.count_nonzero((last - seq + 2) % self.page_size):
+            self.check_lengths(seq - 1, seq, last)
+        slots: Ids = last.astype(np.int32)
+        slots += 1
+        return slots, (slots % np.int32(self.page_size) == 0).nonzero()[0]
+
     def check_lengths(
-        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None
+    ) -> tuple[Longs, Longs, Longs]:
         """The three as int64 arrays. Raises InvalidInput where `alloc_extend` would."""
         prefix = np.asarray(prefix_lens, dtype=np.int64).reshape(-1)
         seq = np.asarray(seq_lens, dtype=np.int64).reshape(-1)
@@ -254,13 +248,15 @@ class BaseTokenToKVPoolAllocator(ABC):
                 f"one length and one last slot per sequence: got {len(prefix)} prefixes, {len(seq)} lengths and "
                 f"{len(last)} last slots."
             )
-        if np.any(prefix < 0) or np.any(seq < prefix):
+        if np.minimum.reduce(prefix, initial=0) < 0 or np.count_nonzero(seq < prefix):
             raise InvalidInput("a sequence cannot shrink: seq_lens must be at least prefix_lens, and those at least 0.")
-        if np.any((last + 1) % self.page_size != prefix % self.page_size):
+        if np.count_nonzero((last + 1 - prefix) % self.page_size):
             raise InvalidInput(
                 f"last_loc does not continue its prefix: (last_loc + 1) % {self.page_size} must equal "
                 f"prefix_len % {self.page_size}."
             )
+        if num_tokens is not None and num_tokens != (total := int((seq - prefix).sum())):
+            raise InvalidInput(f"extend_num_tokens is {num_tokens}, but the lengths add up to {total} tokens.")
         return prefix, seq, last
 
     def check_out(self, page_ids: IdArray) -> None:
@@ -278,11 +274,40 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._num_released = 0
 
 
+def num_new_pages(prefix: Longs, seq: Longs, page_size: int) -> int:
+    """Pages that sequences take to grow from `prefix` to `seq` tokens."""
+    return int((-(-seq // page_size)).sum() - (-(-prefix // page_size)).sum())
+
+
+def grown_slots(prefix: Longs, seq: Longs, last: Longs, pages: Ids, page_size: int) -> Ids:
+    """Slots of sequences that grow from `prefix` to `seq` tokens, packed: behind `last`, then in these new pages."""
+    if page_size == 1:
+        return pages
+    if len(seq) == 1:
+        count = int(seq[0] - prefix[0])
+        rest = min(count, int(-prefix[0] % page_size))
+        slots = np.empty(rest + len(pages) * page_size, dtype=np.int32)
+        slots[:rest] = np.arange(last[0] + 1, last[0] + 1 + rest)
+        whole = slots[rest:].reshape(len(pages), page_size)
+        np.add.outer(pages * np.int32(page_size), np.arange(page_size, dtype=np.int32), out=whole)
+        return slots[:count]
+    counts = seq - prefix
+    touched = np.where(counts > 0, -(-seq // page_size) - prefix // page_size, 0)  # pages that get tokens
+    ends = np.cumsum(touched)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    old = np.zeros(len(ids), dtype=np.bool_)
+    in_old_page = (touched > 0) & (prefix % page_size > 0)
+    old[(ends - touched)[in_old_page]] = True
+    ids[old] = last[in_old_page] // page_size
+    ids[~old] = pages
+    return slots_in_pages(ids, touched, prefix, seq, page_size)
+
+
 def slots_in_pages(
-    ids: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    stops: npt.NDArray[np.int64],
+    ids: Longs,
+    counts: Longs,
+    starts: Longs,
+    stops: Longs,
     page_size: int,
 ) -> Ids:
     """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`.

@@ -47,7 +47,7 @@ class MambaSlotAllocator:
     @property
     def num_free(self) -> int:
         """As `available_size`."""
-        return len(self._free)
+        return self.available_size()
 
     @property
     def num_set_aside(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
-from quire.memory.runs import IdArray
+from quire.memory.runs import IdArray, is_ascending
 from quire.spec.ids import Ids
 
 
@@ -18,7 +18,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def pages_of(self, slots: IdArray) -> IdArray:
         """Distinct, in ascending order."""
-        return np.unique(slots // self.page_size)
+        pages = slots // self.page_size
+        return pages if is_ascending(pages) else np.unique(pages)
 
     def _put_back(self, pages: Ids) -> None:
         self._free.push_front(pages)

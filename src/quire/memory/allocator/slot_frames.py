@@ -20,9 +20,19 @@ class SlotFrames(GroupFrames[MambaSlotAllocator]):
         """Give back frames that requests own. Raises InvalidFree, changing nothing, if one is not out."""
         self.allocator.free(frame_ids)
 
-    def untake(self, frame_ids: Ids) -> None:
-        """As `free`."""
-        self.allocator.free(frame_ids)
+    def set_aside(self, num_frames: int) -> None:
+        """Frames for a batch; `take_aside` or `untake` has to follow. Raises OutOfPages, changing nothing."""
+        self.allocator.alloc_group_begin(num_frames)
+
+    def take_aside(self) -> Ids:
+        """The frames that were set aside; requests own them."""
+        frames = self.allocator.alloc(self.allocator.num_set_aside)
+        self.allocator.alloc_group_end()
+        return frames
+
+    def untake(self) -> None:
+        """Give back what was set aside."""
+        self.allocator.alloc_group_end()
 
     def leave(self, pages: Ids, frame_ids: Ids) -> None:
         """These frames, which requests owned, are those of these pages now, none of which had one."""

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import InvalidFree, InvalidInput
-from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, IntArray
+from quire.errors import InvalidFree, InvalidInput, OutOfPages
+from quire.memory.allocator.base import (
+    AllocatorState,
+    BaseTokenToKVPoolAllocator,
+    IntArray,
+    grown_slots,
+    num_new_pages,
+)
 from quire.memory.allocator.page_frames import PageFrames
 from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
 from quire.memory.allocator.token import TokenToKVPoolAllocator
@@ -61,7 +67,8 @@ class SWATokenToKVPoolAllocator(PageFrames):
         table: Column,
         swa: BaseTokenToKVPoolAllocator,
     ) -> SWATokenToKVPoolAllocator:
-        """An allocator whose full side others use as well; the column and `swa` are its own.
+        """An allocator whose full side, of which nothing is out yet, others use as well; the column and `swa` are its
+        own.
 
         Pages that others took from `full` get their windows by `take`. `clear` and `restore_state` reset `full` too.
         """
@@ -84,28 +91,17 @@ class SWATokenToKVPoolAllocator(PageFrames):
         self.size_swa = swa.size
         self._windows_only = full is swa
         self.size = 0 if self._windows_only else full.size
+        self.clear()
 
     # -- what there is
 
     @property
-    def full_to_swa_index_mapping(self) -> Ids:
-        """Page of the full side -> page of the window side, int32 `[num_pages + 2]`, live.
+    def full_to_swa_page_mapping(self) -> Ids:
+        """Page of the full side -> page of the window side, int32 `[num_pages + 2]`, live. `translate` is for slots.
 
         0 where there is none, and the last entry is -1, so that -1 (no page) maps to -1.
         """
         return self.table.mapping
-
-    def translate(self, slots: IntArray) -> Ids:
-        """Token slots of the full side -> those of the window side, int32, same shape.
-
-        -1 (no slot) maps to -1, and a slot whose window is gone to its place on the padding page.
-        """
-        found = np.asarray(slots, dtype=np.int64)
-        assert found.min(initial=-1) >= -1 and found.max(initial=-1) < (self.table.num_pages + 1) * self.page_size
-        # Floor division takes -1 to page -1, the last entry, and then -1 * P + (P - 1) is -1 again.
-        pages = self.full_to_swa_index_mapping[found // self.page_size].astype(np.int64)
-        translated: Ids = (pages * self.page_size + found % self.page_size).astype(np.int32)
-        return translated
 
     def full_available_size(self) -> int:
         """Tokens free on the full side, in whole pages; `UNLIMITED` where there is none."""
@@ -148,7 +144,9 @@ class SWATokenToKVPoolAllocator(PageFrames):
         not a number of whole pages.
         """
         self._check_room(need_size // self.page_size)
-        return self._mapped(self.full_attn_allocator.alloc(need_size))
+        slots = self.full_attn_allocator.alloc(need_size)
+        self._map_new(self._new_pages(slots))
+        return slots
 
     def alloc_extend(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
@@ -158,19 +156,19 @@ class SWATokenToKVPoolAllocator(PageFrames):
         Raises OutOfPages that names the side which is short, and InvalidInput also where a sequence would go on inside
         a page whose window is gone; nothing has changed then.
         """
-        prefix, seq, last = self.full_attn_allocator.check_lengths(prefix_lens, seq_lens, last_loc)
+        full = self.full_attn_allocator
+        prefix, seq, last = full.check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
-        self._check_room(int((self._pages_for(seq) - self._pages_for(prefix)).sum()))
-        return self._mapped(self.full_attn_allocator.alloc_extend(prefix, seq, last, extend_num_tokens))
+        return grown_slots(prefix, seq, last, self._alloc(num_new_pages(prefix, seq, self.page_size)), self.page_size)
 
     def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
         """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. Errors as above."""
-        seq = np.asarray(seq_lens, dtype=np.int64)
-        prefix, seq, last = self.full_attn_allocator.check_lengths(seq - 1, seq, last_loc)
-        crosses = prefix % self.page_size == 0
-        self._check_windows(last[~crosses])
-        self._check_room(int(np.count_nonzero(crosses)))
-        return self._mapped(self.full_attn_allocator.alloc_decode(seq, last))
+        slots, crosses = self.full_attn_allocator.check_decode(seq_lens, last_loc)
+        if len(crosses) < len(slots):
+            self._check_windows(np.delete(slots, crosses) if len(crosses) else slots)
+        if len(crosses):
+            slots[crosses] = self._alloc(len(crosses)) * np.int32(self.page_size)
+        return slots
 
     def alloc_extend_swa_tail(
         self,
@@ -190,12 +188,10 @@ class SWATokenToKVPoolAllocator(PageFrames):
         padding page, and are not to be given back. Errors as for `alloc_extend`.
         """
         full, size = self.full_attn_allocator, self.page_size
-        prefix, seq, last = full.check_lengths(prefix_lens, seq_lens, last_loc)
+        prefix, seq, last = full.check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         if len(prefix) != 1 or swa_tail_len < 0:
             raise InvalidInput(f"one sequence and its tail: got {len(prefix)} and a tail of {swa_tail_len} tokens.")
         start, end = int(prefix[0]), int(seq[0])
-        if extend_num_tokens not in (None, end - start):
-            raise InvalidInput(f"extend_num_tokens is {extend_num_tokens}, but the extension is {end - start} tokens.")
         tail = max(start, end - swa_tail_len)
         first_new, stop = -(-start // size), -(-end // size)
         first_mapped = max(first_new, tail // size if tail < end else stop)
@@ -217,7 +213,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
         mapped = ~in_old_page & (position >= first_mapped * self.page_size)
         if mapped.any():
             first = end - int(np.count_nonzero(mapped))  # begins a page, so nothing comes before it
-            slots[mapped] = self._mapped(self.full_attn_allocator.alloc_extend([first], [end], [-1]))
+            slots[mapped] = self.alloc_extend([first], [end], [-1])
         return slots
 
     # -- giving back
@@ -246,6 +242,11 @@ class SWATokenToKVPoolAllocator(PageFrames):
             )
         self.drop(pages)
 
+    def vacate(self, pages: Ids) -> None:
+        """As `free_swa`, by page."""
+        if len(pages):
+            self.free_swa(pages * np.int32(self.page_size))
+
     def free_group_begin(self) -> None:
         """Collect the frees that follow on both sides. The map forgets a window when it is freed, not at the end."""
         for side in self._sides():
@@ -265,17 +266,25 @@ class SWATokenToKVPoolAllocator(PageFrames):
     def _every_page(self) -> Ids:
         return np.arange(1, self.table.num_pages + 1, dtype=np.int32)
 
-    def _pages_for(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return -(-lengths // self.page_size)
+    def _alloc(self, num_pages: int) -> Ids:
+        """So many pages with their windows. Raises OutOfPages, changing nothing."""
+        self._check_room(num_pages)
+        pages = self.full_attn_allocator.alloc_pages(num_pages)
+        self._map_new(pages)
+        return pages
+
+    def _map_new(self, pages: Ids) -> None:
+        """Windows for pages that were just taken, which go back where there are none after all."""
+        try:
+            self._map(pages)
+        except OutOfPages:
+            self.full_attn_allocator.free_pages(pages)
+            raise
 
     def _new_pages(self, slots: Ids) -> Ids:
         """The pages that an allocation took: those whose first slot it returned."""
         pages: Ids = slots[slots % self.page_size == 0] // np.int32(self.page_size)
         return pages
-
-    def _mapped(self, slots: Ids) -> Ids:
-        self._map(self._new_pages(slots))
-        return slots
 
     def _map(self, pages: Ids) -> None:
         if self._windows_only:
@@ -292,9 +301,15 @@ class SWATokenToKVPoolAllocator(PageFrames):
         for side in (self.full_attn_allocator, self.swa_attn_allocator):
             side.check_room(num_pages)
 
-    def _check_windows(self, last_loc: npt.NDArray[np.int64]) -> None:
+    def _check_windows(self, slots: npt.NDArray[np.signedinteger[Any]]) -> None:
         """The pages of these slots are gone on with, so each must have its window still."""
-        pages = last_loc // self.page_size
+        pages = slots // self.page_size
+        if pages.dtype == np.int32 and len(pages):  # those of a decode: once, unless something is wrong
+            try:
+                if np.count_nonzero(self.full_to_swa_page_mapping[1:-1][(pages - 1).view(np.uint32)]) == len(pages):
+                    return
+            except IndexError:
+                pages = pages.astype(np.int64)
         inside = (pages >= 1) & (pages <= self.table.num_pages)
         wrong = pages[~inside | ~self.resident(np.where(inside, pages, 0))]
         if len(wrong):
