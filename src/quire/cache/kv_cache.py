@@ -131,7 +131,8 @@ class KVCache:
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
-        self._others = tuple(group for group in self.groups if group.frames is not self._growing)
+        sides: object = self._growing
+        self._others = tuple(group for group in self.groups if group.frames is not sides)
         others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
         self._freeing: tuple[GrowingAllocator, ...] = (self._growing, *others)
         self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < num_pages)
