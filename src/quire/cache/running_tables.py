@@ -20,7 +20,7 @@ from quire.spec.pages import pages_for
 
 class RunningTables:
     """Pages and lengths by row, and the device frames behind them. `following` are the groups in which a page has its
-    own frame, by index. `epoch` and `ended` count changes of what a `RunningBatch` remembers, and requests that ended."""
+    own frame, by index. `epoch` and `ended` count changes of what a `RunningBatch` remembers, and ended requests."""
 
     def __init__(
         self, plan: MemoryPlan, frames: Residency, following: Mapping[int, PageFrames], *, follows: bool

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator.base import (
@@ -26,6 +25,7 @@ from quire.memory.allocator.page_frames import PageFrames
 from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
 from quire.memory.allocator.token import TokenToKVPoolAllocator
 from quire.memory.residency import Column
+from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
 
 UNLIMITED: Final = sys.maxsize
@@ -165,7 +165,7 @@ class SWATokenToKVPoolAllocator(PageFrames):
         """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. Errors as above."""
         slots, crosses = self.full_attn_allocator.check_decode(seq_lens, last_loc)
         if len(crosses) < len(slots):
-            self._check_windows(np.delete(slots, crosses) if len(crosses) else slots)
+            self._check_windows(np.delete(slots, crosses))
         if len(crosses):
             slots[crosses] = self._alloc(len(crosses)) * np.int32(self.page_size)
         return slots
@@ -301,17 +301,13 @@ class SWATokenToKVPoolAllocator(PageFrames):
         for side in (self.full_attn_allocator, self.swa_attn_allocator):
             side.check_room(num_pages)
 
-    def _check_windows(self, slots: npt.NDArray[np.signedinteger[Any]]) -> None:
+    def _check_windows(self, slots: IdArray) -> None:
         """The pages of these slots are gone on with, so each must have its window still."""
+        if not len(slots):
+            return
         pages = slots // self.page_size
-        if pages.dtype == np.int32 and len(pages):  # those of a decode: once, unless something is wrong
-            try:
-                if np.count_nonzero(self.full_to_swa_page_mapping[1:-1][(pages - 1).view(np.uint32)]) == len(pages):
-                    return
-            except IndexError:
-                pages = pages.astype(np.int64)
         inside = (pages >= 1) & (pages <= self.table.num_pages)
-        wrong = pages[~inside | ~self.resident(np.where(inside, pages, 0))]
+        wrong = pages[~inside | (self.full_to_swa_page_mapping[np.where(inside, pages, 0)] == 0)]
         if len(wrong):
             raise InvalidInput(
                 f"group '{self.name}': a sequence goes on inside page {int(wrong[0])}, which has no window.",
