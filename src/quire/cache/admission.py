@@ -75,9 +75,7 @@ class Admission:
         """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for group in self._partial:
-            freed = group.frees(rows, num_pages)
-            if freed is not None:
-                found |= freed
+            found |= group.frees(rows, num_pages)
         return found
 
     def at_once(self, kv: RequestKV, count: int) -> int:

@@ -232,12 +232,11 @@ class CarriedGroup(GroupCache):
             return True
         return any(trail.num_pages == num_pages for trail in self._behind.get(row, ()))
 
-    def frees(self, rows: Rows, num_pages: Lengths) -> Bools | None:
-        if not self._behind:
-            return None
-        ends = zip(rows.tolist(), num_pages.tolist(), strict=True)
-        left = [any(trail.num_pages <= end for trail in self._behind.get(row, ())) for row, end in ends]
-        return np.array(left, dtype=np.bool_)
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        found = np.zeros(len(rows), dtype=np.bool_)
+        for row, behind in self._behind.items():
+            found |= (rows == row) & (num_pages >= behind[0].num_pages)
+        return found
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
         given: list[Given] = []
@@ -330,6 +329,8 @@ class CarriedGroup(GroupCache):
             behind = self._behind.get(row)
             if behind and behind[-1].num_pages <= kv.lease.num_pages:
                 settled.append(behind.pop())
+                if not behind:
+                    del self._behind[row]
         pieces.append((end - start, source, current))
         self._frame[row] = current
         return pieces, settled

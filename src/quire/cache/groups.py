@@ -198,10 +198,9 @@ class GroupCache(ABC):
     def owes(self, row: int, num_pages: int) -> bool:
         """Whether what others need to begin behind that many pages, which are settled, has still to come."""
 
-    def frees(self, rows: Rows, num_pages: Lengths) -> Bools | None:
-        """Which of these rows, of which so many whole pages have settled, would set frames free by a commit. None: no
-        row ever does."""
-        return None
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""
+        return np.zeros(len(rows), dtype=np.bool_)
 
     @abstractmethod
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
@@ -344,7 +343,7 @@ class PassingGroup(WholeGroup):
         self.first[row] = needed.start
         self.table.pin(pages[_slice(needed)], Rank.USED)
 
-    def frees(self, rows: Rows, num_pages: Lengths) -> Bools | None:
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         passes: Bools = self._needed_from(num_pages) > self.first[rows]
         return passes
 
