@@ -1,4 +1,5 @@
-"""The engine runs on the allocators' verbs: each, made to raise, ends a run, but for those that wait for a system to come.
+"""The engine runs on the verbs of the allocators: each, made to raise, ends a run, but for those that wait for a part
+that is not built yet.
 
 Those are a table here, and the same table in `docs/origins.md`.
 """

@@ -58,15 +58,36 @@ class RunningTables:
 
     def page_table(self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Lengths, group: int = 0) -> Ids:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded with frame 0 or with
-        frames beyond `num_tokens`."""
+        frames beyond `num_tokens`.
+
+        Raises MissingFrame where the page of a request's last token has no frame, or in a group that is read as a whole
+        any page: what is read there would be the padding page.
+        """
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
         pages = self.table.pages[self.rows_of(kvs), :width]
-        table: Ids = self.frames.of(Tier.DEVICE, group).frame[pages]
+        column = self.frames.of(Tier.DEVICE, group)
+        table: Ids = column.frame[pages]
+        last = (np.maximum(num_tokens, 1) - 1) // self.page_size
+        read = np.arange(width) <= last[:, None]
+        if column.idle is not None:  # windows pass: what is before the last page may be gone
+            read &= np.arange(width) == last[:, None]
+        if np.count_nonzero(table[read]) != np.count_nonzero(read):
+            raise column.missing(pages[read])
         return table
 
     def page_table_changes(self) -> PageTableChanges:
-        """What has changed in page tables since the last call, for `DevicePageTables.apply`. O(what changed)."""
-        return self.table.changes(self.columns)
+        """What has changed in page tables since the last call, for `DevicePageTables.apply`. O(what changed).
+
+        Raises MissingFrame where a page of a request has no frame in a group that is read as a whole.
+        """
+        changes = self.table.changes(self.columns)
+        for place, group in enumerate(self._following):
+            frames = changes.frames[place]
+            if group.table.idle is None and np.count_nonzero(frames) != len(frames):
+                pages = self.table.flat[changes.places]
+                if len(read := pages[(pages != 0) & (frames == 0)]):
+                    raise group.table.missing(read)
+        return changes
 
     def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
         """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed."""
@@ -75,7 +96,7 @@ class RunningTables:
         counts = np.where(ends > starts, -(-ends // size) - first, 0)
         before = rows * self.table.width + first - (np.cumsum(counts) - counts)
         places = np.repeat(before, counts) + np.arange(int(counts.sum()))
-        frames = self.frames.of(Tier.DEVICE, group).frame[self.table.flat[places]]
+        frames = self.frames.of(Tier.DEVICE, group).frames(self.table.flat[places])
         return slots_in_pages(frames.astype(np.int64), counts, starts, ends, size)
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:

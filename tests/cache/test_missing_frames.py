@@ -1,0 +1,56 @@
+"""What a step reads and writes has a frame, or the step does not begin: the padding page is nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quire.cache import KVCache
+from quire.cache.request_kv import RequestKV
+from quire.errors import MissingFrame
+from quire.spec.group import ReachSpec
+from quire.spec.ids import Ids, Tier
+from quire.testing import small_plan
+
+Ask = Callable[[KVCache, RequestKV], object]
+
+
+def lengths(*some: int) -> np.ndarray:
+    return np.array(some, dtype=np.int64)
+
+
+ASKED: dict[str, Ask] = {
+    "page-table": lambda cache, kv: cache.rows.page_table([kv], lengths(6)),
+    "changes": lambda cache, _: cache.rows.page_table_changes(),
+    "slots": lambda cache, kv: cache.rows.slots([kv], lengths(0), lengths(6)),
+}
+
+
+def made(group: str, at: int) -> tuple[KVCache, RequestKV]:
+    """A request of three pages, one of which has lost its frame in one group."""
+    reaches = (ReachSpec(), ReachSpec("window", 3))
+    plan = small_plan(8, 2, context=40, max_requests=4, groups=("full", "window"), reaches=reaches)
+    cache = KVCache(plan, page_tables=True)
+    kv = cache.begin(np.arange(6, dtype=np.int32))
+    cache.extend([kv], [6])
+    page: Ids = cache.rows.page_ids(kv)[at : at + 1]
+    cache.parts.frames.of(Tier.DEVICE, ["full", "window"].index(group)).frame[page] = 0
+    return cache, kv
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("at", range(3))
+def test_no_reader_of_a_whole_group_is_given_the_padding_page(ask: Ask, at: int) -> None:
+    cache, kv = made("full", at)
+    with pytest.raises(MissingFrame, match="in group 'full'"):
+        ask(cache, kv)
+
+
+def test_of_a_window_the_last_page_must_be_there_and_an_early_one_may_have_passed() -> None:
+    cache, kv = made("window", 0)
+    assert cache.rows.page_table([kv], lengths(6), 1)[0, 0] == 0
+    cache, kv = made("window", 2)
+    with pytest.raises(MissingFrame, match="in group 'window'"):
+        cache.rows.page_table([kv], lengths(6), 1)
