@@ -1,6 +1,6 @@
 """SWAMachine: random operations on a two-sided allocator, checked against plain sets and one dictionary.
 
-It runs over an allocator of its own, over one that shares its pages and frame table with another group, and over
+It runs over an allocator of its own, over one that shares its pages and residency table with another group, and over
 windows without a full side. There a page whose window is gone is no page, so its slots in a sequence become those of
 the padding page.
 """

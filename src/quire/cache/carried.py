@@ -86,7 +86,7 @@ class CarriedGroup(GroupCache):
         return self._idle.num_pages
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        return 0  # a page on the shelf is nobody's, so that its frame can be the request's own: see `wanted`
+        return 0  # an idle frame is nobody's, so that its frame can be the request's own: see `wanted`
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         return 1 + self._drafts

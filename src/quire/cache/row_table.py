@@ -40,7 +40,7 @@ class RowTable:
             self._written.append(places)
 
     def changes(self, columns: Sequence[Ids]) -> PageTableChanges:
-        """What was written since the last call, each place once, as it is now in these columns of the frame table.
+        """What was written since the last call, each place once, as it is now in these columns of the residency table.
         O(entries written)."""
         assert self._written is not None, "a table that does not follow what is written has no changes to tell"
         written, self._written = self._written, []

@@ -1,1 +1,1 @@
-"""Frames and who owns them: the frame table, the allocators, the pools' tensors."""
+"""Frames and who owns them: the residency table, the allocators, the pools' tensors."""

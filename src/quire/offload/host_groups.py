@@ -1,4 +1,4 @@
-"""HostGroup: the host frames of one group. Which pages have one is the frame table's column for the host."""
+"""HostGroup: the host frames of one group. Which pages have one is the residency table's column for the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of allocators and frame tables."""
+"""Mistakes of allocators and residency tables."""
 
 from __future__ import annotations
 
