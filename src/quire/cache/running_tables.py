@@ -67,10 +67,10 @@ class RunningTables:
         pages = self.table.pages[self.rows_of(kvs), :width]
         column = self.frames.of(Tier.DEVICE, group)
         table: Ids = column.frame[pages]
-        last = (np.maximum(num_tokens, 1) - 1) // self.page_size
-        read = np.arange(width) <= last[:, None]
+        num_pages = -(-num_tokens // self.page_size)[:, None]
+        read = np.arange(width) < num_pages
         if column.idle is not None:  # windows pass: what is before the last page may be gone
-            read &= np.arange(width) == last[:, None]
+            read &= np.arange(width) == num_pages - 1
         if np.count_nonzero(table[read]) != np.count_nonzero(read):
             raise column.missing(pages[read])
         return table

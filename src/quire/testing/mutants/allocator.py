@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.memory.allocator import BaseTokenToKVPoolAllocator, PageFrames, SlotFrames
+from quire.cache.carried import CarriedGroup
+from quire.cache.groups import WholeGroup
+from quire.memory.allocator import BaseTokenToKVPoolAllocator, PageFrames
 from quire.memory.allocator.free_list import FreeList
 from quire.memory.residency import Column
 from quire.spec.ids import Ids
@@ -72,5 +74,5 @@ def the_free_list_loses_its_place(patch: Patch) -> None:
 @mutant("cache", field.LEAK)
 def a_failed_allocation_keeps_what_it_has(patch: Patch) -> None:
     """When a group runs out half way, the pages of the others are lost."""
-    patch.setattr(PageFrames, "untake", lambda group, frames: None)
-    patch.setattr(SlotFrames, "untake", lambda group, frames: None)
+    patch.setattr(WholeGroup, "untake", lambda group, pages: None)
+    patch.setattr(CarriedGroup, "untake", lambda group, pages: None)
