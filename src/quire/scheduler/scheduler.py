@@ -13,6 +13,7 @@ it is admitted, and it computes as soon as that is on its way.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,6 +96,7 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._per_step = cache.plan.tokens_per_step
         self._waiting: list[Request] = []  # sorted by Request.order
+        self._asked: Counter[tuple[Namespace, bytes]] = Counter()  # what those who wait begin with
         self._running: list[Request] = []  # sorted by Request.order
         self._requests: dict[str, Request] = {}
         self._rows = RunningRows(cache.plan.max_requests, cache.plan.pages_per_row * cache.plan.tokens_per_page)
@@ -133,7 +135,7 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_order)
+        self._wait(request)
         self._prefetching.start(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -321,7 +323,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.start_at(0)
         request.wait_reason = reason
-        insort(self._waiting, request, key=_order)
+        self._wait(request)
 
     def _leave_row(self, request: Request) -> None:
         """It runs no more. Its record of the cache is still to be finished."""
@@ -415,7 +417,7 @@ class Scheduler:
             granted.admitted.append(request)
         self._prefetching.let_go(request)
         request.state, request.follows = RequestState.RUNNING, None
-        self._waiting.remove(request)
+        self._wait_no_more(request)
         insort(self._running, request, key=_order)
         self._of_running = None
         if kv.is_ready:
@@ -431,9 +433,19 @@ class Scheduler:
         whole = rows.settled[running.rows] // self._cache.page_size > rows.committed[running.rows]
         requests = [running.requests[at] for at in whole.nonzero()[0].tolist()]
         if requests and not self._lacks_room:
-            asked = {self._opening(request) for request in self._waiting}
-            requests = [request for request in requests if self._opening(request) in asked]
+            requests = [request for request in requests if self._opening(request) in self._asked]
         self._commit(requests)
+
+    def _wait(self, request: Request) -> None:
+        insort(self._waiting, request, key=_order)
+        self._asked[self._opening(request)] += 1
+
+    def _wait_no_more(self, request: Request) -> None:
+        self._waiting.remove(request)
+        opening = self._opening(request)
+        self._asked[opening] -= 1
+        if not self._asked[opening]:
+            del self._asked[opening]
 
     def _opening(self, request: Request) -> tuple[Namespace, bytes]:
         return request.namespace, request.tokens[: self._cache.page_size].tobytes()
@@ -458,7 +470,7 @@ class Scheduler:
             self._leave_row(request)
             self._cache.finish(kv, request.tokens[:settled])
         else:
-            self._waiting.remove(request)
+            self._wait_no_more(request)
         self._prefetching.let_go(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
