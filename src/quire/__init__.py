@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.output import CompletionOutput, RequestOutput
     from quire.scheduler.sampling_params import SamplingParams
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _WHERE = {
     "LLM": "quire.engine.llm",
