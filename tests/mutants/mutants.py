@@ -33,6 +33,7 @@ from quire.offload import worth_loading
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache
+from quire.sim.virtual_mover import VirtualMover
 from quire.spec import layers
 from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
@@ -41,7 +42,6 @@ from quire.tiers.break_even import BreakEven, _Trial
 from quire.tiers.in_flight import InFlight
 from quire.tiers.mover import ThreadMover
 from quire.tiers.transfer import Endpoint, Lane, Transfer
-from quire.tiers.virtual_mover import VirtualMover
 
 Patch = pytest.MonkeyPatch
 

@@ -9,6 +9,7 @@ from quire.cache import KVCache, RequestKV
 from quire.offload import Offloads
 from quire.offload.flush import Flushed, flushed
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.sim.virtual_mover import VirtualMover
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
@@ -16,7 +17,6 @@ from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
 from quire.tiers.forgotten import marked_by
 from quire.tiers.transfer import LANES, Lane
-from quire.tiers.virtual_mover import VirtualMover
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, CachedBytes, Marks
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.dict_store import DictStore

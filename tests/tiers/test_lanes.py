@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput, MoveFailed
+from quire.sim.virtual_mover import VirtualMover
 from quire.tiers.carrier import Carrier
 from quire.tiers.mover import LEFT, ThreadMover
 from quire.tiers.store import StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
-from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import ArrayCopies, ids, page_key, units
 from tests.tiers.dict_store import DictStore
 

@@ -14,10 +14,10 @@ from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.copies import SimulatedCopies
 from quire.sim.device import Frames
 from quire.sim.store import SimulatedStore
+from quire.sim.virtual_mover import VirtualMover
 from quire.spec.record_size import HEADER_BYTES
 from quire.tiers.break_even import BreakEven
 from quire.tiers.transfer import LANES, Lane
-from quire.tiers.virtual_mover import VirtualMover
 
 _LATENCY = {Lane.SAVE: 5e-5, Lane.LOAD: 5e-5, Lane.ARCHIVE: 2e-4, Lane.FETCH: 2e-4, Lane.LOOK: 5e-4}
 """Seconds before the first byte, and of a look at what a store has."""

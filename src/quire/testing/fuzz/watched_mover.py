@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from quire.sim.virtual_mover import VirtualMover
 from quire.testing.fuzz.host_records import HostRecords
 from quire.tiers.store import Store
 from quire.tiers.transfer import GOOD, LANES, MISSING, REFUSED, Lane, Transfer
-from quire.tiers.virtual_mover import VirtualMover
 
 
 class Clock:
