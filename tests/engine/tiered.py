@@ -92,7 +92,7 @@ def at_rest(core: EngineCore) -> dict[str, Any]:
     for group, host in zip(core.cache.groups, tiers.hosts, strict=True):
         assert group.table.idle is None or group.table.idle.num_pinned == 0
         assert host.table.idle is None or host.table.idle.num_pinned == 0
-        assert not host.left
+        assert not host.still_read
     found = core.statistics()
     assert all(frames["private"] == frames["moving"] == 0 for frames in found["frames"].values())
     assert (

@@ -623,7 +623,7 @@ def test_memory_that_is_at_fault_is_set_aside_and_the_store_keeps_its_records(
     assert found == len(TOKENS) if num_bad == 1 else found < len(TOKENS), "it is not tried for ever"
     assert len(store.visible) == 5
     tiers = tiers_of(world)
-    assert tiers.hosts[0].num_quarantined >= 1
+    assert len(tiers.hosts[0].quarantined) >= 1
     assert {tier for tier, _ in tiers.counters.defects} == {"host"}
     store.rows = []
     world.cache.audit()

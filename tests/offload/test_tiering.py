@@ -65,7 +65,7 @@ def test_damage_is_counted_once_and_keeps_nobody_else_from_caching() -> None:
     assert world.cache.num_changes > changes and not tiers_of(world).condemned
     assert world.cached(tokens) <= PAGE
     assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
-    assert tiers_of(world).hosts[0].num_quarantined == 1
+    assert len(tiers_of(world).hosts[0].quarantined) == 1
     assert world.compute(tokens) <= PAGE and world.cached(tokens) == len(tokens)
     world.close()
 
@@ -289,7 +289,7 @@ def test_pages_before_a_damaged_one_stay(reaches: tuple[ReachSpec, ...], group: 
     world.drain()
     world.cache.audit()
     assert len(world.cache.tree.match(ALICE, tokens).pages) == place
-    assert tiers.hosts[group].num_quarantined == 1
+    assert len(tiers.hosts[group].quarantined) == 1
     if reaches == (FULL,):
         assert world.cached(tokens) == place * PAGE and tiers.counters.loaded_frames == place
         assert world.compute(asking(tokens)) == place * PAGE, "and they are what they should be"

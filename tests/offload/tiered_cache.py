@@ -173,6 +173,6 @@ class TieredCache(CachedBytes):
         assert tiers is not None and self.cache.pages.num_free_pages == self.cache.pages.num_pages
         assert not self.cache.tree.roots.found
         for host in tiers.hosts:
-            assert host.num_free + host.num_quarantined == host.num_frames
+            assert host.num_free + len(host.quarantined) == host.num_frames
         for group in self.cache.groups:
             assert group.num_free == group.num_frames

@@ -109,7 +109,7 @@ class Archiver:
         """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
         nobody would find it."""
         hosts = [host for host in self._below.hosts if host.whole]
-        there = [self._is_stored(host.index, pages) | self._good(host, pages) for host in hosts]
+        there = [self._is_stored(host.index, pages) | host.good(pages) for host in hosts]
         return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
 
     # -- what is owed
@@ -276,7 +276,7 @@ class Archiver:
         found: list[tuple[HostGroup, np.ndarray]] = []
         num_bytes = np.zeros(len(pages), dtype=np.int64)
         for host in below.hosts:
-            lacking = self._good(host, pages) & ~self._is_stored(host.index, pages) & ~below.damaged.are(pages)
+            lacking = host.good(pages) & ~self._is_stored(host.index, pages) & ~below.damaged.are(pages)
             at = lacking.nonzero()[0]
             if len(at):
                 found.append((host, at))
@@ -292,17 +292,13 @@ class Archiver:
 
     def _note_gap(self, node: Node, pages: Ids) -> None:
         """Of a path, these cannot be stored, since the first of them is not on the host, and some of them are."""
-        if any(self._good(host, pages).any() for host in self._below.hosts):
+        if any(host.good(pages).any() for host in self._below.hosts):
             waiting = self._gaps.setdefault(int(pages[0]), [])
             if node not in waiting and len(waiting) < _MOST_BEHIND:
                 waiting.append(node)
 
     def _is_stored(self, group: int, pages: Ids) -> Bools:
         return self._stored[group].has(pages, State.RESIDENT)
-
-    def _good(self, host: HostGroup, pages: Ids) -> Bools:
-        good: Bools = host.resident(pages) & ~host.is_damaged(pages)
-        return good
 
 
 def _joined(parts: Sequence[Part]) -> Part:

@@ -52,8 +52,8 @@ def _nodes(picture: Picture, queued: set[Node]) -> Iterator[str]:
 def _frames(picture: Picture, host: HostGroup, moving: list[int]) -> Iterator[str]:
     column = host.column.tolist()
     resident = [page for page, frame in enumerate(column) if frame]
-    used = sorted([column[page] for page in resident] + moving + host.quarantined + host.left)
-    out = host.frames.is_out(_ALL).nonzero()[0].tolist()
+    used = sorted([column[page] for page in resident] + moving + [*host.quarantined, *host.still_read])
+    out = host.is_out(_ALL).nonzero()[0].tolist()
     name = f"host group '{host.name}'"
     if used != out:
         yield f"{name}: {len(out)} frames are out, {len(resident)} are pages', {len(moving)} moves', " + (

@@ -235,7 +235,7 @@ class Tiering:
     def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         host = self.hosts[group.index]
-        lacks = ~host.resident(pages) | host.is_damaged(pages)
+        lacks = ~host.good(pages)
         lacks &= ~host.table.has(pages, State.ARRIVING) & ~self.damaged.are(pages)
         lacks &= ~group.table.has(pages, State.ARRIVING)
         lacks &= group.frames.resident(pages)

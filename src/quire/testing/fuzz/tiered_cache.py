@@ -407,7 +407,7 @@ class TieredCache(FollowedCache):
         """All was cleared: nothing is anywhere."""
         assert not self.watch.ends, "pages are cached that nobody holds, and all was cleared"
         for host in self.tiers.hosts:
-            left = host.num_frames - host.num_free - host.num_quarantined
+            left = host.num_frames - host.num_free - len(host.quarantined)
             assert not left, f"{left} host frames of group '{host.name}' are lost"
         assert self.world.faults or not self.world.medium.visible, "records are stored of what was cleared"
 
