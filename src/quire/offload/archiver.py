@@ -22,9 +22,8 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES
 from quire.memory.residency import State
-from quire.offload.below import Below
+from quire.offload.below import Below, Part
 from quire.offload.host_groups import HostGroup
-from quire.offload.moving import Part
 from quire.offload.owed_paths import OwedPaths
 from quire.prefix.node import Node, pages_to
 from quire.prefix.radix_cache import RadixCache

@@ -1,24 +1,54 @@
-"""Below: what is below the device of one cache: the host's frames, under which names pages are known, who moves bytes,
-and what has been counted."""
+"""Below: what is below the device of one cache, what moves between it and the device, and which copies are worth it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
+
+from quire.cache.hold import Hold
 from quire.cache.offload import CacheParts
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.offload.forgetting import Forgetting
 from quire.offload.host_groups import HostGroup
-from quire.offload.moving import Part
 from quire.offload.page_names import PageNames
 from quire.offload.tier_counters import TierCounters
 from quire.offload.tier_settings import TierSettings
-from quire.spec.ids import Tier
+from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Lane, Transfer, Units
+
+TRIAL_BYTES: Final = 16 << 20
+"""Saved at most while it is not known how fast that is: one save, which others do not wait for long."""
+
+
+@dataclass(slots=True)
+class Part:
+    """Pages of one group: `at` are their places on the path, `device` and `host` their frames there, where the transfer
+    touches them."""
+
+    group: int
+    pages: Ids
+    at: np.ndarray
+    device: Ids
+    host: Ids
+    ranks: np.ndarray | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Moving:
+    """The pages of a save or a load. `hold` keeps their path and, where groups are read in part, their frames; `scope`
+    is their namespace's."""
+
+    hold: Hold
+    parts: list[Part]
+    scope: bytes
+    abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
 
 
 class Below:
-    """Of the cache that has these parts. `hosts` has one for each group."""
+    """The host's frames, one group of the cache each (`hosts`), the names of its pages, the mover and the counters."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
         plan, table = parts.plan, parts.frames
@@ -34,9 +64,9 @@ class Below:
             HostGroup(
                 group.index,
                 table.of(Tier.HOST, group.index),
-                _host_allocator(frames, plan.page_size, group.name),
+                HostTokenToKVPoolAllocator(num_frames * plan.page_size, plan.page_size, name=group.name),
             )
-            for group, frames in zip(parts.groups, settings.host_frames, strict=True)
+            for group, num_frames in zip(parts.groups, settings.host_frames, strict=True)
         )
 
     def move_of(self, link: Lane, parts: Sequence[Part], scope: bytes) -> Transfer:
@@ -46,5 +76,19 @@ class Below:
         return Transfer(link, units, scope, num_bytes)
 
 
-def _host_allocator(num_frames: int, page_size: int, name: str) -> HostTokenToKVPoolAllocator:
-    return HostTokenToKVPoolAllocator(num_frames * page_size, page_size, name=name)
+def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
+    """Which of these places of a path, by group, to copy to the host. Nothing of them can be evicted meanwhile.
+
+    All, where the way to the host is fast enough that to load them again, which takes as long, would be quicker than to
+    compute them; none, where it is not; and the first few, to learn that. Copies for a store outlive this process and
+    its device, and are always made.
+    """
+    if settings.always or settings.stores:
+        return list(places)
+    even, most = settings.break_even, max(map(len, places))
+    num_bytes = sum(len(at) * size for at, size in zip(places, settings.record_bytes, strict=True))
+    if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
+        most = 0
+    elif not even.knows(Lane.SAVE):
+        most = 0 if settings.mover.in_flight(Lane.SAVE) else max(1, most * TRIAL_BYTES // num_bytes)
+    return [at[:most] for at in places]

@@ -25,14 +25,12 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
 from quire.memory.residency import State
 from quire.offload.archiver import NOT_DAMAGED, Archiver
-from quire.offload.below import Below
+from quire.offload.below import Below, Moving, Part, worth_saving
 from quire.offload.condemned import Condemned
 from quire.offload.forgetting import Stored
 from quire.offload.host_groups import HostGroup
-from quire.offload.moving import Moving, Part, frames_of
 from quire.offload.owed_paths import OwedPaths
 from quire.offload.tier_settings import TierSettings, WritePolicy
-from quire.offload.worth_saving import worth_saving
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
@@ -390,8 +388,8 @@ class Tiering:
         """Host frames that saves have taken and that are no page's yet."""
         runs = [
             part.host
-            for moving in self.moving.values()
-            if not moving.on_host
+            for move, moving in self.moving.items()
+            if move.lane is Lane.SAVE
             for part in moving.parts
             if part.group == group
         ]
@@ -502,9 +500,10 @@ class Tiering:
         for part in parts:
             arrives = self.hosts[part.group].table if saves else self._groups[part.group].table
             arrives.mark(part.pages, State.ARRIVING)
-        frames = frames_of(parts, on_device=True, on_host=not saves)
+        touched = (Tier.DEVICE,) if saves else (Tier.DEVICE, Tier.HOST)
+        frames = [HeldFrames(part.group, tier, part.pages) for part in parts for tier in touched]
         hold = self._holds.add(Reason.SAVE if saves else Reason.LOAD, lease=lease, frames=frames)
-        self.moving[move] = Moving(hold, parts, scope, on_device=True, on_host=not saves)
+        self.moving[move] = Moving(hold, parts, scope)
         return move
 
     def _release(self, move: Transfer) -> Moving:
@@ -512,7 +511,7 @@ class Tiering:
         moving = self.moving.pop(move)
         self._holds.change(moving.hold, ())
         for part in moving.parts:
-            arrived = self._groups[part.group].table if moving.on_host else self.hosts[part.group].table
+            arrived = self._groups[part.group].table if move.lane is Lane.LOAD else self.hosts[part.group].table
             arrived.unmark(part.pages, State.ARRIVING)
         return moving
 

@@ -16,6 +16,7 @@ from quire.testing.fuzz.tier_keys import PageKeys
 from quire.testing.stores import Fault, FaultyStore, WrappedStore
 from quire.tiers.forgotten import marked_by
 from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.transfer import Lane
 
 IN_STORE: Final[dict[str, tuple[Fault, ...]]] = {
     "truncate-record": (Fault.TRUNCATED,),
@@ -54,7 +55,7 @@ def _is_read(tiers: Tiering, group: int, row: int) -> bool:
     return any(
         move.checked and not move.done and part.group == group and row in part.host
         for move, moving in tiers.moving.items()
-        if moving.on_device and moving.on_host
+        if move.lane is Lane.LOAD
         for part in moving.parts
     )
 

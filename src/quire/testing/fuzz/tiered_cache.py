@@ -85,8 +85,8 @@ class TieredWatch(Watch):
         assert tiers is not None
         arriving = {
             page
-            for moving in tiers.moving.values()
-            if moving.on_device and moving.on_host
+            for move, moving in tiers.moving.items()
+            if move.lane is Lane.LOAD
             for part in moving.parts
             if part.group == group.group.index
             for page in part.pages.tolist()
