@@ -176,6 +176,22 @@ def test_what_is_given_up_in_flight_moves_until_the_step_settles() -> None:
     assert cache.pages.num_free_pages == 4
 
 
+def test_an_error_in_one_of_what_waited_keeps_none_of_the_others() -> None:
+    cache = KVCache(small_plan(11, 1))
+    kvs = [compute(cache, ids(first, 2, 3)) for first in (1, 2, 3)]
+    cache.extend(kvs[1:], [1, 1])
+    fence = cache.open_fence()
+    for kv in kvs:
+        cache.finish(kv)
+    cache.tree.release(kvs[0].lease)  # what only a fault would do: it waits for the step
+    with pytest.raises(LeaseError):
+        cache.close_fence(fence)
+    assert cache.pages.num_free_pages == 2
+    assert cache.evict(11) == 9
+    assert cache.pages.num_free_pages == 11
+    audit(cache)
+
+
 def test_without_sharing_nothing_is_cached() -> None:
     cache = KVCache(small_plan(4, 1), share_prefixes=False)
     tokens = ids(1, 2, 3)

@@ -115,7 +115,7 @@ def test_what_a_request_holds_is_found_by_nobody_else(reaches: tuple[object, ...
     tiered.cache.commit(kv, longer)
     tiered.cache.audit()
     assert tiered.cached(longer, ALICE) == 0, "nor is what it computes"
-    assert not tiered.cache.will_leave(kv, 6), "nobody need wait for it"
+    assert not tiered.cache.admission.will_leave(kv, 6), "nobody need wait for it"
     again = tiered.begin(asking(SECRET), ALICE)
     tiered.grow(again, asking(SECRET))
     tiered.finish(again, asking(SECRET))

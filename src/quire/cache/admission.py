@@ -17,6 +17,7 @@ from quire.cache.running import Lengths, Rows
 from quire.cache.running_tables import RunningTables
 from quire.observe.explain import Explanation
 from quire.spec.ids import Bools, Ids
+from quire.spec.rank import Rank
 
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
@@ -35,7 +36,7 @@ class Claim:
 
 
 class Admission:
-    """What a scheduler asks before a request begins or grows. It changes nothing."""
+    """What a scheduler asks before a request begins or grows. It takes nothing."""
 
     def __init__(self, parts: CacheParts, rows: RunningTables, kept: Kept) -> None:
         self._pages = parts.pages
@@ -88,6 +89,15 @@ class Admission:
             if not g.reach.whole and not g.reach.carried
         ]
         return max(1, min(count, slack + min(passing) * self._size)) if passing else count
+
+    def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
+        """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
+        `num_pages` pages. From now on it means to: another one waits for that prefix."""
+        row = self._rows.row_of(kv)
+        if not kv.shares:
+            return False
+        kv.marks.setdefault(num_pages, Rank.USED)
+        return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self._groups)
 
     def why_not(
         self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0

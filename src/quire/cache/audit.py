@@ -15,56 +15,58 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from quire.cache.picture import Audited, GroupPicture, Picture
+from quire.cache.snapshot import Audited, GroupSnapshot, Snapshot
 from quire.errors import AuditFailure
 from quire.prefix.node import Node
 
 TOKEN_BYTES = 4
 
 
-def audit(cache: Audited, before: Picture | None = None) -> Picture:
+def audit(cache: Audited, before: Snapshot | None = None) -> Snapshot:
     """Check every law, and return what was seen. Raises AuditFailure naming each one that is broken.
 
-    Laws about what is as it was in `before`, a picture that has passed, are not checked again. O(pages + nodes).
+    Laws about what is as it was in `before`, a snapshot that has passed, are not checked again. O(pages + nodes).
     """
-    picture = Picture(cache, before)
-    pages = before is None or picture.out is not before.out  # whether each has changed
-    rows = before is None or picture.requests is not before.requests
-    tree = before is None or picture.tree is not before.tree
-    waits = before is None or picture.waits is not before.waits
+    snapshot = Snapshot(cache, before)
+    pages = before is None or snapshot.out is not before.out  # whether each has changed
+    rows = before is None or snapshot.requests is not before.requests
+    tree = before is None or snapshot.tree is not before.tree
+    waits = before is None or snapshot.waits is not before.waits
     broken: list[str] = []
     if pages or rows or tree or waits:
-        broken += _page_owners(picture)
+        broken += _page_owners(snapshot)
     if rows or tree:
-        broken += _requests(picture)
+        broken += _requests(snapshot)
     if tree:
-        broken += _tree(picture)
-        broken += _leases(picture)
-    broken += _queue(picture)
-    if picture.num_free + len(picture.out) != cache.pages.num_pages:
-        broken.append(f"{picture.num_free} pages are free, but {cache.pages.num_pages - len(picture.out)} are not out")
-    for at, found in enumerate(picture.groups):
+        broken += _tree(snapshot)
+        broken += _leases(snapshot)
+    broken += _queue(snapshot)
+    if snapshot.num_free + len(snapshot.out) != cache.pages.num_pages:
+        broken.append(
+            f"{snapshot.num_free} pages are free, but {cache.pages.num_pages - len(snapshot.out)} are not out"
+        )
+    for at, found in enumerate(snapshot.groups):
         group = before is None or found is not before.groups[at]
         if group or pages:
-            broken += _frames(picture, found)
+            broken += _frames(snapshot, found)
         if not found.whole and (group or tree):
-            broken += _idle(found, picture.tree.cached)
+            broken += _idle(found, snapshot.tree.cached)
         if not found.whole and (group or rows):
-            broken += _reads(picture, found)
-    for law in cache.parts.audits.laws:
-        broken += law(picture)
+            broken += _reads(snapshot, found)
+    for law in cache.parts.laws:
+        broken += law(snapshot)
     if broken:
         raise AuditFailure("; ".join(broken) + ".")
-    return picture
+    return snapshot
 
 
-def _page_owners(picture: Picture) -> Iterator[str]:
+def _page_owners(snapshot: Snapshot) -> Iterator[str]:
     """Every page id is free, private, cached or moving, and only one of them."""
-    cached, private, moving = picture.tree.cached, picture.requests.private, picture.waits.pages
+    cached, private, moving = snapshot.tree.cached, snapshot.requests.private, snapshot.waits.pages
     owned = sorted(cached + private + moving)
-    num_pages = picture.cache.pages.num_pages
-    if owned != picture.out:
-        out = set(picture.out)
+    num_pages = snapshot.cache.pages.num_pages
+    if owned != snapshot.out:
+        out = set(snapshot.out)
         free = [page for page in range(1, num_pages + 1) if page not in out]
         owners = {"free": free, "private": private, "cached": cached, "moving": moving}
         for page, count in sorted(Counter(owned + free).items()):
@@ -75,7 +77,7 @@ def _page_owners(picture: Picture) -> Iterator[str]:
             yield f"{len(missing)} pages have no owner: {missing[:8]}"
 
 
-def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
+def _frames(snapshot: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """No frame serves two, frames out are those of pages and of requests, and pages have what they must."""
     group, column, name = found.group, found.column, f"group '{found.group.name}'"
     resident = [page for page, frame in enumerate(column) if frame]
@@ -91,34 +93,34 @@ def _frames(picture: Picture, found: GroupPicture) -> Iterator[str]:
         yield f"{name} counts less than nothing: {found.num_evictable} evictable, {group.num_cached} cached"
     if column[0]:
         yield f"{name}: the padding page is bound to frame {column[0]}"
-    if resident != picture.out:
-        extra = sorted(set(resident) - set(picture.out) - {0})
+    if resident != snapshot.out:
+        extra = sorted(set(resident) - set(snapshot.out) - {0})
         if extra:
             yield f"{name}: page {extra[0]} is free and has a frame"
-        missing = sorted(set(picture.out) - set(resident))
-        if picture.is_tiered:
-            here = picture.cache.tree.is_here
-            gone = {page for node, pages in picture.tree.edges if not here(node) for page in pages}
+        missing = sorted(set(snapshot.out) - set(resident))
+        if snapshot.is_tiered:
+            here = snapshot.cache.tree.is_here
+            gone = {page for node, pages in snapshot.tree.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            gone.update(picture.waits.pages)  # a duplicate may have given its frame to a page that was below only
+            gone.update(snapshot.waits.pages)  # a duplicate may have given its frame to a page that was below only
             missing = [page for page in missing if page not in gone]
         if missing and group.reach.whole:
             yield f"{name}: page {missing[0]} is out and has no frame"
 
 
-def _reads(picture: Picture, found: GroupPicture) -> Iterator[str]:
+def _reads(snapshot: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """What a request reads of a group that is read in part is there."""
-    group, column, size = found.group, found.column, picture.cache.page_size
+    group, column, size = found.group, found.column, snapshot.cache.page_size
     if group.reach.carried:
         return
-    for row in picture.rows:
+    for row in snapshot.rows:
         first = group.reach.needed(row.committed // size).start
         if 0 in [column[page] for page in row.pages[first:]]:
             yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
 
 
-def _idle(found: GroupPicture, cached: list[int]) -> Iterator[str]:
+def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
     """Where frames may go before their pages: a page is pinned as often as requests read it, and else its frame
     is idle."""
     name, pins, column = f"group '{found.group.name}'", found.pins, found.column
@@ -136,11 +138,11 @@ def _idle(found: GroupPicture, cached: list[int]) -> Iterator[str]:
         yield f"{name} miscounts: {found.num_evictable} evictable, {found.num_pinned} pinned"
 
 
-def _requests(picture: Picture) -> Iterator[str]:
+def _requests(snapshot: Snapshot) -> Iterator[str]:
     """protected <= committed <= allocated; the protected part is page-aligned and is the leased path."""
-    size = picture.cache.page_size
-    pages = dict(picture.tree.edges)
-    for row in picture.rows:
+    size = snapshot.cache.page_size
+    pages = dict(snapshot.tree.edges)
+    for row in snapshot.rows:
         protected, committed, allocated = row.shared * size, row.committed, row.allocated
         if not 0 <= protected <= committed <= allocated:
             yield (
@@ -159,11 +161,11 @@ def _requests(picture: Picture) -> Iterator[str]:
             yield f"row {row.kv.row}: its first {row.shared} pages are not its lease's path"
 
 
-def _tree(picture: Picture) -> Iterator[str]:
+def _tree(snapshot: Snapshot) -> Iterator[str]:
     """Edges hold whole pages, children hang under their first page, parents point back; counters are sums."""
-    tree, page_bytes = picture.cache.tree, picture.cache.page_size * TOKEN_BYTES
+    tree, page_bytes = snapshot.cache.tree, snapshot.cache.page_size * TOKEN_BYTES
     num_pages = num_protected = num_shared = num_below = num_children = 0
-    for node, pages in picture.tree.edges:
+    for node, pages in snapshot.tree.edges:
         length = len(pages)
         if not length or len(node.key) != length * page_bytes:
             yield f"an edge of {length} pages has {len(node.key)} bytes of tokens"
@@ -179,11 +181,11 @@ def _tree(picture: Picture) -> Iterator[str]:
             num_shared += length if node.level > 1 else 0
         if parent is not None and node.depth != parent.depth + parent.num_pages:
             yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
-    for root in picture.tree.roots:
+    for root in snapshot.tree.roots:
         num_children += len(root.children)
         if not root.children and not root.ghosts and not root.level:
             yield "a root is kept that nothing needs"
-    if num_children != len(picture.tree.edges):
+    if num_children != len(snapshot.tree.edges):
         yield "a child hangs in the wrong place"
     sums = {"num_pages": num_pages, "num_protected": num_protected, "num_shared": num_shared, "num_below": num_below}
     for name, total in sums.items():
@@ -191,27 +193,27 @@ def _tree(picture: Picture) -> Iterator[str]:
             yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
 
 
-def _queue(picture: Picture) -> Iterator[str]:
+def _queue(snapshot: Snapshot) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
-    tree = picture.cache.tree
-    for node, pages in picture.tree.edges:
+    tree = snapshot.cache.tree
+    for node, pages in snapshot.tree.edges:
         leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
-        if not node.level and leaf and node not in picture.queued:
+        if not node.level and leaf and node not in snapshot.queued:
             yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 
-def _leases(picture: Picture) -> Iterator[str]:
+def _leases(snapshot: Snapshot) -> Iterator[str]:
     """A node counts exactly the leases that end at it, those that wait for a fence among them, and its level is that of
     the leases at it and below it."""
     here: dict[Node, int] = {}
     below: dict[Node, int] = {}
-    for end in picture.tree.ends:
+    for end in snapshot.tree.ends:
         here[end] = here.get(end, 0) + 1
         node: Node | None = end
         while node is not None:
             below[node] = below.get(node, 0) + 1
             node = node.parent
-    for node in (*picture.tree.roots, *[node for node, _ in picture.tree.edges]):
+    for node in (*snapshot.tree.roots, *[node for node, _ in snapshot.tree.edges]):
         if node.leases != here.get(node, 0):
             yield f"a node counts {node.leases} leases and has {here.get(node, 0)}"
         if node.level != min(2, below.get(node, 0)):

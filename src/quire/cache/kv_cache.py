@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -49,7 +50,6 @@ from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
-from quire.spec.rank import Rank
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
@@ -416,15 +416,6 @@ class KVCache:
         self._give_back(victims)
         return len(victims)
 
-    def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
-        """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
-        `num_pages` pages. From now on it means to: another one waits for that prefix."""
-        row = self.rows.row_of(kv)
-        if self.share_prefixes and not kv.shares:
-            return False
-        kv.marks.setdefault(num_pages, Rank.USED)
-        return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self.groups)
-
     # -- steps in flight
 
     def open_fence(self) -> int:
@@ -432,15 +423,18 @@ class KVCache:
         return self.fences.open()
 
     def close_fence(self, fence: int) -> None:
-        """That step has settled."""
+        """That step has settled. What waited for it is given up, all of it even where an error is raised for one."""
         ready = self.fences.close(fence)
-        together = self._freeing if len(ready) > 1 else ()
-        for each in together:
-            each.free_group_begin()
-        for retired in ready:
-            self._release(retired.pages, retired.lease, retired.given)
-        for each in together:
-            each.free_group_end()
+        if len(ready) < 2:
+            for retired in ready:
+                self._release(retired.pages, retired.lease, retired.given)
+            return
+        with ExitStack() as last_first:
+            for each in self._freeing:
+                each.free_group_begin()
+                last_first.callback(each.free_group_end)
+            for retired in reversed(ready):
+                last_first.callback(self._release, retired.pages, retired.lease, retired.given)
 
     def launch(
         self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths, draws: Lengths | None = None

@@ -13,10 +13,10 @@ from typing import Protocol
 from quire.cache.damaged import DamagedPages
 from quire.cache.groups import GroupCache
 from quire.cache.hold import Holds
-from quire.cache.picture import Audits
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
+from quire.cache.snapshot import Law
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
@@ -35,8 +35,8 @@ class CacheParts:
     `give_back` takes pages that have left the tree. `sweep` gives back what was flushed and is held no longer.
     `reclaim` frees so many frames of each group, for `cause`, without waiting, or raises OutOfPages, with nothing
     evicted. `changed` says that something came back: requests that did not fit may fit now. `step_seconds` is what a
-    step takes while any request runs, else 0. What an offload keeps is in `holds`. It adds to `audits` what must be
-    true.
+    step takes while any request runs, else 0. What an offload keeps is in `holds`. It adds to `laws` what the audit
+    checks beside its own.
     """
 
     plan: MemoryPlan
@@ -53,7 +53,7 @@ class CacheParts:
     reclaim: Callable[[Sequence[int], str], None]
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
-    audits: Audits = field(default_factory=Audits)
+    laws: list[Law] = field(default_factory=list)
 
 
 class Kept(Protocol):

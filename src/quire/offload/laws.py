@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.cache.picture import Picture
+from quire.cache.snapshot import Snapshot
 from quire.offload.host_groups import HostGroup
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.tiering import Tiering
@@ -23,18 +23,18 @@ from quire.spec.ids import Tier
 _ALL = slice(None)
 
 
-def tier_laws(tiers: Tiering, prefetcher: Prefetcher, picture: Picture) -> Iterator[str]:
+def tier_laws(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Iterator[str]:
     """What is broken, law by law."""
-    yield from _nodes(picture, picture.cache.tree.queued(Tier.HOST))
+    yield from _nodes(snapshot, snapshot.cache.tree.queued(Tier.HOST))
     for host in tiers.hosts:
         moving = tiers.host_frames_of_moves(host.index).tolist() + prefetcher.host_frames(host.index).tolist()
-        yield from _frames(picture, host, moving)
+        yield from _frames(snapshot, host, moving)
 
 
-def _nodes(picture: Picture, queued: set[Node]) -> Iterator[str]:
-    tree, table = picture.cache.tree, picture.cache.parts.frames
+def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:
+    tree, table = snapshot.cache.tree, snapshot.cache.parts.frames
     device, host = table.anchor(Tier.DEVICE).frame, table.anchor(Tier.HOST).frame
-    for node, pages in picture.tree.edges:
+    for node, pages in snapshot.tree.edges:
         here, copies = tree.is_here(node), tree.num_copies(node)
         if len({bool(device[page]) for page in pages}) > 1:
             yield f"a node of {len(pages)} pages is on the device in part"
@@ -49,7 +49,7 @@ def _nodes(picture: Picture, queued: set[Node]) -> Iterator[str]:
             yield f"copies of {copies} pages can never be given up"
 
 
-def _frames(picture: Picture, host: HostGroup, moving: list[int]) -> Iterator[str]:
+def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[str]:
     column = host.column.tolist()
     resident = [page for page, frame in enumerate(column) if frame]
     used = sorted([column[page] for page in resident] + moving + [*host.quarantined, *host.still_read])
@@ -61,17 +61,17 @@ def _frames(picture: Picture, host: HostGroup, moving: list[int]) -> Iterator[st
         )
     if host.num_free + len(out) != host.num_frames:
         yield f"{name}: {host.num_free} free + {len(out)} out != {host.num_frames} frames"
-    cached = set(picture.tree.cached)
+    cached = set(snapshot.tree.cached)
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.whole:
-        odd = np.flatnonzero((host.column != 0) != (picture.cache.parts.frames.anchor(Tier.HOST).frame != 0))
+        odd = np.flatnonzero((host.column != 0) != (snapshot.cache.parts.frames.anchor(Tier.HOST).frame != 0))
         if len(odd):
             yield f"{name}: page {odd[0]} has a copy in one group and none in another"
         return
     idle_frames = host.table.idle
     assert idle_frames is not None
-    readers = Counter(picture.cache.parts.holds.readers(host.index, Tier.HOST).tolist())
+    readers = Counter(snapshot.cache.parts.holds.readers(host.index, Tier.HOST).tolist())
     pins = idle_frames.pins.tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:

@@ -34,7 +34,7 @@ class Tiered:
         self.ahead: ReadAhead = TieredReadAhead(parts, self.tiers, self.prefetcher, self.kept)
         self._parts = parts
         self._has_whole = any(group.reach.whole for group in parts.groups)
-        parts.audits.laws.append(partial(tier_laws, self.tiers, self.prefetcher))
+        parts.laws.append(partial(tier_laws, self.tiers, self.prefetcher))
 
     def choose(self, found: Match, limit: int) -> Choice:
         """All that can be resumed behind, from the host too where that is worth it."""

@@ -64,7 +64,7 @@ class Leaders:
             shared = min(_common_tokens(other.tokens, request.tokens), request.num_tokens - 1) // size
             if not other.in_prefill and shared * size != other.num_settled:
                 continue
-            if shared > hit.num_pages and self._cache.will_leave(kv, shared):
+            if shared > hit.num_pages and self._cache.admission.will_leave(kv, shared):
                 later = kv in self._computing and kv.lease.num_pages < shared
                 return other, Following(kv, shared, hit.num_tokens) if later else None
         return None

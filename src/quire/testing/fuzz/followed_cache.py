@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
-from quire.cache.picture import Picture
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
+from quire.cache.snapshot import Snapshot
 from quire.errors import OutOfPages
 from quire.offload.flush import clear
 from quire.spec.events import CacheEvent, Namespace
@@ -76,7 +76,7 @@ class FollowedCache:
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
         """As the cache's; what it finds is the most that the model could reuse, and nothing has changed."""
-        unchanged = self.watch.picture.held()
+        unchanged = self.watch.snapshot.held()
         hit = self._match(self._name(tokens, namespace))
         self._check("match")
         self._same(unchanged)
@@ -97,7 +97,7 @@ class FollowedCache:
         now = self._match(name)
         expected = hit if hit is not None and self.cache.admission.is_current(hit) else now
         if len(self.model.live) == self.cache.plan.max_requests:
-            unchanged = self.watch.picture.held()
+            unchanged = self.watch.snapshot.held()
             error = self._refused("rows", lambda: self.cache.begin(tokens, namespace))
             self._check("begin")
             self._same(unchanged)
@@ -129,7 +129,7 @@ class FollowedCache:
         free = model.free()
         short = self._short(batch, wanted)
         if short is not None:
-            unchanged = self.watch.picture.held()
+            unchanged = self.watch.snapshot.held()
             error = self._refused(short[0], lambda: self.cache.extend(kvs, asked))
             found = (error.group, error.wanted, error.free, error.evictable)
             assert found == short, f"the error says {found}: {short}"
@@ -154,7 +154,7 @@ class FollowedCache:
         self.happened["decode"] += set(counts) == {1}
         self._check("extend")
         if afterwards is not None:
-            afterwards(self.watch.picture)
+            afterwards(self.watch.snapshot)
 
     def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int]) -> None:
         """As the cache's; what it does is to extend those that have less."""
@@ -207,9 +207,11 @@ class FollowedCache:
         return found
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
-        """As the cache's; pages that have not settled are still to come."""
-        left = self.cache.will_leave(kv, num_pages)
-        assert left or num_pages <= self._of[kv].pinned, "pages that have not settled are not still to come"
+        """As the cache's: pages that have not settled are still to come, but not of a request that shares none."""
+        left = self.cache.admission.will_leave(kv, num_pages)
+        assert kv.shares or not left, "a request that keeps what it computes to itself says that it leaves it"
+        unsettled = num_pages > self._of[kv].pinned
+        assert left or not (kv.shares and unsettled), "pages that have not settled are not still to come"
         self._check("mark")
         return left
 
@@ -278,7 +280,7 @@ class FollowedCache:
             return 0
         size, device = self.page_size, self.device
         pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
-        resident = [[group.column[page] != 0 for page in pages] for group in self.watch.picture.groups]
+        resident = [[group.column[page] != 0 for page in pages] for group in self.watch.snapshot.groups]
         for count in range(limit, 0, -1):
             end = count * size
             if all(
@@ -309,30 +311,30 @@ class FollowedCache:
 
     def _idle(self, g: int) -> int:
         """Resident pages of the tree that no request and no step in flight reads."""
-        size, picture = self.page_size, self.watch.picture
-        held = {page for group, unpinned, _, _ in picture.waits.parts if group == g for page in unpinned}
+        size, snapshot = self.page_size, self.watch.snapshot
+        held = {page for group, unpinned, _, _ in snapshot.waits.parts if group == g for page in unpinned}
         group = self.cache.groups[g]
-        for row, s in zip(picture.rows, self.model.live, strict=True):
+        for row, s in zip(snapshot.rows, self.model.live, strict=True):
             if not group.reach.carried:
                 held.update(row.pages[self.device.first_page(g, s.committed // size * size) : s.pinned])
             elif s.launched == s.begun > 0 and len(group.pinned(row.kv.row, self.names.tokens(0))):
                 held.add(row.pages[s.begun // size - 1])
-        column = picture.groups[g].column
+        column = snapshot.groups[g].column
         return len([page for page in self.watch.ends.values() if column[page] and page not in held])
 
-    def _untouched(self, batch: list[Followed], firsts: list[int]) -> Callable[[Picture], None] | None:
+    def _untouched(self, batch: list[Followed], firsts: list[int]) -> Callable[[Snapshot], None] | None:
         """What to check after an allocation: no page and no frame of it is one that a step could touch still."""
-        moving = set(self.watch.picture.waits.pages)
+        moving = set(self.watch.snapshot.waits.pages)
         touched = [set().union(*[self.device.touches(step, g) for step in self.steps]) for g in self._groups]
         if not moving and not any(touched):
             return None
 
-        def check(picture: Picture) -> None:
-            rows = {row.kv: row.pages for row in picture.rows}
+        def check(snapshot: Snapshot) -> None:
+            rows = {row.kv: row.pages for row in snapshot.rows}
             for s, first in zip(batch, firsts, strict=True):
                 pages = rows[s.kv][first:]
                 assert moving.isdisjoint(pages), "a page was handed out while a step could touch it"
-                for frames, group in zip(touched, picture.groups, strict=True):
+                for frames, group in zip(touched, snapshot.groups, strict=True):
                     new = [group.column[page] for page in pages if group.column[page]]
                     assert frames.isdisjoint(new), "a frame was handed out while a step could touch it"
 
@@ -351,7 +353,7 @@ class FollowedCache:
             self._fold.check(self.model.cached)
 
     def _same(self, before: tuple[object, ...]) -> None:
-        assert self.watch.picture.held() == before, "what must change nothing has changed something"
+        assert self.watch.snapshot.held() == before, "what must change nothing has changed something"
 
     def _committed(self, s: Followed, num_tokens: int) -> None:
         duplicates = self.model.commit(s, num_tokens)

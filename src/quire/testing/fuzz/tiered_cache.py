@@ -18,9 +18,9 @@ from collections.abc import Sequence, Set
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
-from quire.cache.picture import GroupPicture, RowPicture
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
+from quire.cache.snapshot import GroupSnapshot, RequestSnapshot
 from quire.errors import OutOfPages
 from quire.offload import offload_of
 from quire.offload.flush import clear
@@ -62,13 +62,13 @@ class TieredPlain(PlainCache):
 class TieredWatch(Watch):
     """Frames that a load is to fill hold nothing yet, and nobody begins on pages that are known to be bad."""
 
-    def _check_pages(self, group: GroupPicture, wanted: list[Page | None]) -> None:
+    def _check_pages(self, group: GroupSnapshot, wanted: list[Page | None]) -> None:
         arriving = self._arriving(group)
         if arriving:
             wanted = [None if page in arriving else content for page, content in enumerate(wanted)]
         super()._check_pages(group, wanted)
 
-    def _check_carried(self, group: GroupPicture, rows: list[RowPicture]) -> None:
+    def _check_carried(self, group: GroupSnapshot, rows: list[RequestSnapshot]) -> None:
         arriving = self._arriving(group)
         if not arriving:
             super()._check_carried(group, rows)
@@ -80,7 +80,7 @@ class TieredWatch(Watch):
         finally:
             self.ends = ends
 
-    def _arriving(self, group: GroupPicture) -> set[int]:
+    def _arriving(self, group: GroupSnapshot) -> set[int]:
         tiers = offload_of(self._cache).tiers
         assert tiers is not None
         arriving = {
@@ -196,7 +196,7 @@ class TieredCache(FollowedCache):
         self.happened["batch"] += len(batch) > 1
         self._check("extend")
         if afterwards is not None:
-            afterwards(self.watch.picture)
+            afterwards(self.watch.snapshot)
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's; it stays private where it would be cached behind what is damaged."""
@@ -226,15 +226,6 @@ class TieredCache(FollowedCache):
         self.happened["fenced"] += bool(self.model.open)
         self._check("finish")
 
-    def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
-        """As the cache's; who computes for itself alone leaves nothing."""
-        if kv.shares:
-            return super().will_leave(kv, num_pages)
-        left = self.cache.will_leave(kv, num_pages)
-        assert not left, "a request that keeps what it computes to itself says that it leaves it"
-        self._check("mark")
-        return left
-
     def evict(self, num_pages: int) -> int:
         """As the cache's; so many pages leave the device, if there are so many that nobody holds."""
         before, idle = self._on_device(), self._idle_on_device()
@@ -252,7 +243,7 @@ class TieredCache(FollowedCache):
         while self.tiers.evict_host(self.cache.pages.num_pages):
             pass
         self._check("forget")
-        left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
+        left = [node for node, _ in self.watch.snapshot.tree.edges if not node.level]
         assert not left, "pages are cached that nobody holds, and all was evicted"
 
     def demote(self, num_frames: int) -> None:
@@ -275,7 +266,7 @@ class TieredCache(FollowedCache):
         """As the cache's; what is left, somebody holds."""
         found = clear(self.cache)
         self._check("clear")
-        left = [node for node, _ in self.watch.picture.tree.edges if not node.level]
+        left = [node for node, _ in self.watch.snapshot.tree.edges if not node.level]
         assert not left, "pages are cached that nobody holds, and all was cleared"
         return found
 
@@ -345,7 +336,7 @@ class TieredCache(FollowedCache):
         ends = self.names.ends[name][: (len(tokens) - 1) // self.page_size]
         pages = [self.watch.ends.get(end, 0) for end in ends]
         here, near, far = [], [], []
-        for group, host in zip(self.watch.picture.groups, self.tiers.hosts, strict=True):
+        for group, host in zip(self.watch.snapshot.groups, self.tiers.hosts, strict=True):
             here.append([bool(page and group.column[page]) for page in pages])
             near.append([on or bool(page and host.column[page]) for page, on in zip(pages, here[-1], strict=True)])
             stored = [self.world.has_stored(end, namespace, host.index) for end in ends]
@@ -371,11 +362,11 @@ class TieredCache(FollowedCache):
 
     def count(self) -> None:
         """The statistics say what there is."""
-        found, picture = self.cache.statistics(), self.watch.picture
+        found, snapshot = self.cache.statistics(), self.watch.snapshot
         assert (found.prompt_tokens, found.hit_tokens) == (self.prompt_tokens, self.hit_tokens)
         assert (found.cached_pages, found.evictable_pages) == (self._on_device(), self._idle_on_device())
         assert self.tiers.statistics()["host_pages"] == sum(
-            len(pages) for node, pages in picture.tree.edges if not self.cache.tree.is_here(node)
+            len(pages) for node, pages in snapshot.tree.edges if not self.cache.tree.is_here(node)
         )
         for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
             owners = (frames.free, frames.private, frames.cached, frames.moving)
@@ -395,7 +386,7 @@ class TieredCache(FollowedCache):
         assert not (tiers.moving or tiers.archiver.moves or tiers.condemned), "something moves for ever"
         prefetcher = offload_of(cache).prefetcher
         assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
-        held = cache.tree.num_protected or [node for node, _ in self.watch.picture.tree.edges if node.level]
+        held = cache.tree.num_protected or [node for node, _ in self.watch.snapshot.tree.edges if node.level]
         assert not held, "a prefix is held for nobody"
         found = cache.pages.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
@@ -444,7 +435,7 @@ class TieredCache(FollowedCache):
         here: set[int] = set()
         kept: set[int] = set()
         names = self.names
-        for node, _ in self.watch.picture.tree.edges:
+        for node, _ in self.watch.snapshot.tree.edges:
             ends = names.ends[self.watch.name_of(node)][-node.num_pages :]
             here.update(ends if self.cache.tree.is_here(node) else ())
             kept.update(ends[: self.cache.tree.num_copies(node)])
@@ -513,7 +504,7 @@ class TieredCache(FollowedCache):
         limit = min(matched, (len(tokens) - 1) // size)
         pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
         pages = pages[: self.tiers.damaged.before(np.array(pages, dtype=np.int32))]
-        here = [[group.column[page] != 0 for page in pages] for group in self.watch.picture.groups]
+        here = [[group.column[page] != 0 for page in pages] for group in self.watch.snapshot.groups]
         below = [
             [there or bool(host.column[page]) for page, there in zip(pages, device, strict=True)]
             for host, device in zip(self.tiers.hosts, here, strict=True)
@@ -571,11 +562,11 @@ class TieredCache(FollowedCache):
 
     def _on_device(self) -> int:
         here = self.cache.tree.is_here
-        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if here(node))
+        return sum(len(pages) for node, pages in self.watch.snapshot.tree.edges if here(node))
 
     def _idle_on_device(self) -> int:
         here = self.cache.tree.is_here
-        return sum(len(pages) for node, pages in self.watch.picture.tree.edges if here(node) and not node.level)
+        return sum(len(pages) for node, pages in self.watch.snapshot.tree.edges if here(node) and not node.level)
 
     # -- inside
 

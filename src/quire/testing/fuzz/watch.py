@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.cache import KVCache
 from quire.cache.audit import audit
-from quire.cache.picture import GroupPicture, Picture, RowPicture
+from quire.cache.snapshot import GroupSnapshot, RequestSnapshot, Snapshot
 from quire.prefix.node import Node
 from quire.testing.fuzz.device import Device
 from quire.testing.fuzz.names import Names, Page
@@ -16,7 +16,7 @@ from quire.testing.fuzz.plain_cache import PlainCache, Sequence
 
 
 class Watch:
-    """The checks of one cache. `picture` is what the last one saw, `ends` the last names of the pages it saw cached,
+    """The checks of one cache. `snapshot` is what the last one saw, `ends` the last names of the pages it saw cached,
     each with its page id. Raises AssertionError or AuditFailure."""
 
     def __init__(self, cache: KVCache, names: Names, device: Device, model: PlainCache) -> None:
@@ -30,40 +30,40 @@ class Watch:
         self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
         self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
         self._executed = 0
-        self.picture = audit(cache)
-        self._read_tree(self.picture)
+        self.snapshot = audit(cache)
+        self._read_tree(self.snapshot)
 
     def check(self) -> None:
         """All of it. O(pages) in small numbers, and less where little has changed since the last check."""
-        before, model, executed = self.picture, self._model, self._device.num_executed
-        picture = audit(self._cache, before)
-        self.picture = picture
-        tree = picture.tree is not before.tree
-        rows = picture.requests is not before.requests
+        before, model, executed = self.snapshot, self._model, self._device.num_executed
+        snapshot = audit(self._cache, before)
+        self.snapshot = snapshot
+        tree = snapshot.tree is not before.tree
+        rows = snapshot.requests is not before.requests
         device = executed != self._executed
         self._executed = executed
         changed = False
         if tree:
-            self._read_tree(picture)
+            self._read_tree(snapshot)
         model.settle_evictions(self.ends.keys())
-        self._check_tree(picture)
+        self._check_tree(snapshot)
         expected = [(s.allocated, s.committed, s.pinned) for s in model.live]
         if tree or rows or device or expected != self._expected:
             self._expected = expected
             self._known = self._promised.copy()
-            self._check_requests(picture, self._known)
+            self._check_requests(snapshot, self._known)
             changed = True
-        for at, group in enumerate(picture.groups):
+        for at, group in enumerate(snapshot.groups):
             if not changed and group is before.groups[at]:
                 continue
             if group.group.reach.carried:
-                self._check_carried(group, picture.rows)
+                self._check_carried(group, snapshot.rows)
             else:
                 self._check_pages(group, self._known)
 
     def resident(self, group: int) -> set[int]:
         """Cached pages, by their last names, that have a frame in that group."""
-        column = self.picture.groups[group].column
+        column = self.snapshot.groups[group].column
         return {end for end, page in self.ends.items() if column[page]}
 
     def name_of(self, node: Node) -> int:
@@ -72,14 +72,14 @@ class Watch:
 
     # -- the tree
 
-    def _read_tree(self, picture: Picture) -> None:
+    def _read_tree(self, snapshot: Snapshot) -> None:
         """Name every edge, and say what its pages promise."""
         names, edges, known = self._names, self._edges, {}
         ends: dict[int, int] = {}
         wanted: list[Page | None] = [None] * (self._cache.pages.num_pages + 1)
-        for root in picture.tree.roots:
+        for root in snapshot.tree.roots:
             known[root] = names.root(root.namespace)
-        for node, pages in picture.tree.edges:
+        for node, pages in snapshot.tree.edges:
             assert node.parent is not None
             above = known[node.parent]
             seen = edges.get(node)
@@ -97,7 +97,7 @@ class Watch:
         if len(edges) > 4 * len(known) + 16:
             self._edges = {node: edge for node, edge in edges.items() if node in known}
 
-    def _check_tree(self, picture: Picture) -> None:
+    def _check_tree(self, snapshot: Snapshot) -> None:
         if self.ends.keys() != self._model.cached:
             raise AssertionError(
                 f"the tree does not hold what was committed and not evicted: it lacks "
@@ -105,21 +105,21 @@ class Watch:
                 f"{self._shown(self.ends.keys() - self._model.cached)}"
             )
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
-        requests = [*[row.kv.lease for row in picture.rows], *picture.waits.leases]
+        requests = [*[row.kv.lease for row in snapshot.rows], *snapshot.waits.leases]
         leased = sorted([self.name_of(lease.node) for lease in requests if not lease.node.is_root])
         if leased != expected:
             raise AssertionError(
                 f"leases hold {self._shown(set(leased))}, and should hold {self._shown(set(expected))}"
             )
-        if picture.num_free != self._model.free():
-            raise AssertionError(f"{picture.num_free} pages are free, and {self._model.free()} should be")
+        if snapshot.num_free != self._model.free():
+            raise AssertionError(f"{snapshot.num_free} pages are free, and {self._model.free()} should be")
 
     # -- requests
 
-    def _check_requests(self, picture: Picture, wanted: list[Page | None]) -> None:
+    def _check_requests(self, snapshot: Snapshot, wanted: list[Page | None]) -> None:
         """Lengths are the model's, and what the device has executed of private pages is the request's own."""
         size, names = self._cache.page_size, self._names
-        for row, s in zip(picture.rows, self._model.live, strict=True):
+        for row, s in zip(snapshot.rows, self._model.live, strict=True):
             assert row.kv is s.kv, "live requests are not in the order in which they began"
             lengths = (row.allocated, row.committed, row.shared, len(row.pages))
             expected = (s.allocated, s.committed, s.pinned, -(-s.allocated // size))
@@ -134,7 +134,7 @@ class Watch:
 
     # -- frames
 
-    def _check_pages(self, group: GroupPicture, wanted: list[Page | None]) -> None:
+    def _check_pages(self, group: GroupSnapshot, wanted: list[Page | None]) -> None:
         held = self._device.pages[group.group.index]
         for page, frame in enumerate(group.column):
             if frame:
@@ -145,7 +145,7 @@ class Watch:
                         f"should hold {content}"
                     )
 
-    def _check_carried(self, group: GroupPicture, rows: list[RowPicture]) -> None:
+    def _check_carried(self, group: GroupSnapshot, rows: list[RequestSnapshot]) -> None:
         held, name = self._device.carried[group.group.index], group.group.name
         for end, page in self.ends.items():
             frame = group.column[page]
@@ -157,7 +157,7 @@ class Watch:
             if s.executed == s.launched > s.begun:
                 self._check_own(group, row, s)
 
-    def _check_own(self, group: GroupPicture, row: RowPicture, s: Sequence) -> None:
+    def _check_own(self, group: GroupSnapshot, row: RequestSnapshot, s: Sequence) -> None:
         """What a request carries is what its tokens give, where no step in flight rewrites it."""
         frames = group.group.frames_of(row.kv.row).tolist()
         end = self._names.path[s.name][s.executed - 1]

@@ -1,17 +1,16 @@
-"""Picture: everything a cache holds at one moment, read once into plain Python lists. What the audit looks at.
+"""Snapshot: everything a cache holds at one moment, read once into plain Python lists. What the audit looks at.
 
 The only code beside the cache that knows how its parts keep their books. Pools under test are tiny, and there a list
-costs a tenth of an array. A picture shares nothing with the cache but its nodes, leases and request records, so two of
+costs a tenth of an array. A snapshot shares nothing with the cache but its nodes, leases and request records, so two of
 them say what has changed in between. O(pages + nodes).
 
-Whoever takes one picture after the other gives the last one as `before`: what is byte for byte as it was is not turned
+Whoever takes one snapshot after the other gives the last one as `before`: what is byte for byte as it was is not turned
 into lists again, and is the same object in both, so that it need not be checked again either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.cache.fences import Fences, Retired
@@ -26,20 +25,17 @@ from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Tier
 
 _ALL = slice(None)
-GivenPicture = tuple[int, list[int], list[int], list[int]]
+GivenSnapshot = tuple[int, list[int], list[int], list[int]]
 """A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Audits:
-    """What must be true of a cache beside the laws of `quire.cache.audit`: each of `laws` says what is broken."""
-
-    laws: list[Callable[[Picture], Iterator[str]]] = field(default_factory=list)
+Law = Callable[["Snapshot"], Iterator[str]]
+"""Says of a snapshot what is broken."""
 
 
 class _Parts(Protocol):
     @property
-    def audits(self) -> Audits: ...
+    def laws(self) -> list[Law]: ...
 
     @property
     def holds(self) -> Holds: ...
@@ -62,7 +58,7 @@ class Audited(Protocol):
     def parts(self) -> _Parts: ...
 
 
-class RowPicture:
+class RequestSnapshot:
     """One running request: lengths in tokens, `pages` from the first on, `shared` of them cached."""
 
     __slots__ = ("allocated", "committed", "kv", "pages", "shared")
@@ -84,12 +80,12 @@ class Requests:
     def __init__(self, cache: Audited, books: tuple[object, ...]) -> None:
         size = cache.page_size
         self.books = books
-        self.rows: list[RowPicture] = []
+        self.rows: list[RequestSnapshot] = []
         self.private: list[int] = []
         for kv in cache.rows.live.values():
             allocated = cache.rows.allocated(kv)
             pages: list[int] = cache.rows.table.pages[kv.row, : -(-allocated // size)].tolist()
-            self.rows.append(RowPicture(kv, allocated, cache.rows.committed(kv), pages))
+            self.rows.append(RequestSnapshot(kv, allocated, cache.rows.committed(kv), pages))
             self.private += pages[kv.lease.num_pages :]
 
 
@@ -100,7 +96,7 @@ class Waits:
 
     def __init__(self, retired: tuple[Retired, ...], held: list[int]) -> None:
         self.pages: list[int] = list(held)
-        self.parts: list[GivenPicture] = []
+        self.parts: list[GivenSnapshot] = []
         self.leases: list[Lease] = []
         for each in retired:
             self.pages += each.pages.tolist()
@@ -126,7 +122,7 @@ class Tree:
         self.ends = ends
 
 
-class GroupPicture:
+class GroupSnapshot:
     """One group: `column[page]` is the page's frame, 0 where it has none; `out` are the frames handed out, ascending.
 
     `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `shelved` are the pages
@@ -150,7 +146,12 @@ class GroupPicture:
     )
 
     def __init__(
-        self, cache: Audited, group: GroupCache, books: tuple[object, ...], rows: Sequence[RowPicture], waits: Waits
+        self,
+        cache: Audited,
+        group: GroupCache,
+        books: tuple[object, ...],
+        rows: Sequence[RequestSnapshot],
+        waits: Waits,
     ) -> None:
         self.group = group
         self.whole = group.reach.whole
@@ -180,7 +181,7 @@ class GroupPicture:
             self.num_pinned = idle.num_pinned
 
 
-class Picture:
+class Snapshot:
     """See above. `out` are the page ids handed out, ascending, `num_free` those that the free list counts."""
 
     __slots__ = (
@@ -196,9 +197,9 @@ class Picture:
         "waits",
     )
 
-    def __init__(self, cache: Audited, before: Picture | None = None) -> None:
+    def __init__(self, cache: Audited, before: Snapshot | None = None) -> None:
         self.cache = cache
-        self.is_tiered = bool(cache.parts.audits.laws)
+        self.is_tiered = bool(cache.parts.laws)
         waits = Waits(cache.fences.waiting, cache.parts.holds.waiting)
         self.waits: Waits = before.waits if before is not None and before.waits.books == waits.books else waits
         self.requests = self._requests(cache, before)
@@ -211,10 +212,10 @@ class Picture:
             self.out = before.out
         else:
             self.out = cache.pages.is_out(_ALL).nonzero()[0].tolist()
-        self.groups: list[GroupPicture] = [self._group(cache, group, before) for group in cache.groups]
+        self.groups: list[GroupSnapshot] = [self._group(cache, group, before) for group in cache.groups]
 
     @property
-    def rows(self) -> list[RowPicture]:
+    def rows(self) -> list[RequestSnapshot]:
         """Running requests, in the order in which they began."""
         return self.requests.rows
 
@@ -223,7 +224,7 @@ class Picture:
         groups = [group.books for group in self.groups]
         return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
 
-    def _requests(self, cache: Audited, before: Picture | None) -> Requests:
+    def _requests(self, cache: Audited, before: Snapshot | None) -> Requests:
         live, table = tuple(cache.rows.live.values()), cache.rows.table
         lengths = table.allocated.tobytes(), table.committed.tobytes()
         books = (live, [kv.lease.num_pages for kv in live], table.pages.tobytes(), lengths)
@@ -231,7 +232,7 @@ class Picture:
             return before.requests
         return Requests(cache, books)
 
-    def _tree(self, cache: Audited, before: Picture | None) -> Tree:
+    def _tree(self, cache: Audited, before: Snapshot | None) -> Tree:
         tree = cache.tree
         nodes = list(tree.nodes())
         roots = tree.roots.all()
@@ -248,7 +249,7 @@ class Picture:
             return before.tree
         return Tree(books, nodes, roots, ends)
 
-    def _group(self, cache: Audited, group: GroupCache, before: Picture | None) -> GroupPicture:
+    def _group(self, cache: Audited, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
         frames = group.frames
         allocator = frames.allocator
         books = (
@@ -265,4 +266,4 @@ class Picture:
             same &= not self.is_tiered and not (read_in_part and len(cache.parts.holds))
             if same and old.books == books:
                 return old
-        return GroupPicture(cache, group, books, self.requests.rows, self.waits)
+        return GroupSnapshot(cache, group, books, self.requests.rows, self.waits)
