@@ -382,7 +382,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart of the ratios here")
-    parser.add_argument("--readme", type=Path, metavar="FILE.md", help="write the tables between the marks there")
+    parser.add_argument(
+        "--readme", type=Path, metavar="FILE.md", action="append", default=[], help="write tables there"
+    )
     parser.add_argument(
         "--read",
         type=Path,
@@ -428,8 +430,8 @@ def main() -> int:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(result, options.plot)
-    if options.readme:
-        write_tables(result, options.readme)
+    for document in options.readme:
+        write_tables(result, document)
     for problem in result["problems"]:
         console(options).print(f"[red]wrong:[/] {problem}", highlight=False)
     return 1 if result["problems"] else 0

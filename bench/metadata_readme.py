@@ -1,4 +1,7 @@
-"""The tables of README.md that `metadata.py --read RESULT --readme README.md` writes, from a result alone."""
+"""The tables that `metadata.py --read RESULT --readme FILE` writes into documents, from a result alone.
+
+`docs/benchmarks.md` has all rows with goals and the replays, `README.md` a few rows. Marks in the document say which.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,39 @@ from typing import Any
 
 from metadata_report import NAMES, PACKAGES, figure
 
-_PLACE = re.compile(r"(<!-- bookkeeping: measured -->\n).*?(\n<!-- bookkeeping: end -->)", re.DOTALL)
+_SHORT = (
+    "step-full-256-16",
+    "step-full+window-256-16",
+    "step-full+state-256-16",
+    "step-full-1-16",
+    "match-8192-16",
+    "evict-8192-16",
+)
+"""Rows of the README: work of many requests, of one, and calls of the tree."""
 
 
 def write_tables(result: dict[str, Any], document: Path) -> None:
-    """Replace what is between the two marks. Raises ValueError where there are none."""
-    text, times = _PLACE.subn(lambda marks: f"{marks[1]}{_tables(result)}{marks[2]}", document.read_text())
-    if times != 1:
-        raise ValueError(f"{document} has the two marks {times} times, not once")
+    """Replace what is between the marks of each kind that the document has. Raises ValueError where it has none."""
+    text, found = document.read_text(), 0
+    for name, make in {"measured": _tables, "short": _short}.items():
+        marks = re.compile(rf"(<!-- bookkeeping: {name} -->\n).*?(<!-- bookkeeping: end -->)", re.DOTALL)
+        text, times = marks.subn(lambda part, made=make(result): f"{part[1]}{made}\n{part[2]}", text)
+        found += times
+    if found != 1:
+        raise ValueError(f"{document} has a place for tables {found} times, not once")
     document.write_text(text)
+
+
+def _short(result: dict[str, Any]) -> str:
+    """A line for each row of the README, with the fastest peer that does the work."""
+    lines = ["| work | page | Quire, CPU µs | fastest peer | times as long |", "|---|---|---|---|---|"]
+    for row in (row for name in _SHORT for row in result["rows"] if row["name"] == name):
+        peers = {name: found["cpu_us"] for name, found in row["systems"].items() if name != "quire"}
+        own = row["systems"]["quire"]["cpu_us"]
+        name = min(peers, key=peers.__getitem__, default="")
+        beside = f"{figure(peers[name])} ({NAMES[name]}) | {peers[name] / own:.1f}" if name else "- | -"
+        lines.append(f"| {row['label']} | {row['page']} | {figure(own)} | {beside} |")
+    return "\n".join((*lines, "", f"{result['cpu']}, {result['cores']} cores, medians, {result['date']}."))
 
 
 def _tables(result: dict[str, Any]) -> str:

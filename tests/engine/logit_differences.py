@@ -1,4 +1,4 @@
-"""The largest logit difference between the engine and plain `transformers`, per architecture, and the README's table.
+"""The largest logit difference between the engine and plain `transformers`, per architecture: docs/guides/hybrids.md.
 
     python -m tests.engine.logit_differences         measures all and writes bench/results/logit-differences.json
 
@@ -73,7 +73,7 @@ def largest_difference(name: str) -> tuple[float, float]:
 
 
 def table() -> str:
-    """The README's table, from what was measured and what planning says of each model."""
+    """The table in docs/guides/hybrids.md, from what was measured and what planning says of each model."""
     measured: dict[str, Any] = json.loads(RESULTS.read_text())["models"]
     lines = [
         "| tiny model | pools by group | what a hit reuses | max logit difference |",

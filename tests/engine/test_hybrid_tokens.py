@@ -168,7 +168,7 @@ def test_hits_do_not_depend_on_where_a_shared_prefix_ends(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1", "glm_moe_dsa"])
 def test_measured_differences_still_hold(name: str) -> None:
-    """What the README's table says was measured is what is measured now, up to the rounding of another machine."""
+    """What the table in docs/guides/hybrids.md says was measured is measured now, up to a machine's rounding."""
     from tests.engine.logit_differences import MODELS, RESULTS, largest_difference
 
     recorded = json.loads(RESULTS.read_text())["models"]

@@ -1,4 +1,4 @@
-"""Documents that cannot rot: examples run, code blocks of the README run, its tables are the code's, links lead on."""
+"""Documents that cannot rot: examples run, code blocks run, generated tables are the code's, links lead on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from quire.cli.demo_server import running_server
-from tests.examples.readme_outputs import PLANS, output_of
-from tests.examples.readme_sections import README, ROOT, generated
+from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated
+from tests.examples.shown_outputs import PLANS, output_of
 
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
-DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))
 EXPECTED = {
     "01_generate.py": ["prompt tokens were not computed again", "prompt tokens, 0 from the cache"],
     "02_prefix_reuse.py": ["48 from the cache", "evicted: 1 page", "QUIRE-FIT-02", "audit passed"],
@@ -49,11 +48,12 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans_of_the_readme_are_what_is_printed(name: str, tmp_path: Path) -> None:
+def test_plans_shown_are_what_is_printed(name: str, tmp_path: Path) -> None:
     """They depend on no machine. A picture goes elsewhere, and the line that names it is left out."""
     arguments = [str(tmp_path / "sweep.svg") if part.endswith(".svg") else part for part in PLANS[name].split()]
     printed = output_of(*arguments).split("Drawn into")[0].rstrip()
-    shown = README.read_text(encoding="utf-8").split(f"<!-- output: {name} -->\n```text\n")[1].split("\n```")[0]
+    text = document_with(f"output: {name}").read_text(encoding="utf-8")
+    shown = text.split(f"<!-- output: {name} -->\n```text\n")[1].split("\n```")[0]
     assert shown.split("Drawn into")[0].rstrip() == printed
 
 
@@ -74,20 +74,29 @@ def test_every_example_is_listed_and_short() -> None:
 
 
 def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    """The different blocks of a language, of all documents."""
+    texts = (path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return list(dict.fromkeys(block for text in texts for block in pattern.findall(text)))
 
 
 @pytest.mark.parametrize("block", _blocks("python"), ids=lambda block: block.splitlines()[0])
-def test_python_of_the_readme_runs(block: str, server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block.replace("http://127.0.0.1:8000", server), "README.md", "exec"), {})
-    found = re.findall(r"(\d+) (?:of \d+ )?prompt tokens from the cache", capsys.readouterr().out)
-    reused = [int(number) for number in found]
-    assert reused[0] == 0 < reused[-1]
+def test_python_of_documents_runs(
+    block: str, server: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What says how much came from the cache says nothing the first time, and something the last time."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.replace("http://127.0.0.1:8000", server), "document", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed
+    if "from the cache" in block:
+        reused = [int(number) for number in re.findall(r"(\d+) (?:of \d+ )?prompt tokens from the cache", printed)]
+        assert reused[0] == 0 < reused[-1]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", _blocks("bash"), ids=lambda block: block.split()[0])
-def test_shell_of_the_readme_runs(block: str, server: str) -> None:
+def test_shell_of_documents_runs(block: str, server: str) -> None:
     """The first time nothing is in the cache, the second time nearly everything."""
     command = block.replace("http://127.0.0.1:8000", server)
     first, second = (json.loads(run_program("bash", "-c", command))["usage"] for _ in range(2))
@@ -95,10 +104,11 @@ def test_shell_of_the_readme_runs(block: str, server: str) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16 > 0
 
 
-def test_generated_sections_of_the_readme() -> None:
-    """`python -m tests.examples.readme_sections` brings them up to date."""
-    text = README.read_text(encoding="utf-8")
-    assert text == generated(text)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_generated_sections(name: str) -> None:
+    """`python -m tests.examples.generated_sections` brings them up to date."""
+    text = document_with(f"{name}: generated").read_text(encoding="utf-8")
+    assert text == generated(name, text)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

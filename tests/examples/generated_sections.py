@@ -1,4 +1,4 @@
-"""The parts of README.md that are generated from the code. `python -m tests.examples.readme_sections` rewrites them."""
+"""Parts of documents that are generated from the code. `python -m tests.examples.generated_sections` rewrites them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.models.registry import support_table
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))
 
 MEANINGS = {
     "model": "a bundled model's name, a folder or a hub name; `quire-bundled` if left out",
@@ -126,14 +126,19 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
-def generated(text: str) -> str:
-    """`text` with every section between its two marks replaced by what the code says now."""
-    for name, make in SECTIONS.items():
-        marks = re.compile(rf"<!-- {name}: generated -->\n.*?<!-- {name}: end -->", re.DOTALL)
-        before, *found = marks.split(text)
-        assert len(found) == 1, f"README.md has {len(found)} sections '{name}'"
-        text = f"{before}<!-- {name}: generated -->\n{make()}\n<!-- {name}: end -->{found[0]}"
-    return text
+def document_with(mark: str) -> Path:
+    """The one document that has the mark `<!-- MARK -->`."""
+    found = [path for path in DOCUMENTS if f"<!-- {mark} -->" in path.read_text(encoding="utf-8")]
+    assert len(found) == 1, f"{len(found)} documents have the mark '{mark}'"
+    return found[0]
+
+
+def generated(name: str, text: str) -> str:
+    """`text` with the section `name` between its two marks replaced by what the code says now."""
+    marks = re.compile(rf"<!-- {name}: generated -->\n.*?<!-- {name}: end -->", re.DOTALL)
+    before, *found = marks.split(text)
+    assert len(found) == 1, f"the document has {len(found)} sections '{name}'"
+    return f"{before}<!-- {name}: generated -->\n{SECTIONS[name]()}\n<!-- {name}: end -->{found[0]}"
 
 
 def _names(names: list[str]) -> str:
@@ -147,4 +152,6 @@ def _error_classes() -> Iterator[type[errors.QuireError]]:
 
 
 if __name__ == "__main__":
-    README.write_text(generated(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for section in SECTIONS:
+        document = document_with(f"{section}: generated")
+        document.write_text(generated(section, document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The outputs of commands that README.md shows. `python -m tests.examples.readme_outputs` runs them and pastes anew.
+"""The outputs of commands that documents show. `python -m tests.examples.shown_outputs` runs them and pastes anew.
 
 A block is marked by a comment before it, `<!-- output: NAME -->`. Only the plans are
 compared by a test; the others depend on the machine.
@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable
 from functools import partial
 
-from tests.examples.readme_sections import README, ROOT
+from tests.examples.generated_sections import ROOT, document_with
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
 QUIRE = (sys.executable, "-m", "quire")
@@ -43,7 +43,7 @@ def output_of(*arguments: str) -> str:
 
 
 def sweep() -> str:
-    """The sweep, with its picture where README shows it and under the name that README gives it."""
+    """The sweep, with its picture where documents show it and under the name that they give it."""
     return output_of(*PLANS["plan-sweep"].split()).replace(PICTURE, "sweep.svg")
 
 
@@ -60,7 +60,7 @@ def doctor_kv_all() -> str:
 
 
 def replay() -> str:
-    """The comparison, with its picture where README shows it and under the name that README gives it."""
+    """The comparison, with its picture where documents show it and under the name that they give it."""
     text = output_of(
         *("replay", "chat:requests=2000", "--policy", "lru,s3fifo,density", "--pool-tokens", "1/16,1/8,1/4"),
         *("--max-running", "8", "--plot", REPLAYED),
@@ -112,15 +112,15 @@ OUTPUTS: dict[str, Callable[[], str]] = {
 }
 
 
-def pasted(text: str, names: list[str]) -> str:
-    """`text` with the blocks of these names replaced by what the commands print now."""
-    for name in names:
-        block = re.compile(rf"(<!-- output: {name} -->\n```text\n).*?(\n```)", re.DOTALL)
-        before, *found = block.split(text)
-        assert len(found) == 3, f"README.md has no block '{name}'"
-        text = before + found[0] + OUTPUTS[name]() + found[1] + found[2]
-    return text
+def paste(name: str) -> None:
+    """Replace the block of this name, in the document that has it, by what its command prints now."""
+    document = document_with(f"output: {name}")
+    block = re.compile(rf"(<!-- output: {name} -->\n```text\n).*?(\n```)", re.DOTALL)
+    before, *found = block.split(document.read_text(encoding="utf-8"))
+    assert len(found) == 3, f"{document} has no block '{name}'"
+    document.write_text(before + found[0] + OUTPUTS[name]() + found[1] + found[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
-    README.write_text(pasted(README.read_text(encoding="utf-8"), sys.argv[1:] or list(OUTPUTS)), encoding="utf-8")
+    for chosen in sys.argv[1:] or OUTPUTS:
+        paste(chosen)
