@@ -27,9 +27,9 @@ def write_tables(result: dict[str, Any], document: Path) -> None:
     """Replace what is between the marks of each kind that the document has. Raises ValueError where it has none."""
     text, found = document.read_text(), 0
     for name, make in {"measured": _tables, "short": _short}.items():
-        marks = re.compile(rf"(<!-- bookkeeping: {name} -->\n).*?(<!-- bookkeeping: end -->)", re.DOTALL)
-        text, times = marks.subn(lambda part, made=make(result): f"{part[1]}{made}\n{part[2]}", text)
-        found += times
+        before, *rest = re.split(rf"(?s)(?<=<!-- bookkeeping: {name} -->\n).*?(?=<!-- bookkeeping: end -->)", text)
+        if rest:
+            text, found = f"{before}{make(result)}\n{rest[0]}", found + len(rest)
     if found != 1:
         raise ValueError(f"{document} has a place for tables {found} times, not once")
     document.write_text(text)
