@@ -96,15 +96,15 @@ class KVCache:
         self.page_size = plan.page_size
         self.explains = explains
         self.share_prefixes = share_prefixes
-        identity = layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups])
         self.tree = RadixCache(
             plan.page_size,
             eviction_policy(eviction),
             emit=emit,
-            identity=identity,
+            identity=layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups]),
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
             placement=PagePlacement(table) if offload.below else None,
+            num_named=num_pages if offload.below else 0,
         )
         self.pages = page_allocator(num_pages, plan.page_size, "pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
@@ -122,7 +122,6 @@ class KVCache:
             tree=self.tree,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
             holds=Holds(self.tree, table, self._give_back),
-            identity=identity,
             seconds=seconds,
             give_back=self._give_back,
             sweep=self._sweep,
@@ -367,11 +366,9 @@ class KVCache:
         if self._settling:
             new, theirs = self._new_pages(fresh), self._table.pages[kv.row, start : start + len(ours)]
             given = [part for group in self._settling for part in group.commit(new, ours, theirs)]
-        for each, tokens, first, end in fresh:
+        for each, _, first, end in fresh:
             known = first + (len(ours) if each is kv else 0)
-            self.offload.committed(
-                each, tokens[: end * self.page_size], self._table.pages[each.row, :end], first, known
-            )
+            self.offload.committed(each, self._table.pages[each.row, :end], first, known)
         self._retire(ours, given=given)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:

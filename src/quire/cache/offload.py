@@ -46,7 +46,6 @@ class CacheParts:
     tree: RadixCache
     damaged: DamagedPages
     holds: Holds
-    identity: bytes
     seconds: Callable[[], float]
     give_back: Callable[[Ids], None]
     sweep: Callable[[], None]
@@ -100,9 +99,9 @@ class Offload(Protocol):
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
         """A request has begun on a hit that was brought."""
 
-    def committed(self, kv: RequestKV, tokens: Ids, pages: Ids, start: int, new: int) -> None:
-        """A request's `tokens` are cached in `pages`, a view of its row: from page `start` on since now, from `new` on
-        in pages of its own."""
+    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
+        """Pages of a request are cached, a view of its row: those from `start` on since now, and those from `new` on
+        are its own."""
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
         """A request that ends has left these pages, a view of its row, cached. `returns` where it will go on, and will
@@ -153,7 +152,7 @@ class NoOffload:
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
         """Nobody has to know."""
 
-    def committed(self, kv: RequestKV, tokens: Ids, pages: Ids, start: int, new: int) -> None:
+    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
         """Nothing is copied."""
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:

@@ -13,7 +13,6 @@ from quire.cache.offload import CacheParts
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.offload.forgetting import Forgetting
 from quire.offload.host_groups import HostGroup
-from quire.offload.page_names import PageNames
 from quire.offload.tier_counters import TierCounters
 from quire.offload.tier_settings import TierSettings
 from quire.spec.ids import Ids, Tier
@@ -57,7 +56,7 @@ class Below:
         self.mover = settings.mover
         self.break_even = settings.break_even
         self.counters = TierCounters()
-        self.names = PageNames(table.num_pages, plan.page_size, parts.identity)
+        self.names = parts.tree.names
         self.damaged = parts.damaged
         self.forgetting = Forgetting(settings.mover, parts.seconds)
         self.hosts = tuple(

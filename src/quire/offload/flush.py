@@ -80,8 +80,6 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
     done = _forget(cache, None)
     identity = layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups])
     cache.tree.rename(identity)
-    if tiers is not None:
-        tiers.names.rename(identity)
     return replace(done, storage=Stored.KEPT if tiers is not None and tiers.settings.stores else Stored.NONE)
 
 

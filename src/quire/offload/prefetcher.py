@@ -25,7 +25,6 @@ from quire.offload.prefetch import Piece, Prefetch
 from quire.offload.sought import Places, Sought
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
-from quire.prefix.hashing import chain_pages
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
@@ -117,9 +116,9 @@ class Prefetcher:
         if start == limit or tiering.damaged.are(found.pages).any():
             return None
         above = int(found.pages[known - 1]) if known else 0
-        parent = tiering.names.key_above(namespace, above)
-        keys = chain_pages(parent, tokens[known * self._size : limit * self._size].tobytes(), self._size * 4)
-        name = keys[0] if keys else parent
+        ahead = tiering.names.keys_ahead(namespace, above, tokens[known * self._size : limit * self._size].tobytes())
+        keys = ahead.digests
+        name = keys[0] if keys else ahead.parent
         other = self._named.get(name)
         if other is not None and not other.stopped:
             other.num_waiting += 1
@@ -498,7 +497,6 @@ class Prefetcher:
             if mine:
                 self._pages.free_pages(np.sort(inserted.duplicates))
             grafted = first + mine
-            self._tiering.names.set_keys(inserted.pages[mine:], prefetch.sought.keys_between(grafted, end))
             self._tiering.have_copies(prefetch.lease, first, inserted.pages, grafted)
         prefetch.limit = end
         return grafted

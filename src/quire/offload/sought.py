@@ -120,9 +120,5 @@ class Sought:
         known = self._tiering.names.keys_of(self.path[places[places < self.known]])
         return (*known, *(self._keys[place - self.known] for place in places[len(known) :].tolist()))
 
-    def keys_between(self, start: int, stop: int) -> Sequence[bytes]:
-        """Of pages that were not known."""
-        return self._keys[start - self.known : stop - self.known]
-
     def _resident(self, group: GroupCache, pages: Ids) -> Bools:
         return resident(group, pages, self._tiering.hosts)

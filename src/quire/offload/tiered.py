@@ -61,9 +61,9 @@ class Tiered:
         decide(self.tiers.break_even, hit.choice)
         self.tiers.begun(kv, hit, resumed=resumed)
 
-    def committed(self, kv: RequestKV, tokens: Ids, pages: Ids, start: int, new: int) -> None:
-        """New pages are named, and copied where the policy says so."""
-        self.tiers.committed(kv, tokens, pages, start, new)
+    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
+        """New pages are copied where the policy says so."""
+        self.tiers.committed(kv, pages, start, new)
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
         """What it leaves is copied where the policy says so, and owed to the store."""

@@ -123,15 +123,11 @@ class Tiering:
         if self.settings.write is WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=(len(pages),))
 
-    def committed(self, kv: RequestKV, tokens: Ids, pages: Ids, start: int, new: int) -> None:
-        """A request's `tokens` are cached in `pages`: from page `start` on since now, from `new` on in pages of its
-        own."""
+    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
+        """Pages of a request are cached: those from `start` on since now, and those from `new` on are its own."""
         if new > start:
             kv.loads += self.loads_of(pages[start:new])
             self.damaged.mend(pages[start:new])
-        if new < len(pages):
-            above = int(pages[new - 1]) if new else 0
-            self.names.name(kv.namespace, above, tokens[new * self._page_size :], pages[new:])
         if self.settings.write is not WritePolicy.SELECTIVE:
             self.save(kv.namespace, kv.lease.node, pages, ends=tuple(kv.marks))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quire.spec.events import Namespace
 
@@ -57,16 +58,14 @@ def _digest(domain: bytes, *parts: bytes) -> bytes:
     return digest.digest()
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """Pages that were cached together: hashed together, once, however often the tree cuts them."""
 
-    __slots__ = ("digests", "page_bytes", "parent", "tokens")
-
-    def __init__(self, parent: PageHashes | bytes, tokens: bytes, page_bytes: int) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.page_bytes = page_bytes
-        self.digests: tuple[bytes, ...] | None = None
+    parent: PageHashes | bytes
+    tokens: bytes
+    page_bytes: int
+    digests: tuple[bytes, ...] | None = None
 
 
 class PageHashes:
@@ -108,6 +107,11 @@ class PageHashes:
         """The hash of the last page."""
         return _digests(self._run)[self._stop - 1]
 
+    def begins_with(self, tokens: bytes) -> bool:
+        """Whether the first of these pages hold `tokens`, whole pages as raw int32 bytes."""
+        size = self._run.page_bytes
+        return self._run.tokens.startswith(tokens, self._start * size, self._stop * size)
+
     def cut(self, at: int) -> tuple[PageHashes, PageHashes]:
         """The first `at` pages and the rest."""
         return self._part(self._start, self._start + at), self._part(self._start + at, self._stop)
@@ -123,14 +127,12 @@ def cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], lis
     upper: list[PageHashes] = []
     lower: list[PageHashes] = []
     for run in hashes:
-        if at >= len(run):
-            upper.append(run)
-        elif at <= 0:
-            lower.append(run)
-        else:
+        if 0 < at < len(run):
             left, right = run.cut(at)
             upper.append(left)
             lower.append(right)
+        else:
+            (upper if at > 0 else lower).append(run)
         at -= len(run)
     return upper, lower
 

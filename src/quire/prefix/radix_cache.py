@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.events import PrefixEvents
 from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
 from quire.prefix.hashing import cut_hashes
 from quire.prefix.leaves import EvictionPolicy
@@ -34,6 +33,7 @@ from quire.prefix.levels import Levels
 from quire.prefix.lower_order import LowerOrder
 from quire.prefix.match import Insertion, Match, find
 from quire.prefix.node import ID_BYTES, Lease, Node, join_ids, nodes_below, path_to
+from quire.prefix.page_names import PageNames
 from quire.prefix.parting import Parting, find_parting
 from quire.prefix.placement import DeviceOnly, Placement, Whereabouts
 from quire.prefix.roots import Roots
@@ -57,8 +57,9 @@ class Evicted(NamedTuple):
 class RadixCache:
     """One radix tree for every kind of memory: it holds page ids, and looks up where their bytes are.
 
-    `emit` receives an event for every page that becomes or stops being reusable; without it no page is ever hashed.
-    `identity` is what hashes begin with, so that caches of different models or layouts never name their pages alike.
+    `emit` receives an event for every page that becomes or stops being reusable. `names` has the keys of `num_named`
+    page ids, for tiers. With neither no page is ever hashed. `identity` is what hashes begin with, so that caches of
+    different models or layouts never name their pages alike.
     Of what is evicted, the newest `remembered` tokens are kept as ghosts; `seconds` is the clock that says when.
     """
 
@@ -72,13 +73,14 @@ class RadixCache:
         remembered: int = 0,
         seconds: Callable[[], float] = time.monotonic,
         placement: Placement | None = None,
+        num_named: int = 0,
     ) -> None:
         self._where = Whereabouts(placement if placement is not None else DeviceOnly())
         self._has_lower = self._where.has_lower
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
-        self._events = PrefixEvents(emit, identity, self._page_bytes)
+        self.names = PageNames(self._page_bytes, identity, emit, num_named)
         self._seconds = seconds
         self.roots = Roots()
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
@@ -289,7 +291,7 @@ class RadixCache:
             left -= taken
             if self.is_here(node):
                 num_moved += taken
-                self._events.removed(node, copies - taken, copies, Tier.HOST)
+                self.names.removed(node, copies - taken, copies, Tier.HOST)
                 leave(node.pages[copies - taken : copies])
                 self._offer_lower(node)
             else:
@@ -313,7 +315,7 @@ class RadixCache:
         pages = np.concatenate((self.evict(self.num_pages), self.evict_lower(self.num_below, _stays).removed))
         self.ghosts.clear()
         if not self.num_pages and not self.num_below:
-            self._events.cleared()
+            self.names.cleared()
         return pages
 
     # -- flushing (`quire.prefix.flush`)
@@ -331,11 +333,11 @@ class RadixCache:
     def forget_evicted(self) -> None:
         """Forget what was evicted, and say that nothing is cached under any name: everything has been flushed."""
         self.ghosts.clear()
-        self._events.cleared()
+        self.names.cleared()
 
     def rename(self, identity: bytes) -> None:
         """What is cached from now on is of another model. Everything that was cached has been flushed."""
-        self._events.identity = identity
+        self.names.rename(identity)
 
     # -- tiers
 
@@ -365,7 +367,7 @@ class RadixCache:
         """Pages `start..stop - 1` of a pinned path have copies below now, which count and did not before."""
         for node in reversed(path_to(lease.node)):
             if node.depth < stop and node.depth + node.num_pages > start:
-                self._events.stored(node, max(0, start - node.depth), min(node.num_pages, stop - node.depth), Tier.HOST)
+                self.names.stored(node, max(0, start - node.depth), min(node.num_pages, stop - node.depth), Tier.HOST)
                 self._offer_lower(node)
 
     # -- looking, for audits and statistics
@@ -437,7 +439,7 @@ class RadixCache:
             and node.parent is not None
             and len(node.key) <= _LONGEST_GROWN
         ):
-            self._events.appended(node, node, data, Tier.DEVICE)
+            self.names.appended(node, node, data, run, Tier.DEVICE)
             node.key += data
             node.run += run
             node.tail = b""
@@ -458,7 +460,7 @@ class RadixCache:
             if ghost is not None:
                 lease.turn = max(lease.turn, ghost.turn + 1)
             leaf.turn = lease.turn
-            self._events.appended(leaf, node, leaf.key, Tier.DEVICE if here else Tier.HOST)
+            self.names.appended(leaf, node, leaf.key, leaf.run, Tier.DEVICE if here else Tier.HOST)
             if not here:
                 self.num_below += leaf.num_pages
             first = leaf.key[: self._page_bytes]
@@ -474,7 +476,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         self.version += 1
-        if self._events.on:
+        if self.names.has_listener:
             self._tell_gone(node, keep)
             node.hashes = cut_hashes(node.hashes, keep)[0]
         cut = keep * self._page_bytes
@@ -546,7 +548,7 @@ class RadixCache:
         self.num_pages += count
         self.num_below -= count
         self._levels.arrived(node)
-        self._events.stored(node, 0, count, Tier.DEVICE)
+        self.names.stored(node, 0, count, Tier.DEVICE)
 
     def _leave(self, node: Node, leave: Give) -> None:
         """An unleased node's pages, which all have copies, leave the device. It has no child there."""
@@ -556,7 +558,7 @@ class RadixCache:
         node.ticket = 0
         self.num_pages -= node.num_pages
         self.num_below += node.num_pages
-        self._events.removed(node, 0, node.num_pages, Tier.DEVICE)
+        self.names.removed(node, 0, node.num_pages, Tier.DEVICE)
         leave(node.pages)
         self._policy.merged(node, parent)
         parent.last_used = max(parent.last_used, node.last_used)
@@ -581,10 +583,10 @@ class RadixCache:
 
     def _tell_gone(self, node: Node, keep: int) -> None:
         """All but the first `keep` pages of a node are not found any more, wherever they are."""
-        if self._events.on:
+        if self.names.has_listener:
             if self.is_here(node):
-                self._events.removed(node, keep, node.num_pages, Tier.DEVICE)
-            self._events.removed(node, keep, self.num_copies(node), Tier.HOST)
+                self.names.removed(node, keep, node.num_pages, Tier.DEVICE)
+            self.names.removed(node, keep, self.num_copies(node), Tier.HOST)
 
     def _forgotten(self, holder: Holder) -> None:
         """A ghost that hung there is gone."""

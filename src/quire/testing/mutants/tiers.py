@@ -12,20 +12,19 @@ from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
 from quire.memory.residency import State
-from quire.offload import page_names, prefetcher, tiering
+from quire.offload import tiering
 from quire.offload.archiver import Archiver
 from quire.offload.below import Below
 from quire.offload.host_groups import HostGroup
-from quire.offload.page_names import PageNames
 from quire.offload.prefetch import Prefetch
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.sought import Sought
 from quire.offload.tier_counters import LinkCounters, TierCounters
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
-from quire.prefix import hashing
-from quire.prefix.events import PrefixEvents
+from quire.prefix import hashing, page_names
 from quire.prefix.node import pages_to
+from quire.prefix.page_names import PageNames
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
@@ -259,8 +258,7 @@ def keys_do_not_cover_what_came_before(patch: Patch) -> None:
             for key in real(bytes(32), tokens[at : at + page_bytes], page_bytes)
         )
 
-    patch.setattr(page_names, "chain_pages", chain)
-    patch.setattr(prefetcher, "chain_pages", chain)
+    patch.setattr(hashing, "chain_pages", chain)
 
 
 @mutant("tiers", field.OFF_BY_ONE)
@@ -333,9 +331,9 @@ def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
 @mutant("tiers", field.EVENTS)
 def removed_on_the_first_of_two_copies(patch: Patch) -> None:
     """Routers are told that a page has left the device when only its copy on the host is gone."""
-    real = PrefixEvents.removed
+    real = PageNames.removed
     patch.setattr(
-        PrefixEvents,
+        PageNames,
         "removed",
         lambda events, node, start, stop, tier: real(events, node, start, stop, Tier.DEVICE),
     )

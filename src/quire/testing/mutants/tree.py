@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.prefix import events, hashing, match, radix_cache, token_bytes
+from quire.prefix import hashing, match, page_names, radix_cache, token_bytes
 from quire.prefix.levels import Levels
 from quire.prefix.match import Insertion
 from quire.prefix.radix_cache import RadixCache
@@ -154,7 +154,9 @@ def evict_takes_one_too_many(patch: Patch) -> None:
 @mutant("cache", field.EVENTS)
 def removals_are_not_told(patch: Patch) -> None:
     """Routers are never told that a page is gone."""
-    patch.setattr(events, "PagesRemoved", lambda namespace, hashes, *tier: PagesRemoved(namespace, hashes.cut(0)[0]))
+    patch.setattr(
+        page_names, "PagesRemoved", lambda namespace, hashes, *tier: PagesRemoved(namespace, hashes.cut(0)[0])
+    )
 
 
 @mutant("cache", field.EVENTS)
@@ -165,7 +167,7 @@ def removals_name_the_whole_edge(patch: Patch) -> None:
     def cut(tree: RadixCache, node: Any, keep: int, eviction: Any) -> bytes:
         whole = node.hashes
         within = Patch()
-        within.setattr(events, "cut_hashes", lambda hashes, at: (halves(hashes, at)[0], whole))
+        within.setattr(page_names, "cut_hashes", lambda hashes, at: (halves(hashes, at)[0], whole))
         within.setattr(radix_cache, "cut_hashes", lambda hashes, at: (halves(hashes, at)[0], whole))
         try:
             return real(tree, node, keep, eviction)
@@ -192,5 +194,5 @@ def split_keeps_all_hashes_below(patch: Patch) -> None:
 @mutant("cache", field.KEY)
 def hashes_ignore_the_namespace(patch: Patch) -> None:
     """Two tenants' pages have one hash, and a router sends a prompt to pages that it may not read."""
-    real: Any = vars(events)["namespace_seed"]
-    patch.setattr(events, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))
+    real: Any = vars(page_names)["namespace_seed"]
+    patch.setattr(page_names, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))

@@ -1,0 +1,129 @@
+"""PageNames: under which key each cached page is known outside of its cache, and who hears that it came or went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from quire.prefix.hashing import PageHashes, cut_hashes, edition_of, namespace_seed, scope_of
+from quire.prefix.node import Node
+from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
+from quire.spec.ids import Ids, Tier
+
+KEY_BYTES = 32
+_MOST_SCOPES = 1024
+"""Kept, so that they need not be computed again. Salts may be as many as there are users, or requests."""
+_MOST_AHEAD = 64
+"""Prompts whose keys were asked for before their pages are cached, and are kept until then."""
+
+
+class PageNames:
+    """The names of one tree's pages; `identity` is what all chains begin with (`layout_identity`).
+
+    With tiers below the device a key is made when its page is cached, once, and kept in `keys` by page id; `num_pages`
+    is how many there may be. Without tiers (0) keys are made by who reads an event, and with no listener by nobody.
+    """
+
+    def __init__(
+        self, page_bytes: int, identity: bytes, emit: Callable[[CacheEvent], None] | None, num_pages: int
+    ) -> None:
+        self.keys = np.zeros((num_pages + 1, KEY_BYTES), dtype=np.uint8)
+        self._has_tiers = num_pages > 0
+        self._page_bytes = page_bytes
+        self._identity = identity
+        self._emit = emit
+        self._scopes: dict[Namespace, bytes] = {}
+        self._ahead: dict[bytes, PageHashes] = {}  # by the key of the page before
+
+    @property
+    def has_listener(self) -> bool:
+        """Whether anybody is told."""
+        return self._emit is not None
+
+    # -- keys
+
+    def keys_of(self, pages: Ids) -> tuple[bytes, ...]:
+        """The keys of pages that are cached."""
+        packed = self.keys[pages].tobytes()
+        return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
+
+    def keys_ahead(self, namespace: Namespace, above: int, tokens: bytes) -> PageHashes:
+        """The keys of pages that may come to be cached behind page `above` (0: at the beginning)."""
+        found = self._chain(self.keys[above].tobytes() if above else self._seed(namespace), tokens)
+        self._ahead[found.parent] = found
+        if len(self._ahead) > _MOST_AHEAD:
+            del self._ahead[next(iter(self._ahead))]
+        return found
+
+    def scope(self, namespace: Namespace) -> bytes:
+        """What records of a namespace are filed under."""
+        found = self._scopes.get(namespace)
+        if found is None:
+            if len(self._scopes) == _MOST_SCOPES:
+                del self._scopes[next(iter(self._scopes))]
+            found = self._scopes[namespace] = scope_of(namespace, self._identity)
+        return found
+
+    @property
+    def edition(self) -> bytes:
+        """What the scopes of all namespaces begin with."""
+        return edition_of(self._identity)
+
+    def rename(self, identity: bytes) -> None:
+        """Pages that are cached from now on are of another model. Everything that was cached has been flushed."""
+        self._identity = identity
+        self._scopes.clear()
+        self._ahead.clear()
+
+    # -- what becomes of pages
+
+    def appended(self, node: Node, parent: Node, data: bytes, run: bytes, tier: Tier) -> None:
+        """Pages with these tokens and ids are cached behind the end of `parent`, as the last ones of `node`."""
+        if self._has_tiers:
+            above = self.keys[parent.pages[-1]].tobytes() if parent.run else self._seed(parent.namespace)
+            hashes = self._chain(above, data)
+            made = np.frombuffer(b"".join(hashes.digests), dtype=np.uint8)
+            self.keys[np.frombuffer(run, dtype=np.int32)] = made.reshape(-1, KEY_BYTES)
+        elif self._emit is not None:
+            above_them = parent.hashes[-1] if parent.hashes else self._seed(parent.namespace)
+            hashes = PageHashes(above_them, data, self._page_bytes)
+        if self._emit is not None:
+            node.hashes.append(hashes)
+            self._emit(PagesStored(parent.namespace, hashes, tier))
+
+    def stored(self, node: Node, start: int, stop: int, tier: Tier) -> None:
+        """Pages `start..stop - 1` of a node can be reused from that tier now."""
+        if self._emit is not None and start < stop:
+            for hashes in _between(node, start, stop):
+                self._emit(PagesStored(node.namespace, hashes, tier))
+
+    def removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
+        """Pages `start..stop - 1` of a node cannot be reused from that tier any more."""
+        if self._emit is not None and start < stop:
+            for hashes in _between(node, start, stop):
+                self._emit(PagesRemoved(node.namespace, hashes, tier))
+
+    def cleared(self) -> None:
+        """Nothing can be reused from any tier any more."""
+        if self._emit is not None:
+            self._emit(AllCleared())
+
+    # -- inside
+
+    def _seed(self, namespace: Namespace) -> bytes:
+        return namespace_seed(namespace, self._identity)
+
+    def _chain(self, parent: bytes, tokens: bytes) -> PageHashes:
+        """The keys of pages with these tokens; those that were asked for ahead are not made again."""
+        found = self._ahead.pop(parent, None)
+        if found is None or not found.begins_with(tokens):
+            return PageHashes(parent, tokens, self._page_bytes)
+        here, rest = found.cut(len(tokens) // self._page_bytes)
+        if len(here) and len(rest):
+            self._ahead[here.last] = rest
+        return here
+
+
+def _between(node: Node, start: int, stop: int) -> list[PageHashes]:
+    return cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]
