@@ -160,7 +160,7 @@ def test_asking_again_keeps_it_longer_and_never_shorter() -> None:
     assert cache.kept.expire() == 0 and len(cache.kept) == 1
     cache.now = 15
     assert cache.kept.expire() == 1 and not len(cache.kept)
-    assert cache.kept.due_at == float("inf")
+    assert cache.kept._expiries.first_key(None) is None
 
 
 def test_asking_a_thousand_times_takes_no_room() -> None:
@@ -170,7 +170,7 @@ def test_asking_a_thousand_times_takes_no_room() -> None:
         cache.now = second / 10
         keep(cache, tokens)
     assert len(cache.kept._expiries) < 80 and len(cache.kept) == 1
-    assert cache.now + 300 >= cache.kept.due_at
+    assert cache.now + 300 >= cache.kept._expiries.first_key(0)
 
 
 def test_a_release_is_for_whom_has_the_id() -> None:
@@ -397,7 +397,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def sync(self) -> None:
         """The model hears of what was given up for requests: it must be soft, and the pages must have been short."""
-        ids = set(self.cache.kept._kept)
+        ids = set(self.cache.kept._kept.by_id)
         gone = set(self.model) - ids
         assert not ids - set(self.model)
         for key in gone:
@@ -405,7 +405,7 @@ class RetentionMachine(RuleBasedStateMachine):
             assert not pinned or expires <= self.cache.now, "a pin went before its time"
             self.happened["went for a request"] += 1
         for key, kept in self.model.items():
-            length = self.cache.kept._kept[key].lease.num_pages * PAGE
+            length = self.cache.kept._kept.by_id[key].lease.num_pages * PAGE
             if length != len(kept[1]):
                 assert 0 < length < len(kept[1]) and not kept[4], "it may only become shorter, and no pin may"
                 self.model[key] = (kept[0], kept[1][:length], *kept[2:])
@@ -541,11 +541,11 @@ class RetentionMachine(RuleBasedStateMachine):
         kept = self.cache.kept
         self.drop_expired()
         kept.expire()
-        assert set(kept._kept) == set(self.model)
+        assert set(kept._kept.by_id) == set(self.model)
         for namespace, tokens, _, _, _ in self.model.values():
             assert self.cache.cached(ids(*tokens), namespace) == len(tokens)
         assert kept.num_pages == self.distinct() <= kept.budget
-        assert kept._pins.distinct == self.distinct(pinned=True) <= max(0, 14 - 6)
+        assert kept.num_pinned == self.distinct(pinned=True) <= max(0, 14 - 6)
         listed = [(one.tokens, one.priority, one.pinned) for one in kept.listing().retentions]
         assert sorted(listed) == sorted((len(tokens), rank, pin) for _, tokens, _, rank, pin in self.model.values())
         self.cache.audit()

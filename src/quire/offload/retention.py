@@ -1,12 +1,12 @@
 """Retention: prefixes that callers asked to keep, under one budget, each until its time is over.
 
-    soft     leased until it expires, but let go of before a running request is refused a page: the lowest priority
-             first, then what would expire first
-    pinned   leased until it expires; all pins together leave room for the longest request there may be, so that
-             one alone always runs
+    soft     held until it expires, but given up before a running request is refused a page: the lowest priority first,
+             then what would expire first
+    pinned   held until it expires; all pins together leave room for the longest request there may be, so that one alone
+             always runs
 
-Whoever asks is told how much is kept, and why not more. Only what is cached can be kept, in whole pages; nothing that
-is kept once is let go of for others who ask. A prefix of what is kept costs nothing more: pages are counted once.
+The answer says how much is kept, and why not more. Only what is cached can be kept, in whole pages; nothing that is
+kept is given up because others ask. A prefix of what is kept costs nothing more: pages are counted once.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import secrets
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from quire.cache.damaged import DamagedPages
-from quire.cache.hold import Hold, Reason
+from quire.cache.groups import GroupCache
+from quire.cache.hold import HeldFrames, Reason
 from quire.cache.offload import CacheParts
+from quire.cache.resuming import resume_point
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.offload.host_groups import HostGroup
-from quire.offload.kept_frames import KeptFrames
+from quire.offload.retained_prefixes import RetainedPrefix, RetainedPrefixes
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
-from quire.prefix.node import Lease, Node, pages_to
+from quire.prefix.node import Node, pages_to, path_to
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
+from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
 from quire.spec.rank import Rank
 
@@ -52,11 +54,11 @@ class Granted:
     `host_tokens` are below the device now: they are loaded when they are used.
     """
 
-    retention_id: str
+    retention_id: str = ""
     asked_tokens: int
-    granted_tokens: int
-    expires_in_seconds: float
-    pinned: bool
+    granted_tokens: int = 0
+    expires_in_seconds: float = 0.0
+    pinned: bool = False
     reason: str
     host_tokens: int = 0
 
@@ -80,42 +82,10 @@ class RetainedList:
     retentions: tuple[Retained, ...]
 
 
-class _Kept:
-    """One retention. `expires_at` is in seconds of the clock; `order` tells those apart that are equal."""
-
-    __slots__ = (
-        "expires_at",
-        "hold",
-        "key",
-        "namespace",
-        "order",
-        "pinned",
-        "priority",
-        "retention_id",
-        "ticket",
-    )
-
-    def __init__(self, key: bytes, namespace: Namespace, order: int, hold: Hold, priority: int) -> None:
-        self.retention_id = f"retention-{secrets.token_hex(16)}"
-        self.key = key
-        self.namespace = namespace
-        self.order = order
-        self.hold = hold
-        self.expires_at = 0.0
-        self.priority = priority
-        self.pinned = False
-        self.ticket = 0  # of the entry that says when it expires
-
-    @property
-    def lease(self) -> Lease:
-        """The path that is kept."""
-        return self.hold.path
-
-
 class Retention:
     """What callers asked to keep of a cache, at most `share` of the plan's pages. It holds paths of the tree, whatever
-    tier they are in, and of groups that are read in part the frames that are needed at their ends. To keep is not to
-    use: nothing is counted as a hit.
+    tier they are in, and of groups that are read in part the frames that a request needs to begin at their ends, on the
+    device or, if they are there only, on the host. To keep is not to use: nothing is counted as a hit.
 
     Single-threaded, like the cache. Whenever something is kept no longer, requests that wait for room may try again.
     """
@@ -125,21 +95,21 @@ class Retention:
         self._tree = parts.tree
         self._holds = parts.holds
         self._groups = parts.groups
+        self._partial = tuple(group for group in parts.groups if not group.reach.whole)
+        self._hosts = hosts
+        self._damaged = parts.damaged
         self._ids = parts.pages
-        largest = pages_for(plan.largest_request, plan.page_size)
-        self._frames = KeptFrames(parts.groups, parts.damaged, hosts, largest=largest)
         self._size = plan.page_size
         self._seconds = parts.seconds
-        self._on_let_go = parts.changed
+        self._changed = parts.changed
+        self._largest = plan.largest_request
+        largest = pages_for(plan.largest_request, plan.page_size)
         self.budget = int(share * plan.num_pages)  # pages
         self._pin_budget = max(0, min(self.budget, plan.num_pages - largest))
-        self._largest = plan.largest_request
-        self._kept: dict[str, _Kept] = {}
-        self._by_key: dict[bytes, _Kept] = {}
-        self._expiries: LazyQueue[_Kept] = LazyQueue(self._expires, by_key=True)
+        self._frame_room = [max(0, group.num_frames - group.reach.held(largest)) for group in self._partial]
+        self._kept = RetainedPrefixes(parts.groups)
+        self._expiries: LazyQueue[RetainedPrefix] = LazyQueue(self._expires, by_key=True)
         self._order = itertools.count()
-        self._pages = _PageCounts()
-        self._pins = _PageCounts()
         self.num_expired = self.num_given_up = self.num_lost = 0
 
     # -- asking
@@ -160,37 +130,26 @@ class Retention:
         now = self._seconds()
         self.expire(now)
         key = hashlib.sha256(namespace_seed(namespace) + tokens.tobytes()).digest()
-        kept = self._by_key.get(key)
+        kept = self._kept.by_key.get(key)
         pin = pin or (kept is not None and kept.pinned)
         match = self._tree.match(namespace, tokens)
         num_pages, reason = self._grant(len(tokens), match, kept, pin)
-        if kept is None and not num_pages:
-            return Granted(
-                retention_id="",
-                asked_tokens=len(tokens),
-                granted_tokens=0,
-                expires_in_seconds=0.0,
-                pinned=False,
-                reason=reason,
-            )
         if kept is None:
-            frames = self._frames.needed_by(match.pages[:num_pages])
+            if not num_pages:
+                return Granted(asked_tokens=len(tokens), reason=reason)
+            frames = self._needed_by(match.pages[:num_pages])
             lease = self._tree.pin_path(match, num_pages)
             hold = self._holds.add(Reason.RETAIN, lease=lease, frames=frames, rank=Rank.USED)
-            self._frames.count(frames, 1, hard=False)
-            kept = _Kept(key, namespace, next(self._order), hold, priority)
-            self._kept[kept.retention_id] = self._by_key[key] = kept
-            self._pages.add(match.pages[:num_pages])
+            kept = RetainedPrefix(key, namespace, next(self._order), hold, priority)
+            self._kept.add(kept)
         elif num_pages > kept.lease.num_pages:
-            self._lengthen(kept, match, num_pages)
-        if pin and not kept.pinned and self._may_pin(match.pages[:num_pages]):
-            kept.pinned = True
-            self._pins.add(match.pages[:num_pages])
-            self._frames.harden(kept.hold.frames)
+            self._move(kept, match, num_pages)
+        kept.pinned = kept.pinned or (pin and self._may_pin(kept))
         kept.priority = max(kept.priority, priority)
         if now + ttl_seconds > kept.expires_at:
             kept.expires_at = now + ttl_seconds
-            self._remember(kept)
+            kept.ticket = next(self._order)
+            self._expiries.push(kept.ticket, kept, kept.expires_at)
         return Granted(
             retention_id=kept.retention_id,
             asked_tokens=len(tokens),
@@ -203,109 +162,106 @@ class Retention:
 
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is none of that id, or none any more."""
-        kept = self._kept.get(retention_id)
-        if kept is None:
-            return False
-        self._let_go(kept)
-        return True
+        kept = self._kept.by_id.get(retention_id)
+        if kept is not None:
+            self._end(kept)
+        return kept is not None
 
     def forget(self, namespace: Namespace | None) -> int:
         """Keep nothing more of that namespace, or of any; returns how many retentions that were."""
-        gone = [kept for kept in self._kept.values() if namespace is None or kept.namespace == namespace]
-        for kept in gone:
-            self._let_go(kept)
-        return len(gone)
+        return self._end_all([kept for kept in self._kept if namespace in (None, kept.namespace)])
 
     def lose(self, damaged: DamagedPages) -> int:
         """Keep nothing that goes through a damaged page: it cannot be had any more. Returns how many retentions that
         were."""
-        gone = [kept for kept in self._kept.values() if damaged.are(pages_to(kept.lease.node)).any()]
-        for kept in gone:
-            self._let_go(kept)
-        self.num_lost += len(gone)
-        return len(gone)
-
-    # -- making room
-
-    @property
-    def due_at(self) -> float:
-        """When `expire` may next have something to do, in seconds of the clock; infinite where nothing is kept."""
-        return float(self._expiries.first_key(math.inf))
+        gone = self._end_all([kept for kept in self._kept if damaged.are(pages_to(kept.lease.node)).any()])
+        self.num_lost += gone
+        return gone
 
     def expire(self, now: float | None = None) -> int:
-        """Let go of what has been kept for its time; returns how many retentions that were. O(1) if it is none."""
+        """End what has been kept for its time; returns how many retentions that were. O(1) if it is none."""
         now = self._seconds() if now is None else now
         gone = 0
         while self._expiries.first_key(math.inf) <= now:
             if (entry := self._expiries.pop()) is not None:
-                self._let_go(entry.item)
+                self._end(entry.item)
                 gone += 1
         self.num_expired += gone
         return gone
 
+    # -- making room
+
     @property
     def num_soft(self) -> int:
         """Pages on the device that soft retentions alone keep from being evicted. O(nodes kept)."""
-        return sum(node.num_pages for node in self._only_soft() if self._tree.is_here(node))
+        return sum(node.num_pages for node in self._kept.only_soft() if self._tree.is_here(node))
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
         """Which of `num_soft` a request would hold itself that begins on the first `num_pages` pages of a match."""
-        if not self._kept:
+        if not len(self._kept):
             return 0
-        only = self._only_soft()
+        only = self._kept.only_soft()
         path = [node for node in match.path if node in only and self._tree.is_here(node)]
         return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in path)
 
     def num_soft_frames(self, group: int) -> int:
-        """The same of frames of a group that is read in part."""
-        return self._frames.num_soft(group)
+        """The same of frames of a group that is read in part. O(frames kept)."""
+        return len(self._kept.only_soft_frames(group))
 
     def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        """Which of these a request would hold itself that begins behind `pages`."""
-        return self._frames.num_soft_of(group, pages)
+        """Which of these a request would hold itself that begins behind `pages`. Where frames are carried along it
+        takes over the one that it begins on."""
+        reach = self._groups[group].reach
+        if reach.carried or not len(only := self._kept.only_soft_frames(group)):
+            return 0
+        needed = reach.needed(len(pages))
+        return len(np.intersect1d(pages[needed.start : needed.stop], only, assume_unique=True))
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """Let go of what is kept softly until so many frames, by group, and page ids could be had, or nothing would
-        help; whether anything was let go of."""
-        if not self._kept:
+        """Give up what is kept softly until so many frames, by group, and page ids could be had, or nothing would help;
+        whether anything was given up."""
+        if not len(self._kept):
             return False
-        before, tree = self.num_let_go, self._tree
+        before, tree = self.num_expired + self.num_given_up, self._tree
         short = [n - group.num_free - group.num_evictable for group, n in zip(self._groups, wanted, strict=True)]
         whole = [n for n, group in zip(short, self._groups, strict=True) if group.reach.whole]
         pages = num_new - self._ids.num_free_pages - tree.num_evictable - tree.num_below
         self.give_up(max(pages, *whole, 0))
-        for group, n in zip(self._groups, short, strict=True):
-            if not group.reach.whole and n > 0:
-                self.give_up_frames(group.index, n)
-        return self.num_let_go > before
+        for group in self._partial:
+            if short[group.index] > 0:
+                self._give_up_frames(group, short[group.index])
+        return self.num_expired + self.num_given_up > before
 
     def give_up(self, num_pages: int) -> int:
-        """Let go of soft retentions until so many pages on the device have become evictable, the lowest priority first,
+        """Give up soft retentions until so many pages on the device have become evictable, the lowest priority first,
         then what would expire first, and of the last one no more than is needed, from its end; returns how many have.
-        Where others hold the same pages, letting go would bring nothing, and they are kept."""
-        if num_pages <= 0 or not self._kept:
+        Where others hold the same pages that would bring nothing, and they are kept."""
+        if num_pages <= 0 or not len(self._kept):
             return 0
         self.expire()
-        before, only = self._tree.num_protected, self._only_soft()
-        left = sorted((kept for kept in self._soft() if self._last_here(kept.lease.node) in only), key=_least)
+        before, only = self._tree.num_protected, self._kept.only_soft()
+        left = [kept for kept in self._kept.soft() if self._last_here(kept.lease.node) in only]
         while left and (short := num_pages - before + self._tree.num_protected) > 0:
             at = next((i for i, kept in enumerate(left) if kept.lease.node.level == 1), 0)
-            self._let_go_of_end(left.pop(at), short)
+            self._shorten(left.pop(at), short)
             self.num_given_up += 1
         return before - self._tree.num_protected
 
-    def give_up_frames(self, group: int, num_frames: int) -> int:
-        """Likewise, until so many frames of a group that is read in part are to be had."""
-        gained = 0
+    def _give_up_frames(self, group: GroupCache, num_frames: int) -> None:
+        """Likewise, until so many frames of a group that is read in part are to be had. A request takes over a frame
+        that it alone pins, where frames are carried along."""
         self.expire()
-        for kept in sorted(self._soft(), key=_least):
-            if gained >= num_frames:
+        idle, most = group.table.idle, int(group.reach.carried)
+        assert idle is not None
+        only = self._kept.only_soft_frames(group.index, others=most)
+        for kept in self._kept.soft():
+            if num_frames <= 0:
                 break
-            if self._frames.gain(kept.hold.frames, group):
-                self._let_go(kept)
+            mine = [f.pages for f in kept.hold.frames if f.group == group.index and f.tier is Tier.DEVICE]
+            if any(np.isin(pages, only).any() for pages in mine):
+                self._end(kept)
                 self.num_given_up += 1
-                gained += self._frames.gained(kept.hold.frames, group)
-        return gained
+                num_frames -= sum(int(np.count_nonzero(idle.pins[pages] <= most)) for pages in mine)
 
     # -- looking
 
@@ -315,21 +271,16 @@ class Retention:
 
     @property
     def num_pages(self) -> int:
-        """Pages kept, each counted once: never above `budget`."""
-        return self._pages.distinct
+        """Pages kept, each counted once: never above `budget`. O(nodes kept)."""
+        return sum(node.num_pages for node in self._kept.nodes())
 
     @property
     def num_pinned(self) -> int:
         """Of these, pages that are pinned."""
-        return self._pins.distinct
-
-    @property
-    def num_let_go(self) -> int:
-        """How often it let go of something by itself."""
-        return self.num_expired + self.num_given_up + self.num_lost
+        return sum(node.num_pages for node in self._kept.nodes(pinned=True))
 
     def listing(self) -> RetainedList:
-        """What is kept, in the order in which it would be let go of, pins last."""
+        """What is kept, in the order in which it would be given up, pins last."""
         now = self._seconds()
         self.expire(now)
         retentions = tuple(
@@ -339,7 +290,7 @@ class Retention:
                 pinned=kept.pinned,
                 expires_in_seconds=kept.expires_at - now,
             )
-            for kept in sorted(self._kept.values(), key=_least)
+            for kept in sorted(self._kept, key=lambda kept: kept.rank)
         )
         return RetainedList(
             budget_tokens=self.budget * self._size,
@@ -347,19 +298,12 @@ class Retention:
             retentions=retentions,
         )
 
-    # -- inside
+    # -- how much is kept
 
-    @property
-    def _pin_room(self) -> int:
-        return self._pin_budget - self._pins.distinct
-
-    def _soft(self) -> Iterator[_Kept]:
-        return (kept for kept in self._kept.values() if not kept.pinned)
-
-    def _grant(self, asked: int, match: Match, kept: _Kept | None, pin: bool) -> tuple[int, str]:
+    def _grant(self, asked: int, match: Match, kept: RetainedPrefix | None, pin: bool) -> tuple[int, str]:
         """How many pages to keep of a match of `asked` tokens, and why not more of them. What is kept already stays."""
         size, cached = self._size, match.num_pages
-        num_pages, limited = self._frames.end(match.pages)
+        num_pages, limited = self._resumes(match.pages)
         reason = ""
         if num_pages < cached:
             because = f"group '{limited}' can resume" if limited else "damaged bytes let requests begin"
@@ -369,27 +313,31 @@ class Retention:
             reason = f"{found} cached; ask again when they have been computed"
         elif cached * size < asked:
             reason = f"the last {asked - cached * size} are less than a page of {size}"
-        room = self.budget - self.num_pages
+        nodes = self._kept.nodes()
+        room = self.budget - sum(node.num_pages for node in nodes)
+        most = _shared(match, nodes) + room
         if kept is None and len(self) >= MOST_RETENTIONS:
             num_pages, reason = 0, f"{MOST_RETENTIONS:,} retentions are the most there may be"
-        elif self._pages.cost(match.pages[:num_pages]) > room:
-            most = self._pages.shared(match.pages[:num_pages]) + room
-            num_pages, reason = self._frames.end(match.pages[:most])[0], self._no_budget(room)
-        if pin and self._pins.cost(match.pages[:num_pages]) > self._pin_room:
-            pinned = self._pins.shared(match.pages) + self._pin_room
+        elif num_pages > most:
+            num_pages, reason = self._resumes(match.pages[:most])[0], self._no_budget(room)
+        if not pin:
+            return num_pages, _granted(num_pages * size, asked, reason)
+        pin_room = self._pin_budget - self.num_pinned
+        most = _shared(match, self._kept.nodes(pinned=True)) + pin_room
+        if num_pages > most:
             reason = (
-                f"pins may take {self._pin_budget * size:,} tokens, of which {self._pin_room * size:,} were left: the "
+                f"pins may take {self._pin_budget * size:,} tokens, of which {pin_room * size:,} were left: the "
                 f"longest request, {self._largest:,} tokens, must find room beside them"
             )
-            if kept is not None and pinned < kept.lease.num_pages:
+            if kept is not None and most < kept.lease.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."
-            num_pages = self._frames.end(match.pages[:pinned])[0]
-        if pin and num_pages and not self._frames.has_room(match.pages[:num_pages]):
+            num_pages = self._resumes(match.pages[:most])[0]
+        if num_pages and not self._has_frame_room(match.pages[:num_pages]):
             reason = "what the longest request needs of groups that are read in part must find room beside pins"
             if kept is not None and kept.pinned:
                 return min(num_pages, kept.lease.num_pages), f"kept as before: {reason}."
             return num_pages, f"kept, but not pinned: {reason}."
-        return num_pages, f"granted {num_pages * size:,} of {asked:,} tokens: {reason}." if reason else ""
+        return num_pages, _granted(num_pages * size, asked, reason)
 
     def _no_budget(self, room: int) -> str:
         budget = f"the budget of {self.budget * self._size:,} tokens"
@@ -399,78 +347,69 @@ class Retention:
             return f"{budget} had {room * self._size:,} left"
         return f"{budget} is taken by {len(self)} retention{'s' if len(self) > 1 else ''}"
 
-    def _may_pin(self, pages: Ids) -> bool:
-        return self._pins.cost(pages) <= self._pin_room and self._frames.has_room(pages)
+    def _may_pin(self, kept: RetainedPrefix) -> bool:
+        pinned = self._kept.nodes(pinned=True).union(path_to(kept.lease.node))
+        fits = sum(node.num_pages for node in pinned) <= self._pin_budget
+        return fits and self._has_frame_room(pages_to(kept.lease.node))
 
-    def _lengthen(self, kept: _Kept, match: Match, num_pages: int) -> None:
-        """Keep more of the same prefix: the new pins first, so that what is kept is at no moment free to go."""
-        fresh = match.pages[kept.lease.num_pages : num_pages]
-        self._move(kept, self._tree.pin_path(match, num_pages), match.pages[:num_pages])
-        self._pages.add(fresh)
-        if kept.pinned:
-            self._pins.add(fresh)
+    def _has_frame_room(self, pages: Ids) -> bool:
+        """Whether what a request needs to begin behind these pages may be pinned: the longest one finds room beside."""
+        for group, room in zip(self._partial, self._frame_room, strict=True):
+            needed = group.reach.needed(len(pages))
+            pinned = self._kept.frames(group.index, pinned=True)
+            if len(np.union1d(pinned, pages[needed.start : needed.stop])) > room:
+                return False
+        return True
 
-    def _move(self, kept: _Kept, lease: Lease, pages: Ids) -> None:
-        """Keep the path of `lease` instead."""
-        before, frames = kept.hold.frames, self._frames.needed_by(pages)
-        self._holds.change(kept.hold, frames, lease=lease, rank=Rank.USED)
-        self._frames.count(frames, 1, hard=kept.pinned)
-        self._frames.count(before, -1, hard=kept.pinned)
+    def _resumes(self, pages: Ids) -> tuple[int, str]:
+        """The most pages of a cached path behind which a request could begin, wherever the frames are, and the group
+        that stood in the way of more, "" where none did."""
+        return resume_point(self._partial, pages[: self._damaged.before(pages)], self._hosts)
 
-    def _let_go_of_end(self, kept: _Kept, num_pages: int) -> None:
+    # -- keeping
+
+    def _needed_by(self, pages: Ids) -> list[HeldFrames]:
+        """What a request needs to begin behind these pages, where it is."""
+        found = []
+        for group in self._partial:
+            needed = group.reach.needed(len(pages))
+            part = pages[needed.start : needed.stop]
+            here = group.frames.resident(part)
+            found.append(HeldFrames(group.index, Tier.DEVICE, part[here]))
+            if not here.all():
+                found.append(HeldFrames(group.index, Tier.HOST, part[~here]))
+        return found
+
+    def _move(self, kept: RetainedPrefix, match: Match, num_pages: int) -> None:
+        """Keep more of the same prefix."""
+        lease = self._tree.pin_path(match, num_pages)
+        self._holds.change(kept.hold, self._needed_by(match.pages[:num_pages]), lease=lease, rank=Rank.USED)
+
+    def _shorten(self, kept: RetainedPrefix, num_pages: int) -> None:
         """Keep a soft retention for so many pages on the device less, or no longer."""
-        here = self._num_here(kept.lease.node)
-        pages = pages_to(kept.lease.node)
-        left = here - num_pages if self._num_alone(kept.lease.node) > num_pages else 0
-        left, _ = self._frames.end(pages[: max(0, left)])
+        end = kept.lease.node
+        pages = pages_to(end)
+        left = self._num_here(end) - num_pages if self._num_alone(end) > num_pages else 0
+        left, _ = self._resumes(pages[: max(0, left)])
         if not left:
-            self._let_go(kept)
+            self._end(kept)
             return
-        self._move(kept, self._tree.pin_part(kept.lease, left), pages[:left])
-        self._pages.remove(pages[left:])
-        self._on_let_go()
+        lease = self._tree.pin_part(kept.lease, left)
+        self._holds.change(kept.hold, self._needed_by(pages[:left]), lease=lease, rank=Rank.USED)
+        self._changed()
 
-    def _let_go(self, kept: _Kept) -> None:
-        del self._kept[kept.retention_id], self._by_key[kept.key]
-        pages = pages_to(kept.lease.node)
-        self._pages.remove(pages)
-        if kept.pinned:
-            self._pins.remove(pages)
-        self._frames.count(kept.hold.frames, -1, hard=kept.pinned)
+    def _end(self, kept: RetainedPrefix) -> None:
+        self._kept.remove(kept)
         self._holds.release(kept.hold)
-        self._on_let_go()
+        self._changed()
 
-    def _remember(self, kept: _Kept) -> None:
-        """When it ends."""
-        kept.ticket = next(self._order)
-        self._expiries.push(kept.ticket, kept, kept.expires_at)
+    def _end_all(self, gone: Sequence[RetainedPrefix]) -> int:
+        for kept in gone:
+            self._end(kept)
+        return len(gone)
 
-    def _expires(self, ticket: int, kept: _Kept) -> _Kept | None:
-        return kept if kept.ticket == ticket and kept.retention_id in self._kept else None
-
-    def _only_soft(self) -> set[Node]:
-        """Nodes that soft retentions hold and nobody else.
-
-        A node is held by the leases that end at it and by the levels of its children. Where those of soft retentions
-        make up all of that, and the same is so of these children, nobody else is there. From the leaves up.
-        """
-        if not self._kept:
-            return set()
-        own = Counter(kept.lease.node for kept in self._soft())
-        waiting = set(own)
-        for end in own:
-            node = end.parent
-            while node is not None and node not in waiting:
-                waiting.add(node)
-                node = node.parent
-        below: dict[Node, int] = dict.fromkeys(waiting, 0)
-        only: set[Node] = set()
-        for node in sorted((node for node in waiting if node.parent is not None), key=_deepest):
-            if node.held == own[node] + below[node]:
-                only.add(node)
-                assert node.parent is not None
-                below[node.parent] += node.level
-        return only
+    def _expires(self, ticket: int, kept: RetainedPrefix) -> RetainedPrefix | None:
+        return kept if kept.ticket == ticket and kept.retention_id in self._kept.by_id else None
 
     def _last_here(self, end: Node) -> Node:
         """The last node of a path that is on the device, or its root."""
@@ -485,47 +424,16 @@ class Retention:
         return node.depth + node.num_pages
 
     def _num_alone(self, end: Node) -> int:
-        """Pages on the device that nobody holds but one who holds the path to `end`; they are its last ones there."""
-        count = 0
-        node: Node | None = end
-        while node is not None and node.level == 1:
-            count += node.num_pages if self._tree.is_here(node) else 0
-            node = node.parent
-        return count
+        """Pages on the device that nothing holds but the lease on the path to `end`; they are its last ones there."""
+        alone = [node for node in path_to(end) if node.level == 1]
+        return sum(node.num_pages for node in alone if self._tree.is_here(node))
 
 
-class _PageCounts:
-    """How often each page is kept, by id. What keeps a page keeps those before it too."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    @property
-    def distinct(self) -> int:
-        """Pages that are kept."""
-        return len(self._counts)
-
-    def shared(self, pages: Ids) -> int:
-        """How many of these, from the first on, are kept already."""
-        return sum(page in self._counts for page in pages.tolist())
-
-    def cost(self, pages: Ids) -> int:
-        """How many of these are not kept yet."""
-        return len(pages) - self.shared(pages)
-
-    def add(self, pages: Ids) -> None:
-        """Keep these once more."""
-        self._counts.update(pages.tolist())
-
-    def remove(self, pages: Ids) -> None:
-        """Keep these once less."""
-        self._counts.subtract(pages.tolist())
-        self._counts = +self._counts
+def _shared(match: Match, nodes: set[Node]) -> int:
+    """How many pages of a match, from the first on, are pages of these nodes, which hold what is above them too."""
+    last = next((node for node in reversed(match.path) if node in nodes), None)
+    return last.depth + last.num_pages if last is not None else 0
 
 
-def _least(kept: _Kept) -> tuple[bool, int, float, int]:
-    return kept.pinned, kept.priority, kept.expires_at, kept.order
-
-
-def _deepest(node: Node) -> int:
-    return -node.depth
+def _granted(granted: int, asked: int, reason: str) -> str:
+    return f"granted {granted:,} of {asked:,} tokens: {reason}." if reason else ""
