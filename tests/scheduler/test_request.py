@@ -28,7 +28,7 @@ class Row:
         request.kv = cache.begin(request.tokens)
         self.rows = RunningRows(8, cache.plan.pages_per_row * 16)
         self.rows.bind(request)
-        self.of = self.rows.together([request])
+        self.of = self.rows.of([request])
 
     @property
     def num_ready(self) -> int:

@@ -12,7 +12,6 @@ from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.scheduler.request import Following, Request
 from quire.scheduler.rows import RunningRows
-from quire.scheduler.step import StepRows
 from quire.spec.ids import Ids
 
 
@@ -25,20 +24,21 @@ class Leaders:
         self._all: list[Request] = []
         self._computing: set[RequestKV] = set()  # those that compute what was known when they were admitted
 
-    def num_computing(self, running: StepRows) -> int:
+    def num_computing(self) -> int:
         """Requests that are computing a prompt now."""
-        return int(np.count_nonzero(self._rows.in_prefill(running))) if self._cache.share_prefixes else 0
+        return int(np.count_nonzero(self._rows.in_prefill())) if self._cache.share_prefixes else 0
 
-    def renew(self, running: StepRows) -> None:
+    def renew(self) -> None:
         """Who leads now: who computes a prompt, or has still to leave something where it is, at the end of a page."""
         self._all, self._computing = [], set()
         if not self._cache.share_prefixes:
             return
-        leads = computes = self._rows.in_prefill(running)
+        rows = self._rows
+        leads = computes = rows.in_prefill()
         if self._cache.admission.gives_back_early:
-            leads = computes | (self._rows.settled[running.rows] % self._cache.page_size == 0)
-        self._all = [running.requests[at] for at in leads.nonzero()[0].tolist()]
-        self._computing = {running.batch.kvs[at] for at in computes.nonzero()[0].tolist()}
+            leads = computes | (rows.settled[rows.order] % self._cache.page_size == 0)
+        self._all = [rows.running[at] for at in leads.nonzero()[0].tolist()]
+        self._computing = {rows.kvs[at] for at in computes.nonzero()[0].tolist()}
 
     def join(self, request: Request) -> None:
         """It has just begun."""

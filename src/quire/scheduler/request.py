@@ -69,6 +69,7 @@ class Request:
         self.priority = priority
         self.explain = explain  # its client wants the explanation
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
+        self.opening = 0  # set by the scheduler: a hash of its namespace and its first page
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None

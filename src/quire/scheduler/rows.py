@@ -6,22 +6,27 @@ row.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
-from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths, Rows
 from quire.scheduler.request import Request
 from quire.scheduler.step import TERMS, Settled, Step, StepRows, Terms, terms_of
 from quire.spec.ids import Bools, Ids
 
 _NO_PLACES: Rows = np.empty(0, dtype=np.intp)
+_order = attrgetter("order")
 
 
 class RunningRows:
     """One row for each request that the cache has room for, of `width` tokens.
 
-    Memory is taken as rows are written, so a row costs what its longest request does.
+    Memory is taken as rows are written, so a row costs what its longest request does. `running` are the requests in
+    the order of `Request.order`, `kvs` and `order` their records of the cache and their rows.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -34,7 +39,12 @@ class RunningRows:
         self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens behind the known ones that may come true
         self.num_drafted = 0  # rows that have any
         self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)  # whose the row is; 0: nobody's
-        self._terms: Terms = np.zeros(num_rows, dtype=TERMS)
+        self.openings: Lengths = np.zeros(num_rows, dtype=np.int64)  # `Request.opening`
+        self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
+        self.running: list[Request] = []
+        self.kvs: list[RequestKV] = []
+        self.order: Rows = np.empty(0, dtype=np.intp)
+        self._all: StepRows | None = None  # None: who runs has changed
         self._last_serial = 0
 
     def bind(self, request: Request) -> None:
@@ -42,9 +52,15 @@ class RunningRows:
         assert request.kv is not None
         row = request.kv.row
         request.bind(self.tokens[row], self._lengths[:, row])
-        self._terms[row] = terms_of(request)
+        self.terms[row] = terms_of(request)
+        self.openings[row] = request.opening
         self._last_serial += 1
         self.serials[row] = self._last_serial
+        at = bisect_left(self.running, request.order, key=_order)
+        self.running.insert(at, request)
+        self.kvs.insert(at, request.kv)
+        self.order = np.concatenate((self.order[:at], [row], self.order[at:]))
+        self._all = None
 
     def unbind(self, request: Request) -> None:
         """It gives its row up."""
@@ -53,13 +69,24 @@ class RunningRows:
         request.unbind()
         self.forget_drafts(np.array([row]))
         self.serials[row] = 0
+        at = bisect_left(self.running, request.order, key=_order)
+        del self.running[at], self.kvs[at]
+        self.order = np.concatenate((self.order[:at], self.order[at + 1 :]))
+        self._all = None
 
-    def together(self, requests: Sequence[Request]) -> StepRows:
+    def together(self) -> StepRows:
+        """All that run, in order."""
+        if self._all is None:
+            self._all = self._step_rows(self.running.copy(), self.kvs.copy(), self.order)
+        return self._all
+
+    def of(self, requests: Sequence[Request]) -> StepRows:
         """These requests, for steps."""
         kvs = [request.kv for request in requests if request.kv is not None]
-        assert len(kvs) == len(requests)
-        rows: Rows = np.array([kv.row for kv in kvs], dtype=np.intp)
-        return StepRows(list(requests), RunningBatch(kvs, rows), self.serials[rows], self._terms[rows], self.width)
+        return self._step_rows(list(requests), kvs, np.array([kv.row for kv in kvs], dtype=np.intp))
+
+    def _step_rows(self, requests: list[Request], kvs: list[RequestKV], rows: Rows) -> StepRows:
+        return StepRows(requests, kvs, rows, self.serials[rows], self.terms, self.width)
 
     def ready(self, of: StepRows) -> Lengths:
         """Tokens of each that could be launched now, drafts not counted: none once the last one it may draw is on its
@@ -71,11 +98,11 @@ class RunningRows:
         ready[(known >= of.limit) | (pending > of.most_pending)] = 0
         return ready
 
-    def in_prefill(self, of: StepRows) -> Bools:
-        """As `Request.in_prefill`, of each."""
-        rows = of.rows
+    def in_prefill(self) -> Bools:
+        """As `Request.in_prefill`, of each that runs, in order."""
+        rows = self.order
         known = self.known[rows] + self.pending[rows]
-        found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < of.prompt)
+        found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < self.terms["prompt"][rows])
         return found
 
     # -- drafts
@@ -170,7 +197,7 @@ class RunningRows:
         """
         of, draw_counts = step.of, step.draw_counts
         live = self.serials[of.rows] == of.serials
-        all_live = bool(live.all())
+        all_live = np.count_nonzero(live) == len(live)
         kept = draw_counts if kept is None else kept
         several = len(step.drawers) > int(np.count_nonzero(draw_counts))
         owners, within = step.drawers, None
@@ -182,11 +209,14 @@ class RunningRows:
         elif not all_live:
             some = live[owners]
             owners, tokens = owners[some], tokens[some]
-        at = self.known[of.rows[owners]] + (within if within is not None else 0)
-        self.flat[of.base[owners] + at] = tokens
-        outputs = at + 1 - of.prompt[owners]
-        stops = of.stopping(owners, tokens, outputs)
-        ends = stops | (at + 1 >= of.limit[owners])
+        every = slice(None) if len(owners) == len(of) and not several else owners  # a view is made faster than a copy
+        after = self.known[of.rows[every]] + (1 if within is None else 1 + within)
+        self.flat[of.base[every] + (after - 1)] = tokens
+        outputs = after - of.prompt[every]
+        ends = after >= of.limit[every]
+        stops = of.stopping(owners, tokens, outputs) if of.stops_early else None
+        if stops is not None:
+            ends |= stops
         noted = ends | (outputs == 1)
         done: list[int] = []
         if np.count_nonzero(ends):
@@ -219,7 +249,7 @@ def _end(
     owners: Rows,
     tokens: Lengths,
     within: Lengths | None,
-    stops: Bools,
+    stops: Bools | None,
     ends: Bools,
     kept: Lengths,
 ) -> list[int]:
@@ -230,9 +260,9 @@ def _end(
         request = of.requests[work]
         if request.finish_reason is None:
             kept[work] = 1 if within is None else within[at] + 1
-            request.finish_reason = "stop" if stops[at] else "length"
-            if stops[at]:
-                request.stop_token = int(tokens[at])
+            request.finish_reason = "length"
+            if stops is not None and stops[at]:
+                request.finish_reason, request.stop_token = "stop", int(tokens[at])
             done.append(work)
     return done
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
-from quire.cache.running import Lengths
+from quire.cache.running import Lengths, Rows
 from quire.errors import InvalidInput, OutOfPages
 from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.followers import Leaders
@@ -28,7 +28,6 @@ from quire.scheduler.prefetching import Prefetching
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
-from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
@@ -54,12 +53,12 @@ class _Granted:
         self._counts += counts
         self.num_tokens += sum(counts)
 
-    def drop(self, request: Request, width: int) -> None:
+    def drop(self, request: Request) -> None:
         """It has no room any more."""
         if self.decodes is not None and request in self.decodes.requests:
             others = np.array([at for at, r in enumerate(self.decodes.requests) if r is not request], dtype=np.intp)
             drafts = self._drafts[others] if self._drafts is not None else None
-            self.add_decodes(self.decodes.part(others, width), drafts)
+            self.add_decodes(self.decodes.part(others), drafts)
             self.num_tokens += sum(self._counts)
         if request in self.others:
             at = self.others.index(request)
@@ -96,12 +95,10 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._per_step = cache.plan.tokens_per_step
         self._waiting: list[Request] = []  # sorted by Request.order
-        self._asked: Counter[tuple[Namespace, bytes]] = Counter()  # what those who wait begin with
-        self._running: list[Request] = []  # sorted by Request.order
+        self._asked: Counter[int] = Counter()  # what those who wait begin with
         self._requests: dict[str, Request] = {}
         self._rows = RunningRows(cache.plan.max_requests, cache.plan.pages_per_row * cache.plan.tokens_per_page)
-        self._of_running: StepRows | None = self._rows.together([])  # None: who runs has changed
-        self._decoding = self._of_running  # of the last step
+        self._decoding = self._rows.together()  # of the last step
         self._prefetching = Prefetching(ahead)
         self._leaders = Leaders(cache, self._rows)
         self._lacks_room = False  # for the first that waits
@@ -114,7 +111,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold memory."""
-        return len(self._running)
+        return len(self._rows.running)
 
     @property
     def waiting(self) -> Sequence[Request]:
@@ -133,6 +130,7 @@ class Scheduler:
             raise InvalidInput(f"request id '{request.request_id}' is in use.", fix="send another id.")
         self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
+        request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._wait(request)
@@ -188,22 +186,35 @@ class Scheduler:
         Commits what has settled and ends requests that are done. Returns who got which tokens.
         """
         found, settled, done = self._rows.settle(step, np.asarray(tokens, dtype=np.int64), kept)
-        requests, size = step.requests, self._cache.page_size
-        pages = settled // size
-        whole = (pages > self._rows.committed[step.of.rows]) & (step.counts > 1)
-        whole |= (step.draw_counts > 1) & (settled >= 0)  # what a request carries has to hear which drafts came true
-        if self._cache.admission.gives_back_early:
-            drawn = ((pages > self._rows.committed[step.of.rows]) & ~whole).nonzero()[0]
-            whole[drawn] = self._cache.admission.frees(step.of.rows[drawn], pages[drawn])
-        before = 0
+        requests, committing = step.requests, self._committing(step, settled)
         for at in done:  # in the order of works, as if each had settled alone
-            self._commit([requests[each] for each in (whole[before:at].nonzero()[0] + before).tolist()])
+            earlier = int(np.searchsorted(committing, at))
+            self._commit([requests[each] for each in committing[:earlier].tolist()])
             self._finish(requests[at])
-            before = at + 1
-        self._commit([requests[each] for each in (whole[before:].nonzero()[0] + before).tolist()])
+            committing = committing[earlier:]
+        self._commit([requests[each] for each in committing.tolist()])
         return found
 
     # -- inside
+
+    def _committing(self, step: Step, settled: Lengths) -> Rows:
+        """Works that are committed now, in order, of those of which so many tokens have settled: prompts, page by page,
+        and requests that set frames free by it, or that draw behind drafts."""
+        admission, rows = self._cache.admission, step.of.rows
+        if step.is_decode and not admission.gives_back_early:
+            return rows[:0]
+        pages = settled // self._cache.page_size
+        filled = pages > self._rows.committed[rows]
+        if admission.gives_back_early:
+            freeing = filled.nonzero()[0]
+            freeing = freeing[admission.frees(rows[freeing], pages[freeing])]
+            if step.is_decode:
+                return freeing
+        whole = filled & (step.counts > 1)
+        whole |= (step.draw_counts > 1) & (settled >= 0)  # what a request carries has to hear which drafts came true
+        if admission.gives_back_early:
+            whole[freeing] = True
+        return whole.nonzero()[0]
 
     def _commit(self, requests: Sequence[Request]) -> None:
         """What has settled of these requests can be reused."""
@@ -215,29 +226,23 @@ class Scheduler:
             self._cache.commit(kvs, [tokens[row, :length] for row, length in zip(rows, lengths, strict=True)])
             self._rows.committed[rows] = settled // self._cache.page_size
 
-    def _together(self) -> StepRows:
-        """All that run, in order."""
-        if self._of_running is None:
-            self._of_running = self._rows.together(self._running)
-        return self._of_running
-
     def _launchable(self) -> StepRows:
         """Running requests whose prefix is there, or arriving layer by layer. Where one's cannot be had, it begins
         again."""
         if not self._ahead.loads:
-            return self._together()
+            return self._rows.together()
         absent = set()
-        for request in [request for request in self._running if request.kv is not None and request.kv.loads]:
+        for request in [request for request in self._rows.running if request.kv is not None and request.kv.loads]:
             assert request.kv is not None
             if request.kv.has_failed and not request.pending:
                 self._put_back(request, "a cached prefix turned out to be damaged")
             elif not request.kv.is_ready:
                 absent.add(request)
-        running = self._together()
+        running = self._rows.together()
         if not absent:
             return running
         there = [at for at, request in enumerate(running.requests) if request not in absent]
-        return running.part(np.array(there, dtype=np.intp), self._rows.width)
+        return running.part(np.array(there, dtype=np.intp))
 
     def _grant_decodes(self, granted: _Granted, running: StepRows, ready: Lengths) -> None:
         """Allocate for requests that go on by one token each, and their drafts. Mostly they are those of the step
@@ -248,7 +253,7 @@ class Scheduler:
         else:
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
-                decodes = running.part(places, self._rows.width)
+                decodes = running.part(places)
         drafts = self._rows.drafts_of(decodes, self._max_tokens - len(decodes)) if self._rows.num_drafted else None
         self._decoding = decodes
         if not len(decodes):
@@ -282,11 +287,11 @@ class Scheduler:
                 if self._cache.fences.num_open:
                     requests, counts = requests[:-1], counts[:-1]
                     continue
-                victim = self._running[-1]
+                victim = self._victim()
                 if victim in requests:
                     at = requests.index(victim)
                     requests, counts = requests[:at] + requests[at + 1 :], counts[:at] + counts[at + 1 :]
-                granted.drop(victim, self._rows.width)
+                granted.drop(victim)
                 self._preempt(victim)
             else:
                 granted.add(requests, counts)
@@ -299,11 +304,16 @@ class Scheduler:
         if decodes is not None and counts is None:
             step = self._rows.step(decodes)
         else:
-            requests = granted.others if decodes is None else decodes.requests + granted.others
-            of = decodes if decodes is not None and not granted.others else self._rows.together(requests)
+            of = self._rows.of(granted.others)
+            if decodes is not None:
+                of = decodes.and_then(of) if granted.others else decodes
             step = self._rows.step(of, counts)
         step.admitted = granted.admitted
         return step
+
+    def _victim(self) -> Request:
+        """Who is preempted first."""
+        return self._rows.running[-1]
 
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
@@ -315,7 +325,8 @@ class Scheduler:
         kv, settled = request.kv, request.num_settled
         assert kv is not None and not request.pending
         failed = kv.has_failed
-        self._leave_row(request)
+        self._rows.unbind(request)
+        request.kv = None
         self._cache.finish(kv, None if failed else request.tokens[:settled], returns=True)
         request.read_ahead = False  # storage may have what was damaged, and what it leaves may go before its turn comes
         if failed:
@@ -325,25 +336,18 @@ class Scheduler:
         request.wait_reason = reason
         self._wait(request)
 
-    def _leave_row(self, request: Request) -> None:
-        """It runs no more. Its record of the cache is still to be finished."""
-        self._rows.unbind(request)
-        self._running.remove(request)
-        self._of_running = None
-        request.kv = None
-
     def _admission_state(self) -> tuple[int, ...]:
         """What has to change before a request that waits may be admitted: something came back or became cached, a
         prompt is computed, or other requests wait or run."""
-        computing = self._leaders.num_computing(self._together())
-        return (self._cache.num_changes, self._arrivals, len(self._waiting), len(self._running), computing)
+        computing = self._leaders.num_computing()
+        return (self._cache.num_changes, self._arrivals, len(self._waiting), self.num_running, computing)
 
     def _admit(self, granted: _Granted) -> bool:
         """Admit waiting requests, in the policy's order. True where nothing would come of looking again before
         `_admission_state` changes."""
         hits: dict[str, PrefixHit] = {}
         self._commit_settled()
-        self._leaders.renew(self._together())
+        self._leaders.renew()
 
         def match(request: Request) -> PrefixHit:
             hit = hits.get(request.request_id)
@@ -361,7 +365,7 @@ class Scheduler:
         for place, request in enumerate(order):
             if deferred >= self._max_running:
                 return quiet
-            if len(self._running) >= self._max_running:
+            if self.num_running >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return quiet
             if reads_ahead and not request.read_ahead:
@@ -418,8 +422,6 @@ class Scheduler:
         self._prefetching.let_go(request)
         request.state, request.follows = RequestState.RUNNING, None
         self._wait_no_more(request)
-        insort(self._running, request, key=_order)
-        self._of_running = None
         if kv.is_ready:
             self._grant(granted, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
@@ -429,26 +431,21 @@ class Scheduler:
         waited for room may get it from pages that turn out to be cached twice."""
         if not self._cache.share_prefixes:
             return
-        running, rows = self._together(), self._rows
-        whole = rows.settled[running.rows] // self._cache.page_size > rows.committed[running.rows]
-        requests = [running.requests[at] for at in whole.nonzero()[0].tolist()]
-        if requests and not self._lacks_room:
-            requests = [request for request in requests if self._opening(request) in self._asked]
-        self._commit(requests)
+        rows, order = self._rows, self._rows.order
+        whole = rows.settled[order] // self._cache.page_size > rows.committed[order]
+        if not self._lacks_room:
+            whole &= np.isin(rows.openings[order], np.fromiter(self._asked, dtype=np.int64))
+        self._commit([rows.running[at] for at in whole.nonzero()[0].tolist()])
 
     def _wait(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)
-        self._asked[self._opening(request)] += 1
+        self._asked[request.opening] += 1
 
     def _wait_no_more(self, request: Request) -> None:
         self._waiting.remove(request)
-        opening = self._opening(request)
-        self._asked[opening] -= 1
-        if not self._asked[opening]:
-            del self._asked[opening]
-
-    def _opening(self, request: Request) -> tuple[Namespace, bytes]:
-        return request.namespace, request.tokens[: self._cache.page_size].tobytes()
+        self._asked[request.opening] -= 1
+        if not self._asked[request.opening]:
+            del self._asked[request.opening]
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
@@ -467,7 +464,8 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             kv, settled = request.kv, request.num_settled
             assert kv is not None
-            self._leave_row(request)
+            self._rows.unbind(request)
+            request.kv = None
             self._cache.finish(kv, request.tokens[:settled])
         else:
             self._wait_no_more(request)

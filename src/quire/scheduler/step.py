@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.scheduler.request import Request
 from quire.spec.ids import Bools, Ids
@@ -37,6 +38,7 @@ TERMS = np.dtype(
         ("most_pending", np.int64),  # pending tokens with which it still goes on
         ("stops", np.int32, (MOST_STOPS,)),  # padded with -1
         ("many_stops", np.bool_),  # it has more of them
+        ("stops_early", np.bool_),  # it has any
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("min_p", np.float64),
@@ -68,6 +70,7 @@ def terms_of(request: Request) -> tuple[Any, ...]:
         0 if params.needs_history else 1,
         (*padded, *(-1,) * (MOST_STOPS - len(padded))),
         many,
+        bool(stops),
         params.temperature,
         params.top_p,
         params.min_p,
@@ -101,11 +104,13 @@ class StepRows:
     """Requests that are in steps together, and what stays the same as long as they are: their rows, in order.
 
     `serials` tell whether a row is still that request's. `base` is where the row's tokens begin in `RunningRows.flat`.
+    `table` has the `TERMS` of all rows.
     """
 
     __slots__ = (
-        "_many_stops",
-        "_stops",
+        "_table",
+        "_terms",
+        "_width",
         "base",
         "batch",
         "limit",
@@ -115,49 +120,59 @@ class StepRows:
         "requests",
         "rows",
         "serials",
-        "terms",
+        "stops_early",
         "units",
     )
 
     def __init__(
-        self, requests: list[Request], batch: RunningBatch, serials: Lengths, terms: Terms, width: int
+        self, requests: list[Request], kvs: list[RequestKV], rows: Rows, serials: Lengths, table: Terms, width: int
     ) -> None:
+        assert len(requests) == len(kvs) == len(rows)
+        self._table, self._width = table, width
+        self._terms: Terms | None = None
         self.requests = requests
-        self.batch = batch
-        self.rows: Rows = batch.rows
+        self.batch = RunningBatch(kvs, rows)
+        self.rows = rows
         self.serials = serials
-        self.terms = terms
-        self.base: Lengths = self.rows * width
-        self.prompt: Lengths = terms["prompt"].copy()
-        self.limit: Lengths = terms["limit"].copy()
-        self.most_pending: Lengths = terms["most_pending"].copy()
-        self.ones: Lengths = np.ones(len(requests), dtype=np.int64)
-        self.units: Lengths = np.arange(len(requests) + 1)  # offsets where each has one token
-        self._stops: Ids | None = terms["stops"].copy() if np.count_nonzero(terms["stops"][:, 0] >= 0) else None
-        self._many_stops: Rows = terms["many_stops"].nonzero()[0]
+        self.base: Lengths = rows * width
+        self.prompt: Lengths = table["prompt"][rows]
+        self.limit: Lengths = table["limit"][rows]
+        self.most_pending: Lengths = table["most_pending"][rows]
+        self.stops_early = bool(np.count_nonzero(table["stops_early"][rows]))  # whether any has stop tokens
+        self.ones: Lengths = np.ones(len(rows), dtype=np.int64)
+        self.units: Lengths = np.arange(len(rows) + 1)  # offsets where each has one token
 
     def __len__(self) -> int:
         return len(self.requests)
 
+    @property
+    def terms(self) -> Terms:
+        """Of each its entry of `TERMS`: as it is when this is first asked, while they run."""
+        if self._terms is None:
+            self._terms = self._table[self.rows]
+        return self._terms
+
     def stopping(self, owners: Rows, tokens: Lengths, outputs: Lengths) -> Bools:
         """Which of these tokens, drawn for the requests `owners` as their outputs number `outputs` (from 1), are the
         last ones of their requests."""
-        if self._stops is None and not len(self._many_stops):
-            return np.zeros(len(owners), dtype=np.bool_)
-        found: Bools = np.zeros(len(owners), dtype=np.bool_)
-        if self._stops is not None:
-            found = (self._stops[owners] == tokens[:, None]).any(axis=1)
-        for at in np.isin(owners, self._many_stops).nonzero()[0].tolist():
+        terms = self.terms
+        found: Bools = (terms["stops"][owners] == tokens[:, None]).any(axis=1)
+        for at in terms["many_stops"][owners].nonzero()[0].tolist():
             found[at] = int(tokens[at]) in self.requests[int(owners[at])].stop_ids
-        return found & (outputs >= self.terms["least"][owners])
+        return found & (outputs >= terms["least"][owners])
 
-    def part(self, places: Rows, width: int) -> StepRows:
+    def part(self, places: Rows) -> StepRows:
         """Some of them, in order."""
         at = places.tolist()
-        kvs = self.batch.kvs
-        batch = RunningBatch([kvs[i] for i in at], self.rows[places])
-        requests = self.requests
-        return StepRows([requests[i] for i in at], batch, self.serials[places], self.terms[places], width)
+        requests, kvs = map(self.requests.__getitem__, at), map(self.batch.kvs.__getitem__, at)
+        rows, serials = self.rows[places], self.serials[places]
+        return StepRows(list(requests), list(kvs), rows, serials, self._table, self._width)
+
+    def and_then(self, others: StepRows) -> StepRows:
+        """These, and others behind them."""
+        requests, kvs = self.requests + others.requests, [*self.batch.kvs, *others.batch.kvs]
+        rows, serials = np.concatenate(((self.rows, self.serials), (others.rows, others.serials)), axis=1)
+        return StepRows(requests, kvs, rows, serials, self._table, self._width)
 
 
 @dataclass(slots=True, eq=False)

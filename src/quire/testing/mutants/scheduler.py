@@ -32,15 +32,7 @@ def scheduler_commits_what_is_launched(patch: Patch) -> None:
 @mutant("scheduler", field.STUCK)
 def preempt_the_first(patch: Patch) -> None:
     """The oldest request is preempted first, and two requests throw each other out for ever."""
-    real = Scheduler._grant
-
-    def grant(scheduler: Scheduler, *works: Any) -> None:
-        running = scheduler._running
-        scheduler._running = running[::-1]
-        real(scheduler, *works)
-        scheduler._running = sorted(scheduler._running, key=lambda request: request.order)
-
-    patch.setattr(Scheduler, "_grant", grant)
+    patch.setattr(Scheduler, "_victim", lambda scheduler: scheduler._rows.running[0])
 
 
 @mutant("scheduler", field.STUCK)
