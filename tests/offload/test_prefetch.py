@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from typing_extensions import Buffer
 
+from quire.offload import prefetch as fetched_pieces
 from quire.offload import prefetcher as reading_ahead
 from quire.offload.flush import clear
 from quire.offload.prefetch import Prefetch
@@ -104,7 +106,7 @@ def test_a_prompt_that_is_cached_in_part_gets_all_that_is_stored(
     reaches: tuple[ReachSpec, ...], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that are cached lack what is read in part, those behind them everything."""
-    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(fetched_pieces, "PIECE_BYTES", piece)
     world = TieredCache(reaches=reaches)
     world.compute(TOKENS)
     forget(world)
@@ -313,6 +315,19 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     world.close()
 
 
+def test_a_store_that_hangs_is_waited_for_no_longer_than_its_deadline() -> None:
+    """Its frames stay taken: the call may still come back and write to them."""
+    world = stored_only()
+    world.latency[Lane.FETCH] = math.inf
+    prefetch = begun(world, TOKENS)
+    assert world.advance() and links_of(prefetch) == [Lane.FETCH] and world.ahead.is_awaited(prefetch)
+    assert world.advance() and world.now > Lane.FETCH.deadline_s
+    assert not world.ahead.is_awaited(prefetch) and prefetch.stopped and not prefetch.done
+    world.ahead.stop_prefetch(prefetch)
+    world.cache.audit()
+    assert world.compute(TOKENS) == 0 and not world.mover.idle
+
+
 def stored_only(reaches: tuple[ReachSpec, ...] = (FULL,), host: int = 24) -> TieredCache:
     """A cache that was restarted: `TOKENS` are in the store."""
     before = TieredCache(reaches=reaches)
@@ -515,7 +530,7 @@ def test_a_trial_that_finds_nothing_stored_leaves_it_to_the_next() -> None:
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Each page is a piece."""
-    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(fetched_pieces, "PIECE_BYTES", 1)
     return monkeypatch
 
 
@@ -612,7 +627,7 @@ class Stuck(DictStore):
 def test_memory_that_is_at_fault_is_set_aside_and_the_store_keeps_its_records(
     num_bad: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(fetched_pieces, "PIECE_BYTES", piece)
     before = TieredCache()
     before.compute(TOKENS)
     before.drain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import OutOfPages
-from quire.offload import prefetcher as reading_ahead
+from quire.offload import prefetch as fetched_pieces
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
 from quire.spec.group import ReachSpec
@@ -204,7 +204,7 @@ def test_what_another_request_computes_while_it_is_fetched_is_cached_once() -> N
 
 
 def test_a_piece_of_which_nothing_is_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_ahead, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(fetched_pieces, "PIECE_BYTES", 1)
     world = TieredCache(reaches=(WINDOW,))
     tokens = tokens_of((1, 2, 3, 4, 5))
     world.compute(tokens)

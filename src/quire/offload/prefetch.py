@@ -1,18 +1,29 @@
-"""Prefetch: what one waiting request has come from storage, and how far that is. The `Prefetcher` does it."""
+"""Prefetch: the prompt of one waiting request that comes from storage to the host, piece by piece."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.cache.hold import Hold
+from quire.cache.groups import NO_PAGES
+from quire.cache.hold import HeldFrames, Hold
+from quire.cache.offload import CacheParts
+from quire.errors import OutOfPages
+from quire.offload.host_groups import HostGroup
 from quire.offload.sought import Places, Sought
+from quire.offload.tiering import Tiering
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
-from quire.spec.ids import Bools, Ids
-from quire.tiers.transfer import Transfer
+from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
+from quire.tiers.transfer import FAILED, REFUSED, Lane, Transfer, Units
+
+PIECE_BYTES = 8 << 20
+_MOST_AGAIN = 4
+"""Times that one request fetches again what came to memory that is at fault."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,81 +32,67 @@ class Piece:
     and the host frames they come to. Nothing moves where none of them is read."""
 
     last: int
-    fetching: list[tuple[int, Places, Ids]] = field(default_factory=list)
+    fetching: list[tuple[HostGroup, Places, Ids]] = field(default_factory=list)
     move: Transfer | None = None
 
-    def suspect(self) -> list[Bools]:
-        """By group, which of those frames are at fault for what is wrong in them."""
-        places = self.move.suspect if self.move is not None else ()
-        return [
-            np.array([(at, place) in places for place in range(len(frames))], dtype=np.bool_)
-            for at, (_, _, frames) in enumerate(self.fetching)
-        ]
+    def parts(self) -> Iterator[tuple[HostGroup, Places, Ids, Bools]]:
+        """By group, places and frames, and which of the frames are at fault for what is wrong in them."""
+        suspect = self.move.suspect if self.move is not None else ()
+        for at, (host, places, frames) in enumerate(self.fetching):
+            yield host, places, frames, np.array([(at, row) in suspect for row in range(len(frames))], dtype=np.bool_)
+
+    def give_up(self) -> None:
+        """Give its frames back; those that are at fault are set aside."""
+        for host, _, frames, suspect in self.parts():
+            _give_back(host, frames, suspect)
 
 
 class Prefetch:
     """What one request waits for. Behind `start` pages of its prompt it could begin when it asked, behind `wanted` it
-    is to, and all that it needs up to `limit` has come; `stop_at` is when waiting stops being worth it."""
+    is to, and all that it needs up to `limit` has come. `hold` keeps its path and, in groups that are read in part, the
+    host frames that it counts on."""
 
-    __slots__ = (
-        "abandoned",
-        "again",
-        "at_once",
-        "done",
-        "fetched_before",
-        "fetching_since",
-        "hold",
-        "in_rounds",
-        "last",
-        "limit",
-        "look",
-        "lost",
-        "lost_in",
-        "name",
-        "namespace",
-        "num_bytes",
-        "num_waiting",
-        "own_bytes",
-        "pieces",
-        "repeats",
-        "seconds",
-        "shared",
-        "since",
-        "sought",
-        "start",
-        "stop_at",
-        "stopped",
-        "tokens",
-        "tries",
-        "wanted",
-    )
-
-    def __init__(self, namespace: Namespace, tokens: Ids, name: bytes, sought: Sought, hold: Hold) -> None:
+    def __init__(
+        self,
+        tiers: Tiering,
+        parts: CacheParts,
+        namespace: Namespace,
+        tokens: Ids,
+        name: bytes,
+        sought: Sought,
+        hold: Hold,
+    ) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.name = name  # the key of the first page that is in no tier here, or of the last page
         self.sought = sought
+        self.hold = hold
         self.start = self.limit = self.wanted = sought.start
-        self.hold = hold  # of its path and, in groups that are read in part, of the host frames that it counts on
+        self.num_waiting = 1  # requests, which begin with the same pages
+        self.shared = False  # whether there ever were several
+        self.stop_at = 0.0  # when waiting stops being worth it
+        self.tries = False  # the link, which is off
+        self.done = self.stopped = self.abandoned = False
+
         self.look: Transfer | None = None
         self.pieces: deque[Piece] = deque()  # that do not count yet, in the order of the prompt
         self.last = self.start  # the page behind the last of them
-        self.lost_in: list[int] = []  # groups
-        self.lost = -1  # the page that has not come: those behind it are no use
+        self.lost = False  # a page has not come: pieces behind it are no use
         self.at_once = 0  # bytes that may be on their way
+        self.num_bytes = 0  # of the host, for what is fetched
+
+        self.since = 0.0
         self.fetching_since: float | None = None
-        self.fetched_before = 0  # bytes, for anybody
-        self.repeats = False  # whether the page that is lost is to be fetched again
-        self.again = 0  # times that rows of the host were at fault
+        self.fetched_before = 0  # bytes, for any request
         self.seconds = 0.0  # of work on its pieces
         self.own_bytes = 0  # that came by that
         self.in_rounds = False  # whether some were begun only when others had come
-        self.since = self.stop_at = 0.0
-        self.done = self.stopped = self.abandoned = False
-        self.tries = False  # the link, which is off
-        self.num_waiting = 1  # requests, which begin with the same pages
-        self.shared = False  # whether there ever were several
-        self.num_bytes = 0  # of the host, for what is fetched
+
+        self._tiers = tiers
+        self._parts = parts
+        self._size = parts.plan.page_size
+        self._record_bytes = tiers.settings.record_bytes
+        self._again = 0  # times that rows of the host were at fault
 
     @property
     def lease(self) -> Lease:
@@ -119,3 +116,142 @@ class Prefetch:
         if not self.shared or not self.done:
             return False
         return self.limit > self.start or (self.sought.branches() and not np.array_equal(tokens, self.tokens))
+
+    def stop(self) -> None:
+        """No more pieces; those on their way are kept if they come. What the store has is still heard: it says how long
+        others should wait for that."""
+        self.stopped = True
+        self._stop_pieces()
+
+    def hold_frames(self, end: int) -> None:
+        """Keep what the host has of single frames that are needed behind `end` pages: making room must not take
+        them."""
+        held, path = [], self.sought.path
+        for group in self._parts.groups:
+            if not group.reach.whole:
+                needed = group.reach.needed(end)
+                part = path[needed.start : needed.stop]
+                there = self._tiers.hosts[group.index].resident(part)
+                held.append(HeldFrames(group.index, Tier.HOST, part[there]))
+        self._parts.holds.change(self.hold, held)
+
+    # -- what comes next
+
+    def next_piece(self) -> Piece | None:
+        """What is to come next, to frames that are taken for it. None where that is nothing, there is no room for any
+        of it, or enough is on its way."""
+        if self.last >= self.wanted or self.stopped or self.lost:
+            return None
+        if sum(move.num_bytes for move in self.moves) >= self.at_once:
+            return None
+        last, places = self._cut()
+        if last <= self.last or self._parts.pages.num_free_pages < last - self.lease.num_pages:
+            return None
+        fetching = [
+            (host, at, host.take(len(at))) for host, at in zip(self._tiers.hosts, places, strict=True) if len(at)
+        ]
+        if not fetching:
+            return Piece(last)  # a request that begins behind these pages reads nothing of them
+        units = [Units(host.index, NO_PAGES, frames, self.sought.keys(at)) for host, at, frames in fetching]
+        num_bytes = sum(len(at) * self._record_bytes[host.index] for host, at, _ in fetching)
+        return Piece(last, fetching, Transfer(Lane.FETCH, units, self._tiers.names.scope(self.namespace), num_bytes))
+
+    def _cut(self) -> tuple[int, list[Places]]:
+        """The page behind the next piece, and by group the places of what has to come, for which there is room."""
+        places = [at[at >= self.last] for at in self.sought.lacking(self.wanted)]
+        num_bytes = np.zeros(self.wanted, dtype=np.int64)
+        for at, size in zip(places, self._record_bytes, strict=True):
+            num_bytes[at] += size
+        least = max(self.last + 1, int(np.argmax(np.append(num_bytes, 1) > 0)) + 1)
+        last = min(self.wanted, max(least, int(np.searchsorted(np.cumsum(num_bytes), PIECE_BYTES, side="right"))))
+        places = [at[at < last] for at in places]
+        for host, at in zip(self._tiers.hosts, places, strict=True):
+            room = self._tiers.host_room(host, len(at))
+            if room < len(at):
+                last = min(last, int(at[room]))
+        return last, [at[at < last] for at in places]
+
+    # -- what has come
+
+    def fetched(self, piece: Piece) -> None:
+        """Keep the pages of a piece up to the first that has not come whole, in every group."""
+        defects = piece.move.defects if piece.move is not None else ()
+        end = piece.last
+        for (_, at, _), found in zip(piece.fetching, defects, strict=True):
+            end = min([end, *at[[bool(defect) for defect in found]].tolist()])
+        first = self.lease.num_pages
+        grafted = self._keep(end) if end > self.limit else end
+        counted = self._parts.tree.countable(self.lease, first, end) if end > first else end
+        self._bind(piece, end, counted, grafted)
+        if end < piece.last:
+            self._lose(piece, end)
+        elif self.limit < self.wanted:
+            self.hold_frames(self.wanted)
+        else:
+            self._tiers.owed_to_storage(self.sought.path[self.start : self.limit])
+
+    def _keep(self, end: int) -> int:
+        """The first `end` pages of the prompt are cached from now on; returns the first of those that were not, which
+        are below the device."""
+        first = grafted = self.lease.num_pages
+        pages, tree = self._parts.pages, self._parts.tree
+        if end > first:
+            try:
+                taken = pages.alloc_pages(end - first)
+            except OutOfPages:
+                self.stopped = True
+                return first
+            inserted = tree.graft(self.lease, self.tokens[first * self._size : end * self._size], taken)
+            mine = len(inserted.duplicates)
+            if mine:
+                pages.free_pages(np.sort(inserted.duplicates))
+            grafted = first + mine
+            self._tiers.have_copies(self.lease, first, inserted.pages, grafted)
+        self.limit = end
+        return grafted
+
+    def _bind(self, piece: Piece, end: int, counted: int, grafted: int) -> None:
+        """What has come of pages before `end` counts (in groups that are read as a whole, before `counted`), but for
+        what the cache has got elsewhere meanwhile. Pages from `grafted` on are cached since now."""
+        tiers, cached = self._tiers, self.sought.path
+        for host, at, frames, suspect in piece.parts():
+            good = at < min(counted if host.whole else end, len(cached))
+            pages = cached[at[good]]
+            fresh = ~host.resident(pages)
+            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
+            host.bind(pages[fresh], frames[good][fresh], ranks)
+            if tiers.is_anchor(host.index):
+                for place in at[good][fresh & (at[good] < grafted)].tolist():
+                    self._parts.tree.copied(self.lease, place, place + 1)
+            _give_back(host, frames[~good], suspect[~good])
+            host.untake(frames[good][~fresh])
+            num_fresh = int(np.count_nonzero(fresh))
+            tiers.counters.fetched_frames += num_fresh
+            tiers.counters.fetched_bytes += num_fresh * self._record_bytes[host.index]
+            tiers.stored(host.index, pages[fresh])
+
+    def _lose(self, piece: Piece, end: int) -> None:
+        """Page `end` has not come. The store does not have it, unless it could not answer, or the memory that it came
+        to is at fault: then it comes again."""
+        assert piece.move is not None
+        self.wanted, self.lost = self.limit, True
+        if any(REFUSED in defects or FAILED in defects for defects in piece.move.defects):
+            self.stopped = True
+        elif self._again < _MOST_AGAIN and any(end in at[suspect] for _, at, _, suspect in piece.parts()):
+            self._again += 1
+        elif not self.stopped:
+            for host, at, _ in piece.fetching:
+                if end in at:
+                    self.sought.lost(host.index, end)
+        self._stop_pieces()
+
+    def _stop_pieces(self) -> None:
+        for piece in self.pieces:
+            if piece.move is not None:
+                piece.move.stop()
+
+
+def _give_back(host: HostGroup, frames: Ids, suspect: Bools) -> None:
+    """These frames have no page; those that are suspect are set aside."""
+    host.untake(frames[~suspect])
+    host.quarantine(frames[suspect])

@@ -10,7 +10,6 @@ from quire.cache.request_kv import RequestKV
 from quire.errors import OutOfPages
 from quire.offload.laws import tier_laws
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.read_ahead import ReadAhead, TieredReadAhead
 from quire.offload.retention import Retention
 from quire.offload.tier_settings import TierSettings
 from quire.offload.tiering import Tiering
@@ -29,9 +28,8 @@ class Tiered:
 
     def __init__(self, parts: CacheParts, settings: TierSettings, retain_share: float) -> None:
         self.tiers = Tiering(settings, parts)
-        self.prefetcher = Prefetcher(self.tiers, parts)
         self.kept = Retention(parts, retain_share, self.tiers.hosts)
-        self.ahead: ReadAhead = TieredReadAhead(parts, self.tiers, self.prefetcher, self.kept)
+        self.ahead = self.prefetcher = Prefetcher(self.tiers, parts, self.kept)
         self._parts = parts
         self._has_whole = any(group.reach.whole for group in parts.groups)
         parts.laws.append(partial(tier_laws, self.tiers, self.prefetcher))

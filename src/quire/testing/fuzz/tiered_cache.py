@@ -95,7 +95,7 @@ class TieredWatch(Watch):
         return arriving.union(np.flatnonzero(damaged.are(every_page)).tolist()) if damaged.num_damaged else arriving
 
 
-class TieredCache(FollowedCache):
+class TieredCache(FollowedCache, ReadAhead):
     """See the module. `world` is what is below the device."""
 
     model_type = TieredPlain

@@ -308,11 +308,11 @@ def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
 def a_prefetch_keeps_its_prefix_for_ever(patch: Patch) -> None:
     """What a request has read ahead on is never given back."""
 
-    def let_go(prefetcher: Prefetcher, found: Prefetch) -> None:
+    def release(prefetcher: Prefetcher, found: Prefetch) -> None:
         prefetcher._holding.pop(found, None)
         found.hold.released = True
 
-    patch.setattr(Prefetcher, "_let_go", let_go)
+    patch.setattr(Prefetcher, "_release", release)
 
 
 @mutant("tiers", field.PINS)
