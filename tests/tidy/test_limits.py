@@ -11,12 +11,14 @@ import pytest
 
 from quire.cache import KVCache
 from quire.cache.offload import Offload
+from quire.testing import small_plan
 
 SOURCE = Path(__file__).parents[2] / "src" / "quire"
 PACKAGES = ("memory", "prefix", "cache", "offload", "tiers")
 
 MOST_METHODS = 12
 MOST_METHODS_OF_THE_PORT = 8
+MOST_ATTRIBUTES = 20
 MOST_LINES = 17_400  # the goal is 13,000
 
 
@@ -26,6 +28,7 @@ def methods(cls: type) -> list[str]:
 
 def test_the_cache_has_few_verbs_and_inherits_nothing() -> None:
     assert len(methods(KVCache)) <= MOST_METHODS, methods(KVCache)
+    assert len(vars(KVCache(small_plan(8, 2)))) <= MOST_ATTRIBUTES
     assert KVCache.__bases__ == (object,)
 
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
-
 from quire.cache.prefix_hit import PrefixHit
-from quire.cache.request_kv import RequestKV
-from quire.cache.running import RunningBatch
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
 from quire.prefix.parting import Parting
 from quire.spec.events import Namespace
@@ -49,14 +42,6 @@ def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, parting: Par
         namespace, pages = parting.elsewhere
         until(pages * page_size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
     return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
-
-
-def names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: npt.NDArray[np.bool_]) -> str:
-    """For whom room is made: of several requests those that are at the end of their last page, by the first's label."""
-    asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-    if len(asking) > 1:
-        asking = [asking[i] for i in np.flatnonzero(at_end).tolist()] or asking
-    return asking[0].label + (f" and {len(asking) - 1} more" if len(asking) > 1 else "")
 
 
 def _with(namespace: Namespace) -> str:

@@ -24,22 +24,20 @@ from quire.cache.admission import Admission
 from quire.cache.audit import audit
 from quire.cache.build import build_groups
 from quire.cache.damaged import DamagedPages
-from quire.cache.explain import names_of
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, GroupCache, NewPages, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, NewPages, Pieces, RowPages
+from quire.cache.growth import Growth
 from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.placement import PagePlacement
 from quire.cache.prefix_hit import PrefixHit
-from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.running import Lengths, RunningBatch
 from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import GrowingAllocator, PageFrames, growing_allocator, page_allocator
+from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.residency import Residency
-from quire.memory.runs import in_order
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.flush import sweep
@@ -108,7 +106,6 @@ class KVCache:
         )
         self.pages = page_allocator(num_pages, plan.page_size, "pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
-        self._growing = growing_allocator(self.pages, [group.frames for group in self.groups])
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self.rows = RunningTables(plan, table, following, follows=page_tables)
         self.fences = Fences(seconds)
@@ -125,24 +122,17 @@ class KVCache:
             seconds=seconds,
             give_back=self._give_back,
             sweep=self._sweep,
-            reclaim=lambda wanted, cause: self._reclaim.frames(wanted, cause),
+            reclaim=lambda wanted, cause: self._growth.reclaim.frames(wanted, cause),
             changed=self._changed,
             step_seconds=lambda: self.fences.step_seconds if self.rows.live else 0.0,
         )
         self.offload = offload.make(self.parts)
         self.admission = Admission(self.parts, self.rows, self.offload.kept)
-        self._reclaim = Reclaim(
-            self.groups, self.pages, self.tree, self.offload, self.counters, self.rows.live, self.parts.holds
-        )
+        self._growth = Growth(self.parts, self.rows, self.offload, self.counters)
         self._table = self.rows.table
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
         self._carried = tuple(group for group in self.groups if group.reach.carried)
-        sides: object = self._growing
-        self._others = tuple(group for group in self.groups if group.frames is not sides)
-        others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
-        self._freeing: tuple[GrowingAllocator, ...] = (self._growing, *others)
-        self._scarce = tuple(g for g in self.groups if g.reach.carried or g.num_frames < num_pages)
 
     # -- the verbs
 
@@ -222,80 +212,15 @@ class KVCache:
         evicting everything would not do, and InvalidInput for counts below zero or beyond the plan's context.
         """
         if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
-            self._extend_by_one(kvs)
-            return
-        rows = self._distinct_rows(kvs)
-        after = self._table.allocated[rows] + np.asarray(counts, dtype=np.int64)
-        if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self.plan.context):
-            raise self._beyond_context(int(after.max()))
-        self._extend_to(kvs, rows, after)
+            self._growth.by_one(kvs)
+        else:
+            self._growth.by(kvs, self.rows.distinct(kvs), counts)
 
     def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int] | Lengths) -> None:
         """Make room for `lengths[i]` tokens in each request that has less: how far a step may run ahead of what has
         settled. As `extend`, but that it may go beyond the plan's context, as far as rows are longer than that, where
         it is cut."""
-        rows = self._distinct_rows(kvs)
-        most = np.minimum(np.asarray(lengths, dtype=np.int64), self._table.width * self.page_size)
-        self._extend_to(kvs, rows, np.maximum(self._table.allocated[rows], most))
-
-    def _distinct_rows(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
-        return self.rows.rows_of(kvs) if isinstance(kvs, RunningBatch) else self.rows.distinct(self.rows.rows_of(kvs))
-
-    def _extend_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
-        """Room for `after[i]` tokens in each row, which has no more than that."""
-        before, size = self._table.allocated[rows], self.page_size
-        have = -(-before // size)
-        new = -(-after // size) - have
-        num_new = int(new.sum())
-        if not self._has_room(rows, num_new):
-            self._make_room(rows, num_new, kvs)
-        pages = NO_PAGES
-        if num_new and size == 1:
-            pages = self._growing.alloc(num_new)
-        elif num_new:
-            slots = self._growing.alloc_extend(before, after, self.rows.last_slots(rows, before))
-            pages = slots[_page_starts(before, after, size, have, new)] // np.int32(size)
-        self._grow(rows, pages)
-        if len(rows) == 1:
-            self._table.write_run(int(rows[0]), int(have[0]), pages)
-        elif num_new:
-            first = rows * self._table.width + have - (np.cumsum(new) - new)
-            places: Rows = np.repeat(first, new) + np.arange(num_new)
-            self._table.write(places, pages)
-        self._table.allocated[rows] = after
-        self.rows.epoch += 1
-
-    def _extend_by_one(self, batch: RunningBatch) -> None:
-        """The next token of every request of a batch."""
-        self.rows.refresh(batch)
-        if batch.room < 1 and len(batch):
-            raise self._beyond_context(self.plan.context + 1)
-        rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self.page_size
-        crossing = (filled == size).nonzero()[0]  # the others have a slot already, behind their last one
-        num_new, pages = len(crossing), NO_PAGES
-        if num_new or self._carried:
-            if not self._has_room(rows, num_new):
-                self._make_room(rows, num_new, batch)
-            if num_new and size == 1:
-                new = pages = self._growing.alloc(num_new)
-            elif num_new:
-                new = self._growing.alloc_decode(lengths[crossing] + 1, batch.last[crossing])
-                pages = new // np.int32(size)
-            self._grow(rows, pages)
-        lengths += 1
-        filled += 1
-        batch.last += 1
-        if num_new:
-            filled[crossing] = 1
-            batch.last[crossing] = new
-            self._table.write(rows[crossing] * self._table.width + (lengths[crossing] - 1) // size, pages)
-        batch.room -= 1
-        self._table.allocated[rows] = lengths
-        self.rows.epoch = batch.epoch = self.rows.epoch + 1
-        for slots, column in zip(batch.slots, self.rows.columns, strict=True):
-            slots += 1
-            if num_new:
-                slots[crossing] = column[pages] * np.int32(size)
+        self._growth.up_to(kvs, self.rows.distinct(kvs), lengths)
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """Say that `tokens`, all of a request's from its first on, have settled: the steps that wrote them are done.
@@ -427,7 +352,7 @@ class KVCache:
                 self._release(retired.pages, retired.lease, retired.given)
             return
         with ExitStack() as last_first:
-            for each in self._freeing:
+            for each in self._growth.allocators:
                 each.free_group_begin()
                 last_first.callback(each.free_group_end)
             for retired in reversed(ready):
@@ -480,40 +405,6 @@ class KVCache:
 
     # -- inside
 
-    def _has_room(self, rows: Rows, num_new: int) -> bool:
-        """Whether these rows can take `num_new` pages, and what is carried, of what is free."""
-        return num_new * self.page_size <= self._growing.available_size() and all(
-            (group.wanted(rows, num_new) if group.reach.carried else num_new) <= group.num_free
-            for group in self._scarce
-        )
-
-    def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
-        """Evict until these rows can take `num_new` pages, or raise OutOfPages before anything is evicted.
-
-        What goes for it, and in which order, is `quire.cache.reclaim`'s.
-        """
-        self._reclaim.for_rows(rows, num_new, names_of(kvs, self._table.allocated[rows] % self.page_size == 0))
-
-    def _grow(self, rows: Rows, pages: Ids) -> None:
-        """Frames in the other groups for these new pages of these rows, or nothing at all, and the pages go back.
-
-        Raises OutOfPages.
-        """
-        groups = self._others if len(pages) else self._carried
-        taken: list[GroupCache] = []
-        try:
-            for group in groups:
-                group.take(rows, pages)
-                taken.append(group)
-        except OutOfPages:
-            for group in taken:
-                group.untake(pages)
-            self._growing.free(pages * np.int32(self.page_size))
-            raise
-        for group in groups:
-            group.grow(rows, pages)
-        self.parts.frames.came(pages)
-
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
         """Give these up, now or when no launched step can touch them any more."""
         if not len(pages) and lease is None and not given:
@@ -540,30 +431,6 @@ class KVCache:
 
     def _give_back(self, pages: Ids) -> None:
         pages = self.parts.holds.free_of(pages)
-        if not len(pages):
-            return
-        pages = in_order(pages)
-        for group in self._others:
-            group.forget(pages)
-        self.parts.frames.went(Tier.DEVICE, pages)
-        self.offload.forgotten(pages)
-        self._growing.free(pages * np.int32(self.page_size))
-
-    def _beyond_context(self, length: int) -> InvalidInput:
-        return InvalidInput(
-            f"a request cannot go to {length:,} tokens: it only grows, and the plan's context is "
-            f"{self.plan.context:,} tokens.",
-            fix="plan for a longer context, or end the request before.",
-        )
-
-
-def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
-    """Where the `new[i]` pages of requests that have `have[i]` begin in the packed slots of tokens `before[i]` up to
-    `after[i]`."""
-    first = have * size - before
-    if len(before) == 1:
-        return slice(int(first[0]), None, size)
-    counts = after - before
-    first += np.cumsum(counts) - counts - (np.cumsum(new) - new) * size
-    places: Rows = np.repeat(first, new) + np.arange(int(new.sum())) * size
-    return places
+        if len(pages):
+            self._growth.free(pages)
+            self.offload.forgotten(pages)

@@ -37,7 +37,7 @@ class RunningTables:
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """These requests as one, each once, for the verbs of a step. Make it again when one ends or another joins."""
-        return RunningBatch(kvs, self.distinct(self.rows_of(kvs)))
+        return RunningBatch(kvs, self.distinct(kvs))
 
     def allocated(self, kv: RequestKV) -> int:
         """Tokens it has room for."""
@@ -148,8 +148,9 @@ class RunningTables:
             raise LeaseError("a request's cache record was used after it had finished.")
         return rows
 
-    def distinct(self, rows: Rows) -> Rows:
-        """These rows. Raises InvalidInput if one is there twice."""
-        if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
+    def distinct(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+        """Their rows, as `rows_of`. Raises InvalidInput if one is there twice."""
+        rows = self.rows_of(kvs)
+        if not isinstance(kvs, RunningBatch) and len(rows) > 1 and len(set(rows.tolist())) < len(rows):
             raise InvalidInput("a request is named twice in one batch.", fix="name each request once.")
         return rows

@@ -10,6 +10,7 @@ from quire.cache import kv_cache
 from quire.cache.fences import Fences
 from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
+from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
 from quire.cache.running_tables import RunningTables
 from quire.errors import OutOfPages
@@ -111,28 +112,30 @@ def extend_stops_half_way(patch: Patch) -> None:
 @mutant("cache", field.LEAK)
 def pages_leak_when_frames_run_out(patch: Patch) -> None:
     """A refused allocation still took its page ids; only the frames were missing."""
-    real = KVCache._make_room
+    real = Reclaim.for_rows
 
-    def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
+    def for_rows(reclaim: Reclaim, rows: Any, wanted: int, cause: str) -> None:
         try:
-            real(cache, rows, wanted, kvs)
+            real(reclaim, rows, wanted, cause)
         except OutOfPages:
-            cache.pages.alloc_pages(min(1, cache.pages.num_free_pages))
+            pages = reclaim._parts.pages
+            pages.alloc_pages(min(1, pages.num_free_pages))
             raise
 
-    patch.setattr(KVCache, "_make_room", make_room)
+    patch.setattr(Reclaim, "for_rows", for_rows)
 
 
 @mutant("cache", field.STUCK)
 def evict_before_refusing(patch: Patch) -> None:
     """Everything cached is thrown away for a request that is refused anyway."""
-    real = KVCache._make_room
+    real = Reclaim.for_rows
 
-    def make_room(cache: KVCache, rows: Any, wanted: int, kvs: Any) -> None:
-        cache.evict(max(0, wanted - cache.pages.num_free_pages))
-        real(cache, rows, wanted, kvs)
+    def for_rows(reclaim: Reclaim, rows: Any, wanted: int, cause: str) -> None:
+        evicted = reclaim._offload.evict(max(0, wanted - reclaim._parts.pages.num_free_pages), 0, cause)
+        reclaim._counters.evicted(len(evicted.removed))
+        real(reclaim, rows, wanted, cause)
 
-    patch.setattr(KVCache, "_make_room", make_room)
+    patch.setattr(Reclaim, "for_rows", for_rows)
 
 
 @mutant("cache", field.STUCK)

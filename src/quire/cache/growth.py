@@ -1,0 +1,169 @@
+"""Growth: room for more tokens of running requests, page ids and frames in every group, or in none; and how they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.offload import CacheParts, Offload
+from quire.cache.reclaim import Reclaim
+from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.running_tables import RunningTables
+from quire.cache.statistics import CacheCounters
+from quire.errors import InvalidInput, OutOfPages
+from quire.memory.allocator import GrowingAllocator, PageFrames, growing_allocator
+from quire.memory.runs import in_order
+from quire.spec.ids import Bools, Ids, Tier
+
+
+class Growth:
+    """Of one cache. Whatever raises OutOfPages has evicted nothing and changed nothing.
+
+    `allocators` are all that pages and their frames come from: the one that grows sequences, and those of the groups
+    that it does not serve.
+    """
+
+    def __init__(self, parts: CacheParts, rows: RunningTables, offload: Offload, counters: CacheCounters) -> None:
+        self.reclaim = Reclaim(parts, offload, counters, rows.live)
+        self._rows = rows
+        self._table = rows.table
+        self._frames = parts.frames
+        self._context = parts.plan.context
+        self._size = parts.plan.page_size
+        self._growing = growing_allocator(parts.pages, [group.frames for group in parts.groups])
+        sides: object = self._growing
+        self._others = tuple(group for group in parts.groups if group.frames is not sides)
+        others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
+        self.allocators: tuple[GrowingAllocator, ...] = (self._growing, *others)
+        self._carried = tuple(group for group in parts.groups if group.reach.carried)
+        self._scarce = tuple(g for g in parts.groups if g.reach.carried or g.num_frames < parts.pages.num_pages)
+
+    def by(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, counts: int | Sequence[int] | Lengths) -> None:
+        """Room for `counts[i]` more tokens in each row, within the plan's context."""
+        after = self._table.allocated[rows] + np.asarray(counts, dtype=np.int64)
+        if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self._context):
+            raise self._beyond_context(int(after.max()))
+        self._to(kvs, rows, after)
+
+    def up_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, lengths: Sequence[int] | Lengths) -> None:
+        """Room for `lengths[i]` tokens in each row that has less, as far as rows are long."""
+        most = np.minimum(np.asarray(lengths, dtype=np.int64), self._table.width * self._size)
+        self._to(kvs, rows, np.maximum(self._table.allocated[rows], most))
+
+    def by_one(self, batch: RunningBatch) -> None:
+        """The next token of every request of a batch."""
+        self._rows.refresh(batch)
+        if batch.room < 1 and len(batch):
+            raise self._beyond_context(self._context + 1)
+        rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self._size
+        crossing = (filled == size).nonzero()[0]  # the others have a slot already, behind their last one
+        num_new, pages = len(crossing), NO_PAGES
+        if num_new or self._carried:
+            self._make_room(rows, num_new, batch)
+            if num_new and size == 1:
+                new = pages = self._growing.alloc(num_new)
+            elif num_new:
+                new = self._growing.alloc_decode(lengths[crossing] + 1, batch.last[crossing])
+                pages = new // np.int32(size)
+            self._take(rows, pages)
+        lengths += 1
+        filled += 1
+        batch.last += 1
+        if num_new:
+            filled[crossing] = 1
+            batch.last[crossing] = new
+            self._table.write(rows[crossing] * self._table.width + (lengths[crossing] - 1) // size, pages)
+        batch.room -= 1
+        self._table.allocated[rows] = lengths
+        self._rows.epoch = batch.epoch = self._rows.epoch + 1
+        for slots, column in zip(batch.slots, self._rows.columns, strict=True):
+            slots += 1
+            if num_new:
+                slots[crossing] = column[pages] * np.int32(size)
+
+    def free(self, pages: Ids) -> None:
+        """These pages, which nothing holds, are free, and their frames in every group."""
+        pages = in_order(pages)
+        for group in self._others:
+            group.forget(pages)
+        self._frames.went(Tier.DEVICE, pages)
+        self._growing.free(pages * np.int32(self._size))
+
+    # -- inside
+
+    def _to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
+        """Room for `after[i]` tokens in each row, which has no more than that."""
+        before, size = self._table.allocated[rows], self._size
+        have = -(-before // size)
+        new = -(-after // size) - have
+        num_new = int(new.sum())
+        self._make_room(rows, num_new, kvs)
+        pages = NO_PAGES
+        if num_new and size == 1:
+            pages = self._growing.alloc(num_new)
+        elif num_new:
+            slots = self._growing.alloc_extend(before, after, self._rows.last_slots(rows, before))
+            pages = slots[_page_starts(before, after, size, have, new)] // np.int32(size)
+        self._take(rows, pages)
+        if len(rows) == 1:
+            self._table.write_run(int(rows[0]), int(have[0]), pages)
+        elif num_new:
+            first = rows * self._table.width + have - (np.cumsum(new) - new)
+            places: Rows = np.repeat(first, new) + np.arange(num_new)
+            self._table.write(places, pages)
+        self._table.allocated[rows] = after
+        self._rows.epoch += 1
+
+    def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
+        """Evict where these rows cannot take `num_new` pages, and what is carried, of what is free."""
+        if num_new * self._size > self._growing.available_size() or any(
+            (group.wanted(rows, num_new) if group.reach.carried else num_new) > group.num_free for group in self._scarce
+        ):
+            self.reclaim.for_rows(rows, num_new, _names_of(kvs, self._table.allocated[rows] % self._size == 0))
+
+    def _take(self, rows: Rows, pages: Ids) -> None:
+        """Frames in the other groups for these new pages of these rows, or the pages go back."""
+        groups = self._others if len(pages) else self._carried
+        taken: list[GroupCache] = []
+        try:
+            for group in groups:
+                group.take(rows, pages)
+                taken.append(group)
+        except OutOfPages:
+            for group in taken:
+                group.untake(pages)
+            self._growing.free(pages * np.int32(self._size))
+            raise
+        for group in groups:
+            group.grow(rows, pages)
+        self._frames.came(pages)
+
+    def _beyond_context(self, length: int) -> InvalidInput:
+        return InvalidInput(
+            f"a request cannot go to {length:,} tokens: it only grows, and the plan's context is "
+            f"{self._context:,} tokens.",
+            fix="plan for a longer context, or end the request before.",
+        )
+
+
+def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
+    """Where the `new[i]` pages of requests that have `have[i]` begin in the packed slots of tokens `before[i]` up to
+    `after[i]`."""
+    first = have * size - before
+    if len(before) == 1:
+        return slice(int(first[0]), None, size)
+    counts = after - before
+    first += np.cumsum(counts) - counts - (np.cumsum(new) - new) * size
+    places: Rows = np.repeat(first, new) + np.arange(int(new.sum())) * size
+    return places
+
+
+def _names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: Bools) -> str:
+    """What room is made for: of several requests those that are at the end of their last page, by the first's label."""
+    asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
+    if len(asking) > 1:
+        asking = [asking[i] for i in np.flatnonzero(at_end).tolist()] or asking
+    return asking[0].label + (f" and {len(asking) - 1} more" if len(asking) > 1 else "")
