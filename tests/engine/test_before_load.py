@@ -82,7 +82,8 @@ def test_a_store_that_is_not_there(
 
 def test_a_package_that_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    monkeypatch.delitem(sys.modules, "quire.tiers.stores.connections", raising=False)
+    for module in ("connections", "valkey"):
+        monkeypatch.delitem(sys.modules, f"quire.tiers.stores.{module}", raising=False)
     error = refused(StoreError, model=str(model), storage="valkey://127.0.0.1:6379/0")
     assert "pip install" in error.fix and "valkey" in error.fix
 

@@ -7,8 +7,9 @@ import pytest
 from quire.errors import InvalidInput
 from quire.testing.contracts.records import make_keys
 from quire.tiers.store import Answer, StoreKey
+from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.options import Options, without_secrets
-from quire.tiers.stores.prepared import Prepared
+from quire.tiers.stores.remote import RemoteStore
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 
@@ -68,32 +69,40 @@ def test_secrets_are_not_shown(url: str) -> None:
     assert not any(part in said for part in ("alice", "hun", "ter2", ":12"))
 
 
-def test_only_what_the_medium_does_not_have_is_announced() -> None:
-    prepared, (first, second, third) = Prepared(), make_keys(3)
-    asked: list[StoreKey] = []
+class Announcing(RemoteStore):
+    """A server that says what it is told to, and takes nothing."""
 
-    def ask(keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        asked.extend(keys)
+    def __init__(self, said: dict[StoreKey, Answer]) -> None:
+        super().__init__(Counts())
+        self.said, self.asked, self.sent = said, list[StoreKey](), list[bytes]()
+
+    def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        self.asked.extend(keys)
         assert sizes == [9] * len(keys)
-        return [{first: MISS, second: HIT, third: RETRY}[key] for key in keys]
+        return [self.said[key] for key in keys]
 
+    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+        self.sent += map(bytes, records)
+        return [HIT] * len(keys)
+
+
+def test_only_what_the_medium_does_not_have_is_announced() -> None:
+    first, second, third = make_keys(3)
+    store = Announcing({first: MISS, second: HIT, third: RETRY})
     batch = [first, second, first, third, second, third]
-    assert prepared.announce(batch, [9] * 6, ask) == [MISS, HIT, PENDING, RETRY, HIT, RETRY]
-    assert asked == [first, second, third]
-    assert prepared.announce([first], [9], ask) == [PENDING]
-    assert prepared.keys() == [first]
-    assert prepared.hold([first, second], [b"123456789", b"123456789"]) == [HIT, RETRY]
-    assert prepared.hold([first], [b"12345678"]) == [RETRY]
-    taken = prepared.take([first, second, first])
-    assert taken[0] is not None and taken[0].record == b"123456789" and taken[1:] == [None, None]
+    assert store.prepare(batch, [9] * 6) == [MISS, HIT, PENDING, RETRY, HIT, RETRY]
+    assert store.asked == [first, second, third]
+    assert store.prepare([first], [9]) == [PENDING]
+    assert store.put([first, second], [b"123456789", b"123456789"]) == [HIT, RETRY]
+    assert store.put([first], [b"12345678"]) == [RETRY]
+    assert store.complete([first, second, first], [True] * 3) == [HIT, MISS, MISS]
+    assert store.sent == [b"123456789"]
+    assert store.prepare([first], [9]) == [MISS]
+    assert store.complete([first], [True]) == [RETRY], "it was not put"
 
 
 def test_a_medium_that_raises_leaves_nothing_announced() -> None:
-    prepared, keys = Prepared(), make_keys(2)
-
-    def ask(keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        raise TimeoutError
-
-    with pytest.raises(TimeoutError):
-        prepared.announce(keys, [1, 1], ask)
-    assert prepared.keys() == []
+    store, keys = Announcing({}), make_keys(2)
+    with pytest.raises(KeyError):
+        store.prepare(keys, [9, 9])
+    assert store.complete(keys, [True] * 2) == [MISS] * 2

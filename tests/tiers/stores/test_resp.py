@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 redis = pytest.importorskip("redis")
-from quire.tiers.stores.resp import Reply, ReplyReader  # noqa: E402
+from quire.tiers.stores.connections import Reply, ReplyReader  # noqa: E402
 
 Sent = int | bytes | list["Sent"] | str | None
 """A number, a value, several, a refusal, nothing."""

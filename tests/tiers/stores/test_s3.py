@@ -14,12 +14,12 @@ from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
-from quire.tiers.stores import s3 as s3_store
 from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import Server, free_port, s3, started
 
 obstore = pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
+from quire.tiers.stores import s3 as s3_store  # noqa: E402
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 BUCKET = "quire-records"

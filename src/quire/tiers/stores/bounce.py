@@ -6,7 +6,12 @@ import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from queue import LifoQueue
+
+from quire.tiers.stores.remote import batches
+
+_ALIGNED = 64
 
 
 class Lane:
@@ -18,11 +23,7 @@ class Lane:
 
     def places(self, sizes: Sequence[int]) -> list[int]:
         """Offsets, one behind the other, of records of these sizes. They fit: `Bounce.batches` saw to it."""
-        offsets, end = [], 0
-        for size in sizes:
-            offsets.append(end)
-            end += -(-size // _ALIGNED) * _ALIGNED
-        return offsets
+        return list(accumulate(map(_room, sizes), initial=0))[:-1]
 
 
 class Bounce:
@@ -52,19 +53,11 @@ class Bounce:
 
         Records that fit into no lane are in no batch.
         """
-        batch: list[int] = []
-        total = 0
-        for index, size in enumerate(sizes):
-            room = -(-size // _ALIGNED) * _ALIGNED
-            if room > self.lane_bytes:
-                continue
-            if batch and (total + room > min(self.lane_bytes, most_bytes) or len(batch) == most):
-                yield batch
-                batch, total = [], 0
-            batch.append(index)
-            total += room
-        if batch:
-            yield batch
+        fitting = [index for index, size in enumerate(sizes) if _room(size) <= self.lane_bytes]
+        rooms = [_room(sizes[index]) for index in fitting]
+        for batch in batches(rooms, most, min(self.lane_bytes, most_bytes)):
+            yield [fitting[at] for at in batch]
 
 
-_ALIGNED = 64
+def _room(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

@@ -1,27 +1,37 @@
-"""Connections: a bounded number of connections to one Valkey or Redis server, and pipelines over them."""
+"""Connections: a bounded number of connections to one Valkey or Redis server, and pipelines over them.
+
+redis-py connects, encrypts, authenticates and sends. Its own parsers return values as new bytes objects, which costs
+two more copies of every page. `ReplyReader` takes a parser's place, and reads values into the buffers they are for.
+"""
 
 from __future__ import annotations
 
 import math
+import select
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from queue import Empty, LifoQueue
-from threading import Lock
-from typing import Any, TypeAlias
+from socket import SocketIO, socket
+from typing import Any, ClassVar, Literal, TypeAlias
 from urllib.parse import urlencode
 
 import redis
 from redis.connection import parse_url
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError as Disconnected
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.stores.failures import Failures
+from quire.tiers.stores.counts import Counts
+from quire.tiers.stores.gate import Gate
 from quire.tiers.stores.options import Options, not_understood
-from quire.tiers.stores.resp import Reply, ReplyReader
 
+Reply: TypeAlias = "bytes | int | list[Reply] | ResponseError | None"
 Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"
 
 _SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}
+_AHEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +69,14 @@ class Connections:
     """
 
     def __init__(self, settings: Settings) -> None:
+        """Raises StoreError where no server answers."""
         self.where = settings.where
-        self.failures = Failures()
+        self.failures = Counts()
         self._settings = settings
-        self._closed = False
-        self._closing = Lock()
+        self._gate = Gate()
         self._idle: LifoQueue[_Line] = LifoQueue()
         for _ in range(settings.connections):
             self._idle.put(_Line(settings))
-
-    def open(self) -> None:
-        """Find the server there and willing, or raise StoreError."""
         (reply,) = self.call([(b"PING",)])
         if reply != b"PONG":
             self.close()
@@ -87,41 +94,39 @@ class Connections:
         """
         if not commands:
             return []
-        try:
-            line = self._idle.get(timeout=self._settings.timeout)
-        except Empty:
-            return self._lost(len(commands), "Busy", f"all {self._settings.connections} connections are in use")
         replies: list[Reply] = []
-        try:
-            if self._closed:
+        with self._gate.entered() as is_open:
+            if not is_open:
                 return self._lost(len(commands), "Closed", "the store was closed")
-            line.call(commands, targets, replies)
-        except (RedisError, OSError) as error:
-            line.close()
-            replies += self._lost(len(commands) - len(replies), type(error).__name__, str(error))
-        finally:
-            self._idle.put(line)
+            try:
+                line = self._idle.get(timeout=self._settings.timeout)
+            except Empty:
+                return self._lost(len(commands), "Busy", f"all {self._settings.connections} connections are in use")
+            try:
+                line.call(commands, targets, replies)
+            except (RedisError, OSError) as error:
+                line.connection.disconnect()
+                replies += self._lost(len(commands) - len(replies), type(error).__name__, str(error))
+            finally:
+                self._idle.put(line)
         for reply in replies if counted else ():
             if isinstance(reply, ResponseError) and not isinstance(reply, Lost):
-                self.failures.note(str(reply).partition(" ")[0] or "ERR")
+                self.failures.add(str(reply).partition(" ")[0] or "ERR")
         return replies
 
     def close(self) -> None:
         """Close every connection; calls in other threads end first. May be called twice."""
-        self._closed = True
-        with self._closing:
-            lines = [self._idle.get() for _ in range(self._settings.connections)]
-            for line in lines:
-                line.close()
-                self._idle.put(line)
+        if self._gate.shut():
+            for line in self._idle.queue:
+                line.connection.disconnect()
 
     def _lost(self, count: int, kind: str, reason: str) -> list[Reply]:
-        self.failures.note(kind)
+        self.failures.add(kind)
         return [Lost(f"{kind}: {reason}") for _ in range(count)]
 
 
 class Lost(ResponseError):
-    """In place of a reply that did not come. Whoever has more to ask stops: it would wait as long again."""
+    """In place of a reply that did not come. A caller with more to ask stops: it would wait as long again."""
 
 
 class _Line:
@@ -131,7 +136,7 @@ class _Line:
         self._reader = ReplyReader()
         arguments = dict(settings.connection)
         make = arguments.pop("connection_class", redis.Connection)
-        self._connection = make(
+        self.connection = make(
             **arguments,
             parser_class=lambda socket_read_size: self._reader,
             protocol=2,
@@ -141,19 +146,108 @@ class _Line:
 
     def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
         """Send and append the replies. Raises RedisError or OSError; what was appended by then is good."""
-        if self._reader.is_connected and self._reader.can_read():
-            self._connection.disconnect()  # the server hung up meanwhile, or said what nobody asked
-        self._connection.send_packed_command(self._connection.pack_commands(commands))
+        if self._reader.can_read():
+            self.connection.disconnect()  # the server hung up meanwhile, or said what was not asked
+        self.connection.send_packed_command(self.connection.pack_commands(commands))
         for index in range(len(commands)):
             self._reader.target = targets[index] if targets else None
             try:
-                replies.append(self._connection.read_response())
+                replies.append(self.connection.read_response())
             except ResponseError as refusal:
                 replies.append(refusal)
                 if str(refusal).startswith(("READONLY", "MASTERDOWN", "LOADING")):
-                    self._connection.disconnect()  # another server may have its name by now
+                    self.connection.disconnect()  # another server may have its name by now
                     raise
 
-    def close(self) -> None:
-        """Close it; it can be used again."""
-        self._connection.disconnect()
+
+class _Arriving(SocketIO):
+    """The socket of a connection; while `is_read` is False it gives nothing, and so does not wait."""
+
+    def __init__(self, connected: socket, mode: Literal["r"]) -> None:
+        super().__init__(connected, mode)
+        self.is_read = True
+        self._connected = connected
+
+    def readinto(self, buffer: Any) -> int | None:
+        return super().readinto(buffer) if self.is_read else None
+
+    def has_more(self, timeout: float) -> bool:
+        if isinstance(self._connected, ssl.SSLSocket) and self._connected.pending():
+            return True
+        poll = select.poll()
+        poll.register(self._connected, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+
+class ReplyReader:
+    """The parser of one connection (RESP, version 2). Not for several threads, as the connection is not.
+
+    With a `target` set, the next reply, if it is a value of exactly the target's length, is read into the target, and
+    reading it returns the length as a number; a value of any other length is read away and returns its length too.
+    """
+
+    EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.target: memoryview | None = None
+        self._arriving: _Arriving | None = None
+        self._received: BufferedReader | None = None
+
+    def on_connect(self, connection: Any) -> None:
+        """Read from this connection's socket from now on. Called by redis-py."""
+        self.on_disconnect()
+        self._arriving = _Arriving(connection._sock, "r")
+        self._received = BufferedReader(self._arriving, _AHEAD_BYTES)
+
+    def on_disconnect(self) -> None:
+        """Forget the socket. Called by redis-py."""
+        self.target = self._arriving = self._received = None
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether something has arrived, the end of the connection included, that was not read."""
+        if self._arriving is None or self._received is None:
+            return False
+        self._arriving.is_read = False
+        buffered = self._received.peek()
+        self._arriving.is_read = True
+        return bool(buffered) or self._arriving.has_more(timeout)
+
+    def read_response(self, disable_decoding: bool = False, timeout: object = None, **_: object) -> Reply:
+        """The next reply; errors of single commands are returned, not raised. The arguments are redis-py's.
+
+        Raises redis-py's ConnectionError and InvalidResponse, and what the socket raises.
+        """
+        assert self._received is not None
+        target, self.target = self.target, None
+        line = self._received.readline()
+        if not line.endswith(b"\r\n"):
+            raise Disconnected("the server closed the connection")
+        kind, rest = line[:1], line[1:-2]
+        if kind == b"$":
+            return self._value(self._received, int(rest), target)
+        if kind == b":":
+            return int(rest)
+        if kind == b"+":
+            return rest
+        if kind == b"*":
+            return [self.read_response() for _ in range(int(rest))] if rest != b"-1" else None
+        if kind == b"-":
+            return ResponseError(rest.decode(errors="replace"))
+        raise InvalidResponse(f"not a reply: {line[:40]!r}")
+
+    @staticmethod
+    def _value(received: BufferedReader, num_bytes: int, target: memoryview | None) -> bytes | int | None:
+        if num_bytes < 0:
+            return None
+        value = b""
+        if target is not None and target.nbytes == num_bytes:
+            count = received.readinto(target)
+        else:
+            value = received.read(num_bytes)
+            count = len(value)
+        end = received.read(2)
+        if count < num_bytes or len(end) < 2:
+            raise Disconnected("the server closed the connection")
+        if end != b"\r\n":
+            raise InvalidResponse(f"a value that does not end where it should: {end!r}")
+        return value if target is None else num_bytes

@@ -36,7 +36,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Condition
 from typing import Any
 
 from typing_extensions import Buffer
@@ -44,9 +43,10 @@ from typing_extensions import Buffer
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.stores.bounce import Bounce
-from quire.tiers.stores.failures import Failures
+from quire.tiers.stores.counts import Counts
+from quire.tiers.stores.gate import Gate
 from quire.tiers.stores.options import Options
-from quire.tiers.stores.prepared import Prepared, bytes_of
+from quire.tiers.stores.remote import RemoteStore, bytes_of, in_parts, key_of
 
 _PREFIX = "quire/"
 _MOST_PIECES = 1024  # the transport refuses a batch of more than 2048, and for a while everything after it
@@ -113,23 +113,21 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
     return client, ReplicateConfig()
 
 
-class MooncakeStore:
+class MooncakeStore(RemoteStore):
     """The store port on a Mooncake pool. Owns the client and the memory that records pass through; made by `open`.
 
-    `failures` counts what went wrong, by the library's code. Writers in other processes are not told of each other.
+    `failures` counts by the library's codes. Writers in other processes are not told of each other; where another one
+    was faster, its record stays.
     """
 
     def __init__(self, client: Any, replication: Any, where: str, *, bounce_bytes: int, listing: str) -> None:
-        self.failures = Failures()
+        super().__init__(Counts())
         self._client = client
         self._replication = replication
         self._where = where
         self._listing = listing
-        self._prepared = Prepared()
         self._rests_until = 0.0
-        self._calls = 0
-        self._closed = False
-        self._changed = Condition()
+        self._gate = Gate()
         self._bounce = Bounce(bounce_bytes, 2)
         if client.register_buffer(self._bounce.address, self._bounce.num_bytes) != 0:
             self.close()
@@ -140,42 +138,10 @@ class MooncakeStore:
         the end, so that the lease of the first ends last."""
         answers: list[Answer] = []
         names = _names(keys)[::-1]
-        for start in range(0, len(names), _MOST_PIECES):
-            some = names[start : start + _MOST_PIECES]
+        for some in in_parts(names, _MOST_PIECES):
             codes = self._ask(len(some), self._client.batch_is_exist, some)
             answers += [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes]
         return answers[::-1]
-
-    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """MISS where nothing is yet; RETRY for a record that is too long for `bounce`."""
-
-        def ask(mine: list[StoreKey], sizes: list[int]) -> list[Answer]:
-            fits = [size <= self._bounce.lane_bytes for size in sizes]
-            return [answer if good else Answer.RETRY for answer, good in zip(self.exists(mine), fits, strict=True)]
-
-        return self._prepared.announce(keys, sizes, ask)
-
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Refer to the records; nothing is sent before `complete`."""
-        return self._prepared.hold(keys, records)
-
-    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Send what is good. HIT also where another writer was faster: its record stays."""
-        taken = self._prepared.take(keys)
-        answers = [Answer.MISS] * len(keys)
-        sending: list[int] = []
-        records: list[memoryview] = []
-        for index, announced in enumerate(taken):
-            if announced is not None and ok[index]:
-                answers[index] = Answer.RETRY
-                if announced.record is not None:
-                    sending.append(index)
-                    records.append(announced.record)
-        for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES, _BATCH_BYTES):
-            codes = self._send([keys[sending[at]] for at in batch], [records[at] for at in batch])
-            for at, code in zip(batch, codes, strict=True):
-                answers[sending[at]] = Answer.HIT if code == 0 else Answer.RETRY
-        return answers
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Read into the buffers, through memory of this store. A record of another size than its buffer is a MISS."""
@@ -192,15 +158,15 @@ class MooncakeStore:
     def remove(self, keys: Sequence[StoreKey]) -> int:
         """Forget records, leased or not; those of a master that does not answer are not counted."""
         removed = 0
-        for start in range(0, len(keys), _MOST_PIECES):
-            names = list(dict.fromkeys(_names(keys[start : start + _MOST_PIECES])))
+        for some in in_parts(keys, _MOST_PIECES):
+            names = list(dict.fromkeys(_names(some)))
             codes = self._ask(len(names), self._client.batch_remove, names, True)
             removed += codes.count(0)
         return removed
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
         """Visible records, as the master lists them. Raises StoreError where it does not, or `metrics` is not set."""
-        if not self._listing or self._closed:
+        if not self._listing or not self._gate.is_open:
             raise StoreError(f"{self._where} cannot be listed.", fix="add metrics=PORT, of the master's HTTP server.")
         try:
             with urllib.request.urlopen(self._listing, timeout=10) as page:
@@ -209,47 +175,49 @@ class MooncakeStore:
             raise StoreError(f"{self._where} cannot be listed: {error}.") from error
         wanted = _PREFIX + (f"{scope.hex()}/" if scope else "")
         ours = [name for name in names if name.startswith(wanted)]
-        for start in range(0, len(ours), _MOST_PIECES):
-            yield from self._described(ours[start : start + _MOST_PIECES])
+        for some in in_parts(ours, _MOST_PIECES):
+            yield from self._described(some)
 
     def close(self) -> None:
         """Leave the pool, once calls in other threads have ended. What this process gave to the pool is gone."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._changed.wait_for(lambda: self._calls == 0)
-        self._prepared.take(self._prepared.keys())
-        self._client.unregister_buffer(self._bounce.address)
-        self._client.close()
+        if self._gate.shut():
+            self._drop_announced()
+            self._client.unregister_buffer(self._bounce.address)
+            self._client.close()
+
+    def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        """RETRY for a record that is too long for `bounce`."""
+        fits = [size <= self._bounce.lane_bytes for size in sizes]
+        return [answer if good else Answer.RETRY for answer, good in zip(self.exists(keys), fits, strict=True)]
+
+    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+        answers = [Answer.RETRY] * len(keys)
+        for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES, _BATCH_BYTES):
+            codes = self._put([keys[index] for index in batch], [records[index] for index in batch])
+            for index, code in zip(batch, codes, strict=True):
+                answers[index] = Answer.HIT if code == 0 else Answer.RETRY
+        return answers
 
     @contextmanager
-    def _open(self) -> Iterator[bool]:
+    def _usable(self) -> Iterator[bool]:
         """Whether the client may be called in the block: it is open and did not just find the master gone."""
-        with self._changed:
-            usable = not self._closed and time.monotonic() >= self._rests_until
-            self._calls += 1
-        try:
-            yield usable
-        finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
+        with self._gate.entered() as is_open:
+            yield is_open and time.monotonic() >= self._rests_until
 
     def _ask(self, count: int, verb: Callable[..., Sequence[int]], *arguments: object) -> list[int]:
         """The client's codes, -900 for all where it may not be called."""
-        with self._open() as usable:
+        with self._usable() as usable:
             if not usable:
                 return [_NO_MASTER] * count
             codes = list(verb(*arguments))
             failed = [code for code in codes if code < 0 and code not in (_UNKNOWN, _NOT_READY, _TOO_SMALL)]
             for code in failed:
-                self.failures.note(str(code))
+                self.failures.add(str(code))
             if _NO_MASTER in failed or _NO_ANSWER in failed:
                 self._rests_until = time.monotonic() + _REST_SECONDS
             return codes if len(codes) == count else [_NO_MASTER] * count
 
-    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[int]:
+    def _put(self, keys: list[StoreKey], records: list[memoryview]) -> list[int]:
         with self._bounce.lane() as lane:
             places = lane.places([record.nbytes for record in records])
             for place, record in zip(places, records, strict=True):
@@ -278,9 +246,9 @@ class MooncakeStore:
         wanted = self._replication.replica_num
         if wanted < 2 or code != 0:
             return
-        with self._open() as usable:
+        with self._usable() as usable:
             if usable and len(self._client.get_replica_desc(name)) < wanted:
-                self.failures.note("replicas")
+                self.failures.add("replicas")
 
     def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]
@@ -301,17 +269,15 @@ class MooncakeStore:
                     buffer[:] = lane.memory[place : place + code]
         return [_answer(got[key][1], size) for key, size in zip(keys, sizes, strict=True)]
 
-    def _described(self, names: list[str]) -> Iterator[Entry]:
-        with self._open() as usable:
+    def _described(self, names: Sequence[str]) -> Iterator[Entry]:
+        with self._usable() as usable:
             described = self._client.batch_get_replica_desc(names) if usable else {}
         if not described:
             raise StoreError(f"{self._where} lists records and does not describe them.")
         for name in names:
             copies = [copy for copy in described.get(name, ()) if copy.is_memory_replica()]
-            scope, _, rest = name.removeprefix(_PREFIX).partition("/")
-            page, _, part = rest.partition(".")
-            if copies:
-                key = StoreKey(bytes.fromhex(scope), bytes.fromhex(page), int(part))
+            key = key_of(name.removeprefix(_PREFIX))
+            if copies and key is not None:
                 yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
 
 

@@ -14,25 +14,24 @@ that goes wrong is RETRY and counted in `failures`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import S3Store as Bucket
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
-from quire.tiers.stores.failures import Failures
+from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.options import Options
-from quire.tiers.stores.prepared import Announced, Prepared, bytes_of
+from quire.tiers.stores.remote import RemoteStore, bytes_of, in_parts, key_of
 
-if TYPE_CHECKING:
-    from obstore.store import S3Store as Bucket
-
-_PATH = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})")
 _DELETED_AT_ONCE = 1000
 _PIECE_BYTES = 1 << 20
 
@@ -57,12 +56,6 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S
             f"the URL of {options.where} has a user in it, which would be taken for part of the bucket's name.",
             fix="leave it out, and give credentials in the environment (AWS_ACCESS_KEY_ID, ...).",
         )
-    try:
-        from obstore.store import S3Store as Bucket
-    except ImportError as error:
-        raise StoreError(
-            f"the S3 store needs obstore, which cannot be imported: {error}.", fix="pip install 'quire[s3]'."
-        ) from error
     timeout, endpoint = timedelta(seconds=options.number("timeout", 10.0)), options.text("endpoint")
     bucket = Bucket(
         options.parts.netloc,
@@ -83,21 +76,20 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S
     return S3Store(bucket, options.where, threads=math.ceil(options.number("threads", 8)))
 
 
-class S3Store:
-    """The store port on a bucket. Owns a small pool of threads, one request each; made by `open`."""
+class S3Store(RemoteStore):
+    """The store port on a bucket. Owns a small pool of threads, one request each; made by `open`.
+
+    Writers in other processes are not told of each other; where another one was faster, its record stays.
+    """
 
     def __init__(self, bucket: Bucket, where: str, *, threads: int = 8) -> None:
-        import obstore
-
-        self.failures = Failures()
-        self._obstore = obstore
+        super().__init__(Counts())
         self._bucket = bucket
         self._where = where
-        self._prepared = Prepared()
         self._closed = False
         try:
             next(iter(obstore.list(bucket, chunk_size=1)), None)
-        except (obstore.exceptions.BaseError, OSError) as error:
+        except (BaseError, OSError) as error:
             raise StoreError(
                 f"{where} cannot be reached: {_brief(error)}.",
                 fix="check the bucket, the endpoint, and credentials in the environment (AWS_ACCESS_KEY_ID, ...).",
@@ -108,21 +100,6 @@ class S3Store:
         """HIT or MISS, one request each."""
         return self._each(self._exists, keys)
 
-    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """MISS where no object is yet. Writers in other processes are not told."""
-        if self._closed:
-            return [Answer.RETRY] * len(keys)
-        return self._prepared.announce(keys, sizes, lambda mine, _: self._each(self._exists, mine))
-
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Refer to the records; nothing is sent before `complete`."""
-        return self._prepared.hold(keys, records)
-
-    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Upload what is good. HIT also where another writer was faster: its record stays."""
-        taken = self._prepared.take(keys)
-        return self._each(self._complete, list(zip(keys, taken, ok, strict=True)))
-
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Read objects piece by piece into the buffers. An object of another size than its buffer is a MISS."""
         return self._each(self._get, [(key, bytes_of(record)) for key, record in zip(keys, records, strict=True)])
@@ -130,8 +107,7 @@ class S3Store:
     def remove(self, keys: Sequence[StoreKey]) -> int:
         """Forget records, a thousand to a request; those of requests that fail are not counted."""
         there = [key for key, answer in zip(keys, self.exists(keys), strict=True) if answer is Answer.HIT]
-        paths = list(dict.fromkeys(str(key) for key in there))
-        batches = [paths[start : start + _DELETED_AT_ONCE] for start in range(0, len(paths), _DELETED_AT_ONCE)]
+        batches = list(in_parts(list(dict.fromkeys(map(str, there))), _DELETED_AT_ONCE))
         done = self._each(self._delete, batches)
         return sum(len(batch) for batch, answer in zip(batches, done, strict=True) if answer is Answer.HIT)
 
@@ -140,19 +116,18 @@ class S3Store:
         if self._closed:
             raise StoreError(f"{self._where} cannot be listed: the store was closed.")
         try:
-            for batch in self._obstore.list(self._bucket, prefix=scope.hex() if scope else None, chunk_size=1000):
+            for batch in obstore.list(self._bucket, prefix=scope.hex() if scope else None, chunk_size=1000):
                 for found in batch:
-                    parts = _PATH.fullmatch(found["path"])
-                    if parts is not None:
-                        key = StoreKey(bytes.fromhex(parts[1]), bytes.fromhex(parts[2]), int(parts[3]))
+                    key = key_of(found["path"])
+                    if key is not None:
                         yield Entry(key, found["size"])
-        except (self._obstore.exceptions.BaseError, OSError) as error:
+        except (BaseError, OSError) as error:
             raise StoreError(f"{self._where} cannot be listed: {_brief(error)}.") from error
 
     def close(self) -> None:
         """Forget what was not completed, and end the threads once what they are at is done. May be called twice."""
         self._closed = True
-        self._prepared.take(self._prepared.keys())
+        self._drop_announced()
         self._threads.shutdown()
 
     def _each(self, verb: Callable[[_Item], Answer], items: Sequence[_Item]) -> list[Answer]:
@@ -164,9 +139,9 @@ class S3Store:
                 return Answer.RETRY
             try:
                 return verb(item)
-            except (self._obstore.exceptions.BaseError, OSError) as error:
+            except (BaseError, OSError) as error:
                 failed.set()
-                self.failures.note(type(error).__name__)
+                self.failures.add(type(error).__name__)
                 return Answer.RETRY
 
         if len(items) == 1:
@@ -178,27 +153,27 @@ class S3Store:
 
     def _exists(self, key: StoreKey) -> Answer:
         try:
-            self._obstore.head(self._bucket, str(key))
+            obstore.head(self._bucket, str(key))
         except FileNotFoundError:
             return Answer.MISS
         return Answer.HIT
 
-    def _complete(self, item: tuple[StoreKey, Announced | None, bool]) -> Answer:
-        key, announced, good = item
-        if announced is None or not good:
-            return Answer.MISS
-        if announced.record is None:
-            return Answer.RETRY
-        try:
-            self._obstore.put(self._bucket, str(key), announced.record, mode="create", use_multipart=False)
-        except self._obstore.exceptions.AlreadyExistsError:
-            return Answer.HIT
+    def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        return self.exists(keys)
+
+    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+        return self._each(self._put, list(zip(keys, records, strict=True)))
+
+    def _put(self, item: tuple[StoreKey, memoryview]) -> Answer:
+        key, record = item
+        with suppress(AlreadyExistsError):
+            obstore.put(self._bucket, str(key), record, mode="create", use_multipart=False)
         return Answer.HIT
 
     def _get(self, item: tuple[StoreKey, memoryview]) -> Answer:
         key, buffer = item
         try:
-            found = self._obstore.get(self._bucket, str(key))
+            found = obstore.get(self._bucket, str(key))
         except FileNotFoundError:
             return Answer.MISS
         if found.meta["size"] != buffer.nbytes:
@@ -211,8 +186,8 @@ class S3Store:
             filled += len(piece)
         return Answer.HIT if filled == buffer.nbytes else Answer.RETRY
 
-    def _delete(self, paths: list[str]) -> Answer:
-        self._obstore.delete(self._bucket, paths)
+    def _delete(self, paths: Sequence[str]) -> Answer:
+        obstore.delete(self._bucket, paths)
         return Answer.HIT
 
 

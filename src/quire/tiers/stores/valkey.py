@@ -19,26 +19,20 @@ Everything that goes wrong is RETRY and counted in `failures`.
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
-from quire.tiers.stores.prepared import Prepared, bytes_of
-
-if TYPE_CHECKING:
-    from quire.tiers.stores.connections import Command, Connections
-    from quire.tiers.stores.resp import Reply
+from quire.tiers.stores.connections import Command, Connections, Lost, Reply, Settings
+from quire.tiers.stores.remote import RemoteStore, batches, bytes_of, in_parts, key_of
 
 _RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
 _BATCH_KEYS = 256
 _SENT_BYTES = 8 << 20  # in one pipeline
 _ASKED_BYTES = 2 << 20  # by one pipeline: more waits in the server, leaves its caches, and comes later
-_NAME = re.compile(rb"quire/([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})")
 
 _EXISTS = b"""
 local found = {}
@@ -98,108 +92,51 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> V
             f"a Valkey server bounds itself, so {capacity} bytes cannot be asked of it.",
             fix="set `maxmemory` and `maxmemory-policy allkeys-lru` in the server, and leave the capacity out.",
         )
-    try:
-        from quire.tiers.stores.connections import Connections, Settings
-    except ImportError as error:
-        raise StoreError(
-            f"the Valkey store needs redis-py, which cannot be imported: {error}.", fix="pip install 'quire[valkey]'."
-        ) from error
     settings = Settings.parse(url)
     return ValkeyStore(Connections(settings), pending_seconds=settings.pending, counts_use=counts_use)
 
 
-class ValkeyStore:
+class ValkeyStore(RemoteStore):
     """The store port on a server that speaks RESP. Owns its connections; made by `open`.
 
     A prepared record is marked in the server, so that writers in other processes leave it alone. `complete` sends the
     bytes under a name of this writer's own and one script gives them their name, so nobody finds half a record whatever
-    dies. `failures` counts what went wrong, by kind.
+    dies; where another writer holds the record by then, the answer is RETRY.
     """
 
     def __init__(self, connections: Connections, *, pending_seconds: float = 30.0, counts_use: bool = True) -> None:
-        self.failures = connections.failures
+        super().__init__(connections.failures)
         self._connections = connections
         self._pending_ms = b"%d" % max(1, int(pending_seconds * 1000))
         self._token = secrets.token_hex(8).encode()
-        self._prepared = Prepared()
         self._counts_use = counts_use
-        connections.open()
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """HIT, MISS, or PENDING where somebody prepared it; does not count as use."""
         return self._ask(_EXISTS, keys)
 
-    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Mark the records as this writer's; those that are there count as used. The server makes room when the bytes
-        come, not now."""
-        return self._prepared.announce(
-            keys, sizes, lambda mine, _: self._ask(_PREPARE, mine, self._token, self._pending_ms)
-        )
-
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Refer to the records; nothing is sent before `complete`."""
-        return self._prepared.hold(keys, records)
-
-    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Send what is good and take away the marks. RETRY also where another writer holds the record by now.
-
-        What was not prepared is MISS.
-        """
-        taken = self._prepared.take(keys)
-        answers = [
-            Answer.RETRY if good and announced is not None else Answer.MISS
-            for good, announced in zip(ok, taken, strict=True)
-        ]
-        dropped: list[StoreKey] = []
-        sending: list[tuple[int, memoryview]] = []
-        for index, announced in enumerate(taken):
-            if announced is None:
-                continue
-            if ok[index] and announced.record is not None:
-                sending.append((index, announced.record))
-            else:
-                dropped.append(keys[index])
-        self._drop(dropped)
-        for batch in _batches([record.nbytes for _, record in sending], _SENT_BYTES):
-            found = self._send(keys, sending[batch])
-            if found is None:
-                break
-            for (index, _), answer in zip(sending[batch], found, strict=True):
-                answers[index] = answer
-        return answers
-
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Read into the buffers as the bytes arrive. A record of another size than its buffer is a MISS."""
         buffers = [bytes_of(record) for record in records]
-        answers: list[Answer] = []
-        for batch in _batches([buffer.nbytes for buffer in buffers], _ASKED_BYTES):
-            targets = buffers[batch]
-            commands: list[Command] = [(b"GET", _name(_RECORD, key)) for key in keys[batch]]
+        answers = [Answer.RETRY] * len(keys)
+        for batch in batches([buffer.nbytes for buffer in buffers], _BATCH_KEYS, _ASKED_BYTES):
+            targets = [buffers[index] for index in batch]
+            commands: list[Command] = [(b"GET", _name(_RECORD, keys[index])) for index in batch]
             if self._counts_use:
                 replies = self._connections.call(commands, targets)
             else:
                 replies = self._untouching(commands, targets)
-            for target, reply in zip(targets, replies, strict=True):
-                if reply is None:
-                    answers.append(Answer.MISS)
-                elif isinstance(reply, int):
-                    answers.append(Answer.HIT if reply == target.nbytes else Answer.MISS)
-                else:
-                    answers.append(Answer.RETRY)
-            if _is_lost(replies):
+            for index, target, reply in zip(batch, targets, replies, strict=True):
+                if reply is None or isinstance(reply, int):
+                    answers[index] = Answer.HIT if reply == target.nbytes else Answer.MISS
+            if isinstance(replies[-1], Lost):
                 break
-        return answers + [Answer.RETRY] * (len(keys) - len(answers))
+        return answers
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         """Forget records; those of a server that does not answer are not counted, and may still be there."""
-        removed = 0
-        for start in range(0, len(keys), _BATCH_KEYS):
-            names = [_name(_RECORD, key) for key in keys[start : start + _BATCH_KEYS]]
-            (reply,) = self._connections.call([(b"UNLINK", *names)])
-            removed += reply if isinstance(reply, int) else 0
-            if _is_lost([reply]):
-                break
-        return removed
+        replies = self._in_parts(keys, lambda some: (b"UNLINK", *[_name(_RECORD, key) for key in some]))
+        return sum(reply for _, reply in replies if isinstance(reply, int))
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
         """Visible records by SCAN. Raises StoreError when the server stops answering."""
@@ -219,47 +156,58 @@ class ValkeyStore:
                 return
 
     def close(self) -> None:
-        """Take away the marks of what was not completed, and let the connections go."""
-        keys = self._prepared.keys()
-        self._prepared.take(keys)
-        self._drop(keys)
+        """Take away the marks of what was not completed, and close the connections."""
+        self._drop_announced()
         self._connections.close()
+
+    def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        """Mark the records as this writer's; those that are there count as used."""
+        return self._ask(_PREPARE, keys, self._token, self._pending_ms)
+
+    def _unclaim(self, keys: list[StoreKey]) -> None:
+        list(self._in_parts(keys, lambda some: _script(_DROP, [_name(_PENDING, key) for key in some], self._token)))
+
+    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+        answers = [Answer.RETRY] * len(keys)
+        for batch in batches([record.nbytes for record in records], _BATCH_KEYS, _SENT_BYTES):
+            commands: list[Command] = []
+            names: list[bytes] = []
+            for index in batch:
+                key, written = keys[index], _name(_WRITTEN, keys[index]) + b"/" + self._token
+                commands.append((b"SET", written, records[index], b"PX", self._pending_ms))
+                names += [_name(_RECORD, key), _name(_PENDING, key), written]
+            reply = self._connections.call([*commands, _script(_COMMIT, names, self._token)])[-1]
+            if isinstance(reply, Lost):
+                break
+            if isinstance(reply, list) and len(reply) == len(batch):
+                for index, found in zip(batch, reply, strict=True):
+                    answers[index] = Answer.HIT if found == 1 else Answer.RETRY
+        return answers
+
+    def _in_parts(
+        self, keys: Sequence[StoreKey], command: Callable[[Sequence[StoreKey]], Command]
+    ) -> Iterator[tuple[Sequence[StoreKey], Reply]]:
+        """Some keys, and what the server answers to a command about them; until it does not answer."""
+        for some in in_parts(keys, _BATCH_KEYS):
+            (reply,) = self._connections.call([command(some)])
+            yield some, reply
+            if isinstance(reply, Lost):
+                return
 
     def _ask(self, script: bytes, keys: Sequence[StoreKey], *arguments: bytes) -> list[Answer]:
         """The script's number for each key: 0 MISS, 1 HIT, 2 PENDING."""
+
+        def command(some: Sequence[StoreKey]) -> Command:
+            names = [_name(prefix, key) for key in some for prefix in (_RECORD, _PENDING)]
+            return _script(script, names, *arguments)
+
         answers: list[Answer] = []
-        for start in range(0, len(keys), _BATCH_KEYS):
-            batch = keys[start : start + _BATCH_KEYS]
-            names = [name for key in batch for name in (_name(_RECORD, key), _name(_PENDING, key))]
-            (reply,) = self._connections.call([_script(script, names, *arguments)])
-            if isinstance(reply, list) and len(reply) == len(batch):
+        for some, reply in self._in_parts(keys, command):
+            if isinstance(reply, list) and len(reply) == len(some):
                 answers += [_ANSWERS[found] if isinstance(found, int) else Answer.RETRY for found in reply]
             else:
-                answers += [Answer.RETRY] * len(batch)
-            if _is_lost([reply]):
-                break
+                answers += [Answer.RETRY] * len(some)
         return answers + [Answer.RETRY] * (len(keys) - len(answers))
-
-    def _send(self, keys: Sequence[StoreKey], sending: Sequence[tuple[int, memoryview]]) -> list[Answer] | None:
-        """What became of records at these indices; None where the server did not say."""
-        commands: list[Command] = []
-        names: list[bytes] = []
-        for index, record in sending:
-            written = _name(_WRITTEN, keys[index]) + b"/" + self._token
-            commands.append((b"SET", written, record, b"PX", self._pending_ms))
-            names += [_name(_RECORD, keys[index]), _name(_PENDING, keys[index]), written]
-        reply = self._connections.call([*commands, _script(_COMMIT, names, self._token)])[-1]
-        if _is_lost([reply]):
-            return None
-        if not isinstance(reply, list) or len(reply) != len(sending):
-            return [Answer.RETRY] * len(sending)
-        return [Answer.HIT if found == 1 else Answer.RETRY for found in reply]
-
-    def _drop(self, keys: Sequence[StoreKey]) -> None:
-        for start in range(0, len(keys), _BATCH_KEYS):
-            names = [_name(_PENDING, key) for key in keys[start : start + _BATCH_KEYS]]
-            if _is_lost(self._connections.call([_script(_DROP, names, self._token)])):
-                break
 
     def _untouching(self, commands: Sequence[Command], targets: Sequence[memoryview] = ()) -> list[Reply]:
         """What the server answers to commands that shall not count as use. Servers before 7.2 refuse to be told so, and
@@ -275,24 +223,16 @@ class ValkeyStore:
             commands += [(b"OBJECT", b"IDLETIME", name), (b"STRLEN", name)]
         replies = self._untouching(commands)
         for name, idle, length in zip(names, replies[::2], replies[1::2], strict=True):
-            parts = _NAME.fullmatch(name)
-            if parts is None:
-                continue  # somebody else's
+            key = key_of(name.decode(errors="replace").removeprefix("quire/"))
+            if key is None:
+                continue  # of another program
             if not isinstance(length, int):
                 raise StoreError(f"the records of {self._connections.where} cannot be read: {length!s}.")
             if length:
-                scope, page, part = parts.groups()
-                key = StoreKey(bytes.fromhex(scope.decode()), bytes.fromhex(page.decode()), int(part))
                 yield Entry(key, length, float(idle) if isinstance(idle, int) else None)
 
 
 _ANSWERS = (Answer.MISS, Answer.HIT, Answer.PENDING)
-
-
-def _is_lost(replies: Sequence[Reply]) -> bool:
-    from quire.tiers.stores.connections import Lost
-
-    return bool(replies) and isinstance(replies[-1], Lost)
 
 
 def _name(prefix: bytes, key: StoreKey) -> bytes:
@@ -301,15 +241,3 @@ def _name(prefix: bytes, key: StoreKey) -> bytes:
 
 def _script(script: bytes, names: Sequence[bytes], *arguments: bytes) -> Command:
     return (b"EVAL", script, b"%d" % len(names), *names, *arguments)
-
-
-def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[slice]:
-    """Runs of records that one pipeline may carry."""
-    start = total = 0
-    for index, size in enumerate(sizes):
-        if index > start and (total + size > most_bytes or index - start == _BATCH_KEYS):
-            yield slice(start, index)
-            start, total = index, 0
-        total += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))

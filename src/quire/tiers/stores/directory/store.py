@@ -28,7 +28,6 @@ from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.stores.directory.compaction import Compaction
 from quire.tiers.stores.directory.facts import Facts, facts_of
-from quire.tiers.stores.directory.gate import Gate
 from quire.tiers.stores.directory.index import NOBODY, Busy, Row, find_rows, insert_rows, release
 from quire.tiers.stores.directory.opening import RESERVE, Opened, open_directory, reclaim_dead
 from quire.tiers.stores.directory.reserve import keep_reserve
@@ -37,6 +36,7 @@ from quire.tiers.stores.directory.slab_files import OpenSlabs
 from quire.tiers.stores.directory.statistics import Statistics
 from quire.tiers.stores.directory.transfer import Place, Transfer, as_bytes
 from quire.tiers.stores.directory.uses import Uses
+from quire.tiers.stores.gate import Gate
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 _LISTED_AT_ONCE = 2000

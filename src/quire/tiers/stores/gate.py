@@ -13,13 +13,13 @@ class Gate:
     def __init__(self) -> None:
         self._changed = Condition()
         self._inside = 0
-        self._is_open = True
+        self.is_open = True
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
         """False once it is shut; else nothing is closed before this ends."""
         with self._changed:
-            is_open = self._is_open
+            is_open = self.is_open
             self._inside += is_open
         try:
             yield is_open
@@ -30,8 +30,8 @@ class Gate:
                     self._changed.notify_all()
 
     def shut(self) -> bool:
-        """Let nobody in and wait for those inside. False: it was shut before."""
+        """Let no operation in and wait for those inside. False: it was shut before."""
         with self._changed:
-            was_open, self._is_open = self._is_open, False
+            was_open, self.is_open = self.is_open, False
             self._changed.wait_for(lambda: self._inside == 0)
         return was_open

@@ -1,0 +1,148 @@
+"""RemoteStore: what stores on a server do alike. Records stay where they are until they are completed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
+
+from typing_extensions import Buffer
+
+from quire.tiers.store import Answer, StoreKey
+from quire.tiers.stores.counts import Counts
+
+_Item = TypeVar("_Item")
+_NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})", re.ASCII)
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A record's bytes, and where they are once they were put. They are the caller's."""
+
+    num_bytes: int
+    record: memoryview | None = None
+
+
+class RemoteStore:
+    """The writing half of the store port. It copies nothing and is for any number of threads.
+
+    A key is announced at most once, so a second writer in this process is told to wait whatever the server knows.
+    `failures` counts what went wrong, by kind.
+    """
+
+    def __init__(self, failures: Counts) -> None:
+        self.failures = failures
+        self._lock = Lock()
+        self._announced: dict[StoreKey, _Announced] = {}
+
+    # -- of each server
+
+    def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
+        """Which records may be sent later: MISS. All other answers are those of `prepare`."""
+        raise NotImplementedError
+
+    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+        """Store records that were claimed: HIT or RETRY."""
+        raise NotImplementedError
+
+    def _unclaim(self, keys: list[StoreKey]) -> None:
+        """What was claimed will not be sent."""
+
+    # -- of all
+
+    def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
+        """Announce records. The server is asked about none that is announced already, and makes room when the bytes
+        come, not now. Of two announcements of one key in a batch, the first is the writer."""
+        mine: dict[StoreKey, int] = {}
+        with self._lock:
+            for key, size in zip(keys, sizes, strict=True):
+                if key not in self._announced:
+                    self._announced[key] = _Announced(size)
+                    mine[key] = size
+        said = dict.fromkeys(mine, Answer.RETRY)
+        try:
+            said.update(zip(mine, self._claim(list(mine), list(mine.values())), strict=True))
+        finally:
+            self._take([key for key, answer in said.items() if answer is not Answer.MISS])
+        answers = []
+        for key in keys:
+            answers.append(said.get(key, Answer.PENDING))
+            if answers[-1] is Answer.MISS:
+                said[key] = Answer.PENDING
+        return answers
+
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+        """Refer to the bytes of announced records: HIT, or RETRY for one not announced, or of another length."""
+        with self._lock:
+            return [self._hold(key, bytes_of(record)) for key, record in zip(keys, records, strict=True)]
+
+    def _hold(self, key: StoreKey, record: memoryview) -> Answer:
+        announced = self._announced.get(key)
+        if announced is None or announced.num_bytes != record.nbytes:
+            return Answer.RETRY
+        announced.record = record
+        return Answer.HIT
+
+    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
+        """Send what is good: HIT, or RETRY where that failed. What was not announced is MISS."""
+        answers = [Answer.MISS] * len(keys)
+        sending: dict[int, memoryview] = {}
+        dropped: list[StoreKey] = []
+        for index, (announced, good) in enumerate(zip(self._take(keys), ok, strict=True)):
+            if announced is None:
+                continue
+            answers[index] = Answer.RETRY if good else Answer.MISS
+            if good and announced.record is not None:
+                sending[index] = announced.record
+            else:
+                dropped.append(keys[index])
+        self._unclaim(dropped)
+        sent = self._send([keys[index] for index in sending], list(sending.values()))
+        for index, answer in zip(sending, sent, strict=True):
+            answers[index] = answer
+        return answers
+
+    def _drop_announced(self) -> None:
+        """Forget what was not completed, as the store is closed."""
+        with self._lock:
+            keys = list(self._announced)
+        self._take(keys)
+        self._unclaim(keys)
+
+    def _take(self, keys: Sequence[StoreKey]) -> list[_Announced | None]:
+        with self._lock:
+            return [self._announced.pop(key, None) for key in keys]
+
+
+def bytes_of(record: Buffer) -> memoryview:
+    """The bytes of a record or of a buffer for one, without a copy."""
+    view = memoryview(record)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def key_of(name: str) -> StoreKey | None:
+    """The key whose name is `scope/page.part`, or None."""
+    parts = _NAME.fullmatch(name)
+    return None if parts is None else StoreKey(bytes.fromhex(parts[1]), bytes.fromhex(parts[2]), int(parts[3]))
+
+
+def in_parts(items: Sequence[_Item], most: int) -> Iterator[Sequence[_Item]]:
+    """So many at a time."""
+    for start in range(0, len(items), most):
+        yield items[start : start + most]
+
+
+def batches(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[list[int]]:
+    """Indices of records that go together: at most so many, and bytes unless it is one alone."""
+    batch: list[int] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if batch and (total + size > most_bytes or len(batch) == most):
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += size
+    if batch:
+        yield batch
