@@ -185,8 +185,8 @@ def test_an_idle_engine_tries_again_to_have_the_store_forget(llms: Any, monkeypa
         patch.setattr(type(llm.engine.tiers.store), "remove", lambda store, keys: 0)
         llm.flush()
         settle(llm)
-        assert tiers.forgetting.num_failed == 1 and not llm.engine.has_moves(), "not at once, or it would never rest"
-    tiers.forgetting._due_at = 0.0
+        assert tiers.deletion.num_failed == 1 and not llm.engine.has_moves(), "not at once, or it would never rest"
+    tiers.deletion._due_at = 0.0
     assert llm.engine.has_moves()
-    assert records(llm) == 0 and tiers.forgetting.scopes == ()
+    assert records(llm) == 0 and tiers.deletion.scopes == {}
     assert llm.statistics()["tiers"]["forget_failures"] == 1

@@ -11,8 +11,8 @@ from quire.engine import process
 from quire.engine.process import StepLoop
 from quire.engine.wire import AskFlush, AskStatistics, Declined, FlushAnswer, Shutdown, Statistics
 from quire.errors import StoreError
+from quire.offload.deletion import Stored
 from quire.offload.flush import Flushed
-from quire.offload.forgetting import Stored
 from quire.spec.events import Namespace
 
 DONE = Flushed(flushed_tokens=5, held_tokens=0, num_retentions=0)

@@ -116,7 +116,7 @@ def test_what_was_flushed_stays_so(killed: tuple[Path, str], model: Path, monkey
     assert before == 2 * PAGES - 8 and marks == 1, "it was not killed half way"
     with tiered(model, directory) as llm:
         assert llm.engine.offload.tiers is not None
-        forgetting = llm.engine.offload.tiers.forgetting
+        forgetting = llm.engine.offload.tiers.deletion
         with monkeypatch.context() as patch:
             patch.setattr(DirectoryStore, "remove", lambda store, keys: 0)  # so that all of it is still there
             assert ask(llm, "alice") == [0] * 6
@@ -157,7 +157,7 @@ def test_to_end_does_not_wait_until_all_is_forgotten(
     def end() -> None:
         """The engine is told to end while this batch is removed."""
         assert llm.engine.offload.tiers is not None
-        llm.engine.offload.tiers.forgetting.end()
+        llm.engine.offload.tiers.deletion.end()
 
     monkeypatch.setattr(forgotten, "_AT_ONCE", 4)
     monkeypatch.setattr(store, "remove", remove)
@@ -178,7 +178,7 @@ def test_to_end_stops_what_takes_long(model: Path, tmp_path: Path, monkeypatch: 
     ask(llm, "alice")
     settle(llm)
     assert llm.engine.tiers is not None and llm.engine.offload.tiers is not None
-    forgetting, store = llm.engine.offload.tiers.forgetting, llm.engine.tiers.store
+    forgetting, store = llm.engine.offload.tiers.deletion, llm.engine.tiers.store
     real, ended = DirectoryStore.remove, forgetting.end
     begun, told, removed = threading.Event(), threading.Event(), []
 

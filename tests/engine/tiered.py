@@ -86,7 +86,7 @@ def at_rest(core: EngineCore) -> dict[str, Any]:
     core.audit()
     tiers = core.offload.tiers
     assert tiers is not None
-    assert not tiers.moving and not tiers.condemned and not tiers.damaged.num_damaged
+    assert not tiers.moving and not tiers.damaged_paths and not tiers.damaged.num_damaged
     assert core.offload.prefetcher is None or not core.offload.prefetcher.in_flight
     assert core.cache.tree.num_protected == 0
     for group, host in zip(core.cache.groups, tiers.hosts, strict=True):

@@ -204,7 +204,7 @@ class RandomLife:
         """What the store has forgotten, it has forgotten for good."""
         tiers = self.cache.tiers
         assert tiers is not None
-        waiting = set(tiers.forgetting.scopes)
+        waiting = set(tiers.deletion.scopes)
         for generations, scope in self._unflushed:
             if scope not in waiting:
                 self._say({"flushed": generations})

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from quire.errors import StoreError
-from quire.offload.flush import clear
 from quire.offload.tier_settings import WritePolicy
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
+from quire.testing.clear import clear
 from quire.tiers.forgotten import mark_of
 from quire.tiers.store import Entry, StoreKey
 from quire.tiers.transfer import Lane
@@ -231,7 +231,7 @@ def test_what_the_store_cannot_forget_now_is_not_looked_for_and_forgotten_later(
         assert tiered.stored(ALICE) > 0 == tiered.fetch(SECRET, ALICE)
         tiered.now += 2
         tiered.ahead.settle_moves()
-    assert tiered.tiers.forgetting.num_failed >= 3
+    assert tiered.tiers.deletion.num_failed >= 3
     assert tiered.fetch(tokens_of([1, 2, 3]), BOB) > 0, "others are served"
     tiered.compute(SECRET, ALICE)
     store.down = ""
@@ -240,7 +240,7 @@ def test_what_the_store_cannot_forget_now_is_not_looked_for_and_forgotten_later(
     tiered.now += 2
     tiered.ahead.settle_moves()
     tiered.drain()
-    assert tiered.tiers.forgetting.scopes == ()
+    assert tiered.tiers.deletion.scopes == {}
     tiered.flush(ALICE)
     tiered.drain()
     assert tiered.stored(ALICE) == 0
@@ -263,14 +263,14 @@ def test_what_was_flushed_does_not_come_back_with_another_engine(space: Namespac
         assert second.fetch(SECRET, ALICE) == 0 and second.stored(ALICE) == stored
         second.drain()
         second.now += 2
-    assert second.tiers is not None and len(second.tiers.forgetting.scopes) == 1
+    assert second.tiers is not None and len(second.tiers.deletion.scopes) == 1
     assert (second.fetch(tokens_of([1, 2, 3]), BOB) > 0) == (space is ALICE)
     store.down = ""
     second.now += 2
     second.ahead.settle_moves()
     second.drain()
     assert second.stored(ALICE) == 0 == second.fetch(SECRET, ALICE)
-    assert second.tiers.forgetting.scopes == ()
+    assert second.tiers.deletion.scopes == {}
     assert second.compute(SECRET, ALICE) == 0
     second.drain()
     third = TieredCache(store=store)
@@ -310,10 +310,10 @@ def test_an_engine_that_ends_does_not_begin_to_forget() -> None:
     tiered.flush(ALICE)
     tiered.drain()
     store.down = ""
-    tiered.tiers.forgetting.end()
+    tiered.tiers.deletion.end()
     tiered.now += 5
     tiered.drain()
-    assert tiered.stored(ALICE) > 0 and not tiered.tiers.forgetting.is_due
+    assert tiered.stored(ALICE) > 0 and not tiered.tiers.deletion.is_due
     assert tiered.state(ALICE) == ("hidden", False)
     tiered.close()
 

@@ -224,7 +224,7 @@ def check_troubled_server(folder: Path, seed: int, trouble: Trouble, *, timeout:
         tiers = cache.tiers
         assert tiers is not None
         give_up = time.monotonic() + 30
-        while tiers.forgetting.scopes:
+        while tiers.deletion.scopes:
             assert time.monotonic() < give_up, "a flush never comes to its end"
             time.sleep(0.02)
             cache.ahead.settle_moves()

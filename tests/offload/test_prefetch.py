@@ -11,12 +11,12 @@ from typing_extensions import Buffer
 
 from quire.offload import prefetch as fetched_pieces
 from quire.offload import prefetcher as reading_ahead
-from quire.offload.flush import clear
 from quire.offload.prefetch import Prefetch
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
+from quire.testing.clear import clear
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of

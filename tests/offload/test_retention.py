@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.cache import KVCache, RequestKV
 from quire.errors import InvalidInput, OutOfPages
 from quire.offload import Offloads, offload_of
-from quire.offload.flush import clear
 from quire.offload.retention import MOST_RETENTIONS, MOST_SECONDS, Granted, Retention
 from quire.plan.budget import MemoryPlan
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.testing.clear import clear
 from quire.testing.plans import small_plan
 
 PAGE = 4

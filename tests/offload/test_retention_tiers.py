@@ -10,12 +10,12 @@ import pytest
 
 from quire.cache import RequestKV
 from quire.errors import OutOfPages
-from quire.offload.flush import clear
 from quire.offload.retention import Granted
 from quire.offload.tier_settings import WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids, Tier
+from quire.testing.clear import clear
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 
@@ -188,7 +188,7 @@ def test_what_turns_out_to_be_damaged_is_kept_no_longer() -> None:
     tiered.copies.host[0][tiers.hosts[0].column[page], -8] ^= 255
     assert tiered.compute(asking(KEPT)) < 16
     tiered.drain()
-    assert tiered.kept.num_lost == 1 and not tiers.condemned
+    assert tiered.kept.num_lost == 1 and not tiers.damaged_paths
     assert tiered.compute(KEPT) < 16
     tiered.drain()
     assert tiered.cached(KEPT) == 16, "and can be computed anew"

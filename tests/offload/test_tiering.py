@@ -56,13 +56,13 @@ def test_damage_is_counted_once_and_keeps_nobody_else_from_caching() -> None:
     kv = world.cache.begin(asking(tokens), ALICE)
     world.drain()
     assert kv.has_failed and not kv.is_ready
-    assert tiers_of(world).condemned, "its request still holds the damaged page"
+    assert tiers_of(world).damaged_paths, "its request still holds the damaged page"
     world.compute(others)
     assert world.cached(others) == len(others)
     changes = world.cache.num_changes
     world.cache.finish(kv)
     assert world.ahead.settle_moves(), "room came back, which whoever waits for some must hear"
-    assert world.cache.num_changes > changes and not tiers_of(world).condemned
+    assert world.cache.num_changes > changes and not tiers_of(world).damaged_paths
     assert world.cached(tokens) <= PAGE
     assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
     assert len(tiers_of(world).hosts[0].quarantined) == 1
@@ -89,7 +89,7 @@ def test_failed_loads_with_pages_in_common_do_not_keep_each_other(
     for kv in both:
         world.cache.finish(kv)
     world.ahead.settle_moves()
-    assert not tiers_of(world).condemned and not tiers_of(world).damaged.num_damaged
+    assert not tiers_of(world).damaged_paths and not tiers_of(world).damaged.num_damaged
     assert not any(map(world.cached, prompts))
     assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 2}
     for tokens in prompts:

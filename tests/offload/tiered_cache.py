@@ -154,7 +154,7 @@ class TieredCache(CachedBytes):
 
     def state(self, namespace: Namespace | None) -> tuple[str, bool]:
         """Of what was flushed, in storage."""
-        return self.tiers.stored_state(namespace)
+        return self.tiers.deletion.flushed(namespace)
 
     def stored(self, namespace: Namespace = ALICE) -> int:
         """Records of a namespace in the store."""

@@ -10,13 +10,13 @@ import pytest
 from quire.cache import KVCache
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.offload import Offloads
-from quire.offload.flush import clear
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.events import Namespace
 from quire.testing import FakeModel, small_plan
+from quire.testing.clear import clear
 
 
 class Engine:

@@ -25,8 +25,8 @@ from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanations
 from quire.offload import Offloads, offload_of
+from quire.offload.deletion import Stored
 from quire.offload.flush import Flushed, change_model, flush, flushed
-from quire.offload.forgetting import Stored
 from quire.offload.retention import Granted, RetainedList
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -165,7 +165,7 @@ class EngineCore:
     def has_moves(self) -> bool:
         """Whether bytes are on their way between tiers, so that `step` should be called now and then."""
         tiers = self.offload.tiers if self.tiers is not None else None
-        return tiers is not None and (not tiers.mover.idle or tiers.forgetting.is_due or tiers.archiver.is_due)
+        return tiers is not None and (not tiers.mover.idle or tiers.deletion.is_due or tiers.archiver.is_due)
 
     def close(self) -> None:
         """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
@@ -180,7 +180,7 @@ class EngineCore:
 
     def _end_forgetting(self) -> None:
         if self.offload.tiers is not None:
-            self.offload.tiers.forgetting.end()
+            self.offload.tiers.deletion.end()
 
     def _tell_unstored(self) -> None:
         """Say what of the host could not be stored any more."""
@@ -190,8 +190,7 @@ class EngineCore:
 
     def _tell_unforgotten(self) -> None:
         """Say what of the last flushes is still stored."""
-        forgetting = self.offload.tiers.forgetting if self.offload.tiers is not None else None
-        states = [forgetting.state(scope) for scope in forgetting.scopes] if forgetting is not None else []
+        states = [*self.offload.tiers.deletion.scopes.values()] if self.offload.tiers is not None else []
         if hidden := states.count(Stored.HIDDEN):
             logger.warning(
                 "%d flushes are not at their end: no engine finds their records, but they are stored until one looks "

@@ -227,7 +227,7 @@ class Archiver:
         touched: dict[int, list[Ids]] = {}
         for key, node, why in self.owed.first(_MOST_LOOKED_AT):
             its = below.names.scope(node.namespace)
-            if below.forgetting.is_to_come(its) or (nodes and its != scope):
+            if below.deletion.is_to_come(its) or (nodes and its != scope):
                 continue
             lacking, is_rest = self._lacking(node, _BATCH_BYTES - num_bytes)
             useful = self._of_use(node) if why != _MENDED else []

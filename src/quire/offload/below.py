@@ -11,7 +11,7 @@ import numpy as np
 from quire.cache.hold import Hold
 from quire.cache.offload import CacheParts
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
-from quire.offload.forgetting import Forgetting
+from quire.offload.deletion import StoreDeletion
 from quire.offload.host_groups import HostGroup
 from quire.offload.tier_counters import TierCounters
 from quire.offload.tier_settings import TierSettings
@@ -58,7 +58,7 @@ class Below:
         self.counters = TierCounters()
         self.names = parts.tree.names
         self.damaged = parts.damaged
-        self.forgetting = Forgetting(settings.mover, parts.seconds)
+        self.deletion = StoreDeletion(settings.mover, self.names, parts.seconds)
         self.hosts = tuple(
             HostGroup(
                 group.index,

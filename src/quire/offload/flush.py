@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.cache import KVCache
+from quire.cache.groups import NO_PAGES
 from quire.errors import StoreError
-from quire.offload.forgetting import Stored
+from quire.offload.deletion import Stored
 from quire.offload.offloading import offload_of
 from quire.prefix.flush import flush_namespace
 from quire.prefix.hashing import layout_identity
@@ -49,14 +50,14 @@ def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
 
 
 def flushed(cache: KVCache, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
-    """What a flush did, with what has become of it in storage. None: that may be more soon, and whoever asks `waits`.
+    """What a flush did, with what has become of it in storage. None: that may be more soon, and the caller `waits`.
 
     Raises StoreError where the store did not even take note of it, so that it would be found again after a restart.
     """
     tiers = offload_of(cache).tiers
-    if tiers is None:
+    if tiers is None or not tiers.settings.stores:
         return done
-    state, is_tried = tiers.stored_state(namespace)
+    state, is_tried = tiers.deletion.flushed(namespace)
     if waits and (is_tried or state is Stored.HELD):
         return None
     if state is Stored.HELD:
@@ -74,28 +75,10 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
     No step may be launched between the change of the weights and this. What is stored of the old ones stays where it
     is, under names that this cache does not ask for any more.
     """
-    tiers = offload_of(cache).tiers
-    if tiers is not None:
-        tiers.abandon(None)
     done = _forget(cache, None)
-    identity = layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups])
-    cache.tree.rename(identity)
+    cache.tree.rename(layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups]))
+    tiers = offload_of(cache).tiers
     return replace(done, storage=Stored.KEPT if tiers is not None and tiers.settings.stores else Stored.NONE)
-
-
-def clear(cache: KVCache) -> int:
-    """Forget everything cached that nobody holds, in all tiers; returns the number of pages.
-
-    What requests hold stays cached, and what is kept for callers: `flush` ends both.
-    """
-    offload = offload_of(cache)
-    if offload.tiers is not None:
-        offload.tiers.forget_stored(None)
-    if offload.prefetcher is not None:
-        offload.prefetcher.abandon(None)
-    pages = cache.tree.clear()
-    cache.parts.give_back(pages)
-    return len(pages)
 
 
 def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
@@ -104,10 +87,9 @@ def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
     for kv in cache.rows.live.values():
         if namespace in (None, kv.namespace):
             kv.shares = False
-    if offload.prefetcher is not None:
-        offload.prefetcher.abandon(namespace)
+    offload.abandon(namespace)
     flushed = [flush_namespace(tree, space) for space in list(tree.roots.found) if namespace in (None, space)]
-    pages = np.concatenate([np.empty(0, dtype=np.int32), *(gone for gone, _ in flushed)])
+    pages = np.concatenate([NO_PAGES, *(gone for gone, _ in flushed)])
     cache.parts.give_back(pages)
     if namespace is None:
         tree.forget_evicted()

@@ -11,6 +11,7 @@ from quire.offload.retention import RETAIN_SHARE, Retention
 from quire.offload.tier_settings import TierSettings
 from quire.offload.tiered import Tiered
 from quire.plan.budget import MemoryPlan
+from quire.spec.events import Namespace
 from quire.spec.ids import Tier
 
 
@@ -22,6 +23,9 @@ class DeviceOnly(NoOffload):
         self.kept: Retention = Retention(parts, retain_share)
         self.ahead: ReadAhead = NOTHING_TO_READ_AHEAD
         self.tiers = self.prefetcher = None
+
+    def abandon(self, namespace: Namespace | None) -> None:
+        """Nothing is on its way."""
 
 
 Offloading = Tiered | DeviceOnly

@@ -108,7 +108,7 @@ class Prefetcher(ReadAhead):
         """Where another request's prompt goes on with the same page, it is waited for that one's."""
         tiers, parts = self._tiers, self._parts
         scope = tiers.names.scope(namespace)
-        if not self.can_prefetch or tiers.forgetting.covers(scope):
+        if not self.can_prefetch or tiers.deletion.covers(scope):
             return None
         limit = max(0, len(tokens) - 1) // self._size
         found = parts.tree.match(namespace, tokens)

@@ -88,6 +88,11 @@ class Tiered:
                 break
         return evicted
 
+    def abandon(self, namespace: Namespace | None) -> None:
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        self.tiers.abandon(namespace)
+        self.prefetcher.abandon(namespace)
+
     def forgotten(self, pages: Ids) -> None:
         """Their copies go."""
         self.tiers.forgotten(pages)

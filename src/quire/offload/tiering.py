@@ -26,8 +26,7 @@ from quire.cache.resuming import resume_point
 from quire.memory.residency import State
 from quire.offload.archiver import NOT_DAMAGED, Archiver
 from quire.offload.below import Below, Moving, Part, worth_saving
-from quire.offload.condemned import Condemned
-from quire.offload.forgetting import Stored
+from quire.offload.deletion import DamagedPaths
 from quire.offload.host_groups import HostGroup
 from quire.offload.owed_paths import OwedPaths
 from quire.offload.tier_settings import TierSettings, WritePolicy
@@ -50,13 +49,12 @@ class Tiering:
         self.settings = settings
         self.mover, self.break_even = below.mover, below.break_even
         self.counters, self.hosts = below.counters, below.hosts
-        self.names, self.damaged, self.forgetting = below.names, below.damaged, below.forgetting
+        self.names, self.damaged, self.deletion = below.names, below.damaged, below.deletion
         self._holds = parts.holds
-        self.condemned = Condemned(tree, parts.holds, parts.give_back)
+        self.damaged_paths = DamagedPaths(tree, parts.holds, parts.give_back)
         self._groups = groups
         self._tree = tree
         self._forget = parts.give_back
-        self._flushed_as: dict[Namespace | None, bytes] = {}  # until that is gone: the model may change meanwhile
         self._table = parts.frames
         self.moving: dict[Transfer, Moving] = {}
         self._partial = tuple(group for group in groups if not group.reach.whole)
@@ -77,26 +75,12 @@ class Tiering:
             moving.abandoned |= scope in (None, moving.scope)
 
     def forget_stored(self, namespace: Namespace | None) -> None:
-        """Have the store forget a namespace, or all that is of this model, behind all that it was given; until it has,
+        """Have the store delete a namespace, or all that is of this model, behind all that it was given; until it has,
         nothing of that is looked for there."""
-        self.abandon(namespace)
         if namespace is None:
             self.archiver.forget_all()
         if self.settings.stores:
-            self._flushed_as[namespace] = self._covered(namespace)
-            self.forgetting.begin(self._flushed_as[namespace])
-
-    def stored_state(self, namespace: Namespace | None) -> tuple[Stored, bool]:
-        """What has become of a flush in storage, and whether that may change soon."""
-        if not self.settings.stores:
-            return Stored.NONE, False
-        scope = self._flushed_as.get(namespace, self._covered(namespace))
-        if (state := self.forgetting.state(scope)) is Stored.GONE:
-            self._flushed_as.pop(namespace, None)
-        return state, self.forgetting.is_tried(scope)
-
-    def _covered(self, namespace: Namespace | None) -> bytes:
-        return self.names.edition if namespace is None else self.names.scope(namespace)
+            self.deletion.flush(namespace)
 
     # -- what becomes of prefixes
 
@@ -150,18 +134,20 @@ class Tiering:
     def wait(self) -> bool:
         """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
         to wait for any more has gone."""
-        waiting = len(self.condemned)
+        waiting = len(self.damaged_paths)
         if waiting:
-            self.condemned.discard()
-        return len(self.condemned) < waiting or bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
+            self.damaged_paths.delete()
+        return (
+            len(self.damaged_paths) < waiting or bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
         hosts = {host.name: host.statistics() for host in self.hosts}
-        gauges: dict[str, Any] = {"host_pages": self._tree.num_below, "forgetting": len(self.forgetting.scopes)}
+        gauges: dict[str, Any] = {"host_pages": self._tree.num_below, "forgetting": len(self.deletion.scopes)}
         gauges |= {"owed_paths": len(self.archiver.owed)}
         health = self.settings.health
-        gauges |= {"forget_failures": self.forgetting.num_failed, "store_lost": list(health.lost)}
+        gauges |= {"forget_failures": self.deletion.num_failed, "store_lost": list(health.lost)}
         refused = {link.name: count for link, count in health.refused.items()}
         return {**self.counters.to_dict(), "host": hosts, **gauges, "store_refused": refused}
 
@@ -401,7 +387,7 @@ class Tiering:
             self.counters.ended(move)
             self.settings.health.ended(move)
             if move.lane is Lane.FORGET:
-                self.forgetting.ended(move)
+                self.deletion.ended(move)
             elif move.lane is Lane.SAVE:
                 self._saved(move)
             elif move.lane is Lane.LOAD:
@@ -411,12 +397,12 @@ class Tiering:
             else:
                 if move.marked:
                     self.archiver.forget_all()  # of another's flush: what was stored there is not, or not for long
-                    self.forgetting.found(move.marked)
+                    self.deletion.found(move.marked)
                 self.fetched(move)
-        self.forgetting.go_on()
+        self.deletion.go_on()
         self._save_the_rest()
         self.archiver.go_on()
-        return len(ended) + self.condemned.discard()
+        return len(ended) + self.damaged_paths.delete()
 
     def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
@@ -475,7 +461,7 @@ class Tiering:
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
-        self.condemned.add(moving.hold.path.node, min(places))
+        self.damaged_paths.add(moving.hold.path.node, min(places))
         self._holds.release(moving.hold)
 
     # -- inside

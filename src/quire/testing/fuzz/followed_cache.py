@@ -17,9 +17,9 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.cache.snapshot import Snapshot
 from quire.errors import OutOfPages
-from quire.offload.flush import clear
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
+from quire.testing.clear import clear
 from quire.testing.fuzz.device import Device, Step
 from quire.testing.fuzz.events import EventFold
 from quire.testing.fuzz.faults import Faults

@@ -23,12 +23,12 @@ from quire.cache.running import RunningBatch
 from quire.cache.snapshot import GroupSnapshot, RequestSnapshot
 from quire.errors import OutOfPages
 from quire.offload import offload_of
-from quire.offload.flush import clear
 from quire.offload.prefetch import Prefetch
 from quire.offload.read_ahead import ReadAhead
 from quire.offload.tiering import Tiering
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
+from quire.testing.clear import clear
 from quire.testing.fuzz.device import Step
 from quire.testing.fuzz.faults import Faults
 from quire.testing.fuzz.followed_cache import NAMESPACE, FollowedCache
@@ -328,7 +328,7 @@ class TieredCache(FollowedCache, ReadAhead):
     def obtainable(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> int | None:
         """Behind how many pages a request can begin once all that is stored has come, with nothing else on its way.
         None where that depends: on what is quicker, on what a store forgets, on who makes room."""
-        if not (self.world.is_faultless and self.world.settings.always) or self.tiers.forgetting.scopes:
+        if not (self.world.is_faultless and self.world.settings.always) or self.tiers.deletion.scopes:
             return None
         if not self.can_prefetch:
             return None
@@ -383,7 +383,7 @@ class TieredCache(FollowedCache, ReadAhead):
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
         assert not self.model.live and not cache.fences.waiting, "memory is held for nobody"
-        assert not (tiers.moving or tiers.archiver.moves or tiers.condemned), "something moves for ever"
+        assert not (tiers.moving or tiers.archiver.moves or tiers.damaged_paths), "something moves for ever"
         prefetcher = offload_of(cache).prefetcher
         assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.snapshot.tree.edges if node.level]
@@ -474,12 +474,7 @@ class TieredCache(FollowedCache, ReadAhead):
     def _check_all_is_stored(self) -> None:
         """With nothing on its way, what is on the host is stored, as far as all before it is on the host too."""
         tiers, names = self.tiers, self.names
-        if (
-            self.world.store is None
-            or not self.world.is_faultless
-            or tiers.forgetting.scopes
-            or len(tiers.archiver.owed)
-        ):
+        if self.world.store is None or not self.world.is_faultless or tiers.deletion.scopes or len(tiers.archiver.owed):
             return
         whole = [host.index for host in tiers.hosts if host.whole]
         reached: set[int] = set()

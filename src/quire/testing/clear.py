@@ -1,0 +1,20 @@
+"""clear: what nothing holds leaves a cache, and all its tiers."""
+
+from __future__ import annotations
+
+from quire.cache import KVCache
+from quire.offload import offload_of
+
+
+def clear(cache: KVCache) -> int:
+    """Forget everything cached that nothing holds, in all tiers; returns the number of pages.
+
+    What requests hold stays cached, and what is kept for callers: `quire.offload.flush` ends both.
+    """
+    offload = offload_of(cache)
+    if offload.tiers is not None:
+        offload.tiers.forget_stored(None)
+    offload.abandon(None)
+    pages = cache.tree.clear()
+    cache.parts.give_back(pages)
+    return len(pages)
