@@ -39,8 +39,7 @@ from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
 from quire.spec.model import ModelSpec
 from quire.tiers.break_even import BreakEven, _Trial
-from quire.tiers.in_flight import InFlight
-from quire.tiers.mover import ThreadMover
+from quire.tiers.mover import Mover, ThreadMover
 from quire.tiers.transfer import Endpoint, Lane, Transfer
 
 Patch = pytest.MonkeyPatch
@@ -548,7 +547,7 @@ def virtual_transfers_end_at_their_deadline(patch: Patch) -> None:
 
 @mutant("lanes", "requests and frames wait for a peer that hangs, for ever")
 def deadlines_never_pass(patch: Patch) -> None:
-    patch.setattr(InFlight, "overdue", lambda in_flight, now: [])
+    patch.setattr(Mover, "_overdue", lambda mover, now: [])
 
 
 @mutant("lanes", "what waits behind a peer that hangs keeps its frames for ever")

@@ -210,10 +210,11 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
         assert copies.calls("to_device") == 2, "it goes on with the next layer, though it has failed"
 
 
-def test_closing_does_not_wait_for_a_hung_peer() -> None:
+def test_closing_does_not_wait_for_a_hung_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.tiers.mover.CLOSE_S", 0.05)
     copies, peer = saved(1, 2), DictStore()
     gate = peer.hold("prepare")
-    mover = ThreadMover(copies, DictStore(), peer=peer, lanes=WITH_PEER, close_seconds=0.05)
+    mover = ThreadMover(copies, DictStore(), peer=peer, lanes=WITH_PEER)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
     hung, late = transfer_of(copies, SEND, 1, deadline=SOON), transfer_of(copies, SEND, 2, deadline=SOON)
     assert mover.submit(hung) and mover.submit(late)

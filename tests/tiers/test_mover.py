@@ -430,11 +430,12 @@ def test_closing_ends_what_runs_and_fails_what_waits() -> None:
 
 
 @pytest.mark.parametrize("link", [Lane.LOOK, Lane.SAVE])
-def test_closing_does_not_wait_for_ever(link: Lane) -> None:
+def test_closing_does_not_wait_for_ever(link: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.tiers.mover.CLOSE_S", 0.05)
     copies, store = ArrayCopies(), DictStore()
     held: ArrayCopies | DictStore = store if link is Lane.LOOK else copies
     gate = held.hold("exists" if link is Lane.LOOK else "to_host")
-    mover = ThreadMover(copies, store, close_seconds=0.05)
+    mover = ThreadMover(copies, store)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
     hung = move_of(copies, link, pages(1))
     assert mover.submit(hung)

@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from quire.tiers.carrier import Carrier
-from quire.tiers.in_flight import InFlight
 from quire.tiers.mover import CLOSED, Job, Mover
-from quire.tiers.rate import Rate
 from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 
@@ -44,22 +42,19 @@ class VirtualMover(Mover):
         most_bytes: Mapping[Lane, int] | None = None,
         pass_until: Callable[[float], None] | None = None,
     ) -> None:
+        super().__init__(lanes, most_bytes)
         self._carrier = Carrier(copies, store, peer)
         self._seconds = seconds
         self._pass_until = pass_until
         self._bandwidths = bandwidths
         self._latency = latency
         self._choose = choose
-        self._in_flight = InFlight(most_bytes or {})
-        self._rates = {lane: Rate() for lane in lanes}
         self._queues: dict[Lane | Endpoint, deque[_Passage]] = {lane.queue: deque() for lane in lanes}
-        self._ended: list[Transfer] = []
-        self._has_news = False  # a transfer is checked or has expired
         self._closed = False
 
     def submit(self, transfer: Transfer) -> bool:
         now = self._seconds()
-        if self._closed or not self._in_flight.take(transfer, now):
+        if self._closed or not self._take(transfer, now):
             return False
         queue = self._queues[transfer.lane.queue]
         queue.append(_Passage(transfer, self._carrier.carry(transfer), now))
@@ -78,12 +73,9 @@ class VirtualMover(Mover):
                     break
                 queue = due[picked]
             self._finish(queue)
-        for transfer in self._in_flight.overdue(now):
+        for transfer in self._overdue(now):
             self._expire(transfer)
-        ended, self._ended = self._ended, []
-        for transfer in ended:
-            self._in_flight.give_back(transfer)
-        return ended
+        return self._hand_back()
 
     def wait(self, seconds: float) -> bool:
         """Whether there is news by now. Without `pass_until`, a caller that has nothing else to do moves the time to
@@ -108,7 +100,7 @@ class VirtualMover(Mover):
         """When the next transfer ends or expires. None: nothing is under way, or all of it hangs."""
         now = self._seconds()
         first = min((self._end_of(queue[0], now) for queue in self._queues.values() if queue), default=math.inf)
-        if self._in_flight.next_deadline < first:
+        if self._next_deadline < first:
             passages = [passage for queue in self._queues.values() for passage in queue]
             deadlines = [passage.transfer.expires_at for passage in passages if not passage.transfer.expired]
             first = min(first, *deadlines, math.inf)
@@ -123,16 +115,6 @@ class VirtualMover(Mover):
             if passage.transfer is transfer:
                 return end
         raise KeyError(transfer)
-
-    def in_flight(self, lane: Lane) -> int:
-        return self._in_flight.num_bytes(lane)
-
-    def rate(self, lane: Lane) -> Rate:
-        return self._rates[lane]
-
-    @property
-    def idle(self) -> bool:
-        return not self._in_flight.num_transfers
 
     def close(self) -> tuple[Transfer, ...]:
         self._closed = True
@@ -204,11 +186,8 @@ class VirtualMover(Mover):
             self._begin(queue[0], passage.end)
 
     def _end(self, passage: _Passage) -> None:
-        transfer = passage.transfer
-        transfer.end(passage.error)
-        if transfer.is_whole:
-            self._rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
-        self._ended.append(transfer)
+        passage.transfer.end(passage.error)
+        self._ended.append(passage.transfer)
 
 
 class _Passage(Job):

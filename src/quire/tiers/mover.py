@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from typing import Final, Protocol
+from typing import Final
 
 from quire.errors import QuireError
 from quire.tiers.carrier import PIECE_BYTES, Carrier
-from quire.tiers.in_flight import InFlight
 from quire.tiers.rate import Rate
 from quire.tiers.store import Store
-from quire.tiers.transfer import LANES, THREADS, Copies, Endpoint, Lane, Transfer
+from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
+
+THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
+"""Threads between the host and each other endpoint. One that hangs holds its own threads and no others."""
 
 CLOSED: Final = "the mover was closed before it came to this."
 """The error of a transfer that was still waiting."""
@@ -27,36 +29,44 @@ LEFT: Final = "the mover was closed, and this did not end."
 """The error of a transfer that hung."""
 
 
-class Mover(Protocol):
+class Mover(ABC):
     """Takes transfers, and returns each from `finished` exactly once, when nothing touches its frames any more.
 
     One thread, the engine's, submits and collects. A mover keeps no frame and no page: the submitter holds what a
     transfer names. A transfer whose deadline has passed has failed at once; it comes back when its call has returned.
+
+    What is in flight is bounded by lane; `most_bytes` replaces bounds of the table. A transfer larger than the bound is
+    taken when it is alone.
     """
 
+    def __init__(self, lanes: Sequence[Lane], most_bytes: Mapping[Lane, int] | None) -> None:
+        self._most_bytes = most_bytes or {}
+        self._rates = {lane: Rate() for lane in lanes}
+        self._bytes: Counter[Lane] = Counter()
+        self._transfers: Counter[Lane] = Counter()
+        self._watched: set[Transfer] = set()  # that have a deadline, which has not passed
+        self._next_deadline = math.inf  # at the earliest; the transfer may have ended
+        self._ended: list[Transfer] = []
+        self._has_news = False  # a transfer is checked or has expired
+
+    @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
         """Take a transfer. False: its lane is full, or the mover is closed; nothing was taken."""
 
+    @abstractmethod
     def finished(self) -> list[Transfer]:
         """The transfers that ended since the last call, in the order in which they ended."""
 
+    @abstractmethod
     def wait(self, seconds: float) -> bool:
         """Wait until a transfer has ended that `finished` did not return yet, or one has become `checked` or `expired`
         since the last wait; at most so long. Returns whether one has."""
 
+    @abstractmethod
     def complete(self, transfer: Transfer) -> None:
         """Wait until a transfer that was taken has ended, however long that takes; `finished` still returns it."""
 
-    def in_flight(self, lane: Lane) -> int:
-        """Bytes that were taken and not returned by `finished` yet."""
-
-    def rate(self, lane: Lane) -> Rate:
-        """The measured bytes per second of a lane, and the seconds before its first byte, as they are now."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether `finished` has returned everything that was taken."""
-
+    @abstractmethod
     def close(self) -> tuple[Transfer, ...]:
         """What is under way ends; what waits fails; `finished` returns both. May be called twice. To have everything
         done, collect until `idle` before.
@@ -64,6 +74,56 @@ class Mover(Protocol):
         Returns the transfers that did not end in time. They have failed, and a thread may still be at them: the store
         and the memory of the copies must stay.
         """
+
+    def in_flight(self, lane: Lane) -> int:
+        """Bytes that were taken and not returned by `finished` yet."""
+        return self._bytes[lane]
+
+    def rate(self, lane: Lane) -> Rate:
+        """The bytes per second of a lane, and the seconds before its first byte, as measured."""
+        return self._rates[lane]
+
+    @property
+    def idle(self) -> bool:
+        """Whether `finished` has returned everything that was taken."""
+        return not any(self._transfers.values())
+
+    # -- for movers
+
+    def _take(self, transfer: Transfer, now: float) -> bool:
+        """Count a transfer in; its deadline runs from now. False: there is no room, and nothing was changed."""
+        lane = transfer.lane
+        count, num_bytes = self._transfers[lane], self._bytes[lane] + transfer.num_bytes
+        if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= lane.most_transfers):
+            return False
+        self._transfers[lane], self._bytes[lane] = count + 1, num_bytes
+        transfer.expires_at = now + transfer.limit_s
+        if transfer.expires_at < math.inf:
+            self._watched.add(transfer)
+            self._next_deadline = min(self._next_deadline, transfer.expires_at)
+        return True
+
+    def _overdue(self, now: float) -> list[Transfer]:
+        """Transfers that have not ended and whose deadline has passed since the last call, the earliest first."""
+        if now < self._next_deadline:
+            return []
+        passed = [transfer for transfer in self._watched if transfer.done or transfer.expires_at <= now]
+        self._watched.difference_update(passed)
+        self._next_deadline = min((transfer.expires_at for transfer in self._watched), default=math.inf)
+        return sorted((transfer for transfer in passed if not transfer.done), key=lambda late: late.expires_at)
+
+    def _hand_back(self) -> list[Transfer]:
+        """What has ended; it is counted out."""
+        ended, self._ended = self._ended, []
+        for transfer in ended:
+            self._bytes[transfer.lane] -= transfer.num_bytes
+            self._transfers[transfer.lane] -= 1
+            self._watched.discard(transfer)
+            assert self._transfers[transfer.lane] >= 0, "a transfer was handed back twice"
+            # Where the store had most of it already, time went by with little to show for it.
+            if not transfer.error and transfer.moved_bytes * 2 >= transfer.num_bytes:
+                self._rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
+        return ended
 
 
 class ThreadMover(Mover):
@@ -83,24 +143,19 @@ class ThreadMover(Mover):
         threads: Mapping[Endpoint, int] = THREADS,
         most_bytes: Mapping[Lane, int] | None = None,
         piece_bytes: int = PIECE_BYTES,
-        close_seconds: float | None = None,
     ) -> None:
-        self._close_seconds = CLOSE_S if close_seconds is None else close_seconds
+        super().__init__(lanes, most_bytes)
         self._carrier = Carrier(copies, store, peer, piece_bytes=piece_bytes)
-        # Everything below is read and written under the lock.
+        # Everything below is read and written under the lock, as is what has ended and what is watched.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # something to do, or closing
         self._news = threading.Condition(self._lock)  # something for the submitter
-        self._in_flight = InFlight(most_bytes or {})
-        self._rates = {lane: Rate() for lane in lanes}
-        self._channels = {lane.far: _Channel(lane, {**THREADS, **threads}[lane.far]) for lane in lanes}
-        self._ended: list[Transfer] = []
-        self._has_news = False  # a transfer is checked or has expired
+        self._channels = {lane.far: _Channel(lane.is_remote) for lane in lanes}
         self._closing = False
         self._threads = [
             threading.Thread(target=self._run, args=(channel,), name=f"quire-mover-{far.value}-{number}", daemon=True)
             for far, channel in self._channels.items()
-            for number in range(channel.num_threads)
+            for number in range(threads.get(far, THREADS[far]))
         ]
         for thread in self._threads:
             thread.start()
@@ -109,19 +164,16 @@ class ThreadMover(Mover):
 
     def submit(self, transfer: Transfer) -> bool:
         with self._lock:
-            if self._closing or not self._in_flight.take(transfer, time.monotonic()):
+            if self._closing or not self._take(transfer, time.monotonic()):
                 return False
-            self._channels[transfer.lane.far].add(_Task(transfer, self._carrier.carry(transfer)))
+            self._channels[transfer.lane.far].add(Job(transfer, self._carrier.carry(transfer)))
             self._work.notify_all()
         return True
 
     def finished(self) -> list[Transfer]:
         with self._lock:
             self._expire()
-            ended, self._ended = self._ended, []
-            for transfer in ended:
-                self._in_flight.give_back(transfer)
-        return ended
+            return self._hand_back()
 
     def wait(self, seconds: float) -> bool:
         with self._lock:
@@ -133,38 +185,25 @@ class ThreadMover(Mover):
         with self._lock:
             self._wait_until(lambda: transfer.done, math.inf)
 
-    def in_flight(self, lane: Lane) -> int:
-        with self._lock:
-            return self._in_flight.num_bytes(lane)
-
-    def rate(self, lane: Lane) -> Rate:
-        with self._lock:
-            return copy(self._rates[lane])
-
-    @property
-    def idle(self) -> bool:
-        with self._lock:
-            return not self._in_flight.num_transfers
-
     def close(self) -> tuple[Transfer, ...]:
+        channels = self._channels.values()
         with self._lock:
             self._closing = True
-            for channel in self._channels.values():
-                for task in channel.running:
-                    task.transfer.stop()
+            for job in [job for channel in channels for job in channel.running]:
+                job.transfer.stop()
             self._work.notify_all()
-        until = time.monotonic() + self._close_seconds
+        until = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         with self._lock:
-            left = [task for channel in self._channels.values() for task in channel.running]
-            for task in left:
-                self._end(task, LEFT)
-            for channel in self._channels.values():
-                for task in channel.waiting():
-                    channel.withdraw(task)
-                    self._end(task, CLOSED)
-        return tuple(task.transfer for task in left)
+            left = [job for channel in channels for job in channel.running]
+            for job in left:
+                self._end(job, LEFT)
+            for channel in channels:
+                for job in channel.waiting():
+                    channel.withdraw(job)
+                    self._end(job, CLOSED)
+        return tuple(job.transfer for job in left)
 
     def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
         """Wait under the lock, and watch the deadlines meanwhile."""
@@ -176,139 +215,117 @@ class ThreadMover(Mover):
                 break
             if now >= until:
                 return False
-            pause = min(until, self._in_flight.next_deadline) - now
+            pause = min(until, self._next_deadline) - now
             self._news.wait(min(max(pause, 0.0), threading.TIMEOUT_MAX))
         return True
 
     def _expire(self) -> None:
         """Under the lock: a transfer that waits ends at its deadline, and one under way when its call returns."""
-        for transfer in self._in_flight.overdue(time.monotonic()):
+        for transfer in self._overdue(time.monotonic()):
             transfer.expire()
             self._has_news = True
             channel = self._channels[transfer.lane.far]
-            for task in channel.waiting():
-                if task.transfer is transfer:
-                    channel.withdraw(task)
-                    self._end(task)
+            for job in channel.waiting():
+                if job.transfer is transfer:
+                    channel.withdraw(job)
+                    self._end(job)
 
     # -- the threads' side
 
     def _run(self, channel: _Channel) -> None:
-        while (task := self._next(channel)) is not None:
-            self._advance(task)
-            while not task.over and not self._pauses(channel, task):
-                self._advance(task)
+        job = None
+        while True:
             with self._lock:
-                channel.running.remove(task)
-                if task.over or task.transfer.expired:
-                    self._end(task, task.error)
-                else:
-                    channel.put_back(task)
-                self._work.notify_all()
+                job = self._next(channel, job)
+            if job is None:
+                return
+            job.advance()
 
-    def _next(self, channel: _Channel) -> _Task | None:
-        with self._lock:
-            while not self._closing:
-                if (task := channel.take()) is not None:
-                    return task
-                self._work.wait()
+    def _next(self, channel: _Channel, job: Job | None) -> Job | None:
+        """Under the lock: what a thread that has done a piece of `job` goes on with. None: the mover closes."""
+        if job is not None:
+            if job.transfer.checked and not job.told:
+                job.told = self._has_news = True
+                self._news.notify_all()
+            is_over = job.over or job.transfer.expired
+            if not is_over and not channel.pauses(job, closing=self._closing):
+                return job
+            channel.running.remove(job)
+            if is_over:
+                self._end(job, job.error)
+            else:
+                channel.add(job, paused=True)
+            self._work.notify_all()
+        while not self._closing:
+            if (job := channel.take()) is not None:
+                return job
+            self._work.wait()
         return None
 
-    def _pauses(self, channel: _Channel, task: _Task) -> bool:
-        with self._lock:
-            return task.transfer.expired or channel.pauses(task, closing=self._closing)
-
-    def _advance(self, task: _Task) -> None:
-        began = time.perf_counter()
-        task.advance()
-        task.seconds += time.perf_counter() - began
-        if task.transfer.checked and not task.over and not task.told:
-            task.told = True
-            with self._lock:
-                self._has_news = True
-                self._news.notify_all()
-
-    def _end(self, task: _Task, error: str = "") -> None:
-        """Under the lock: whoever sees that it is done finds it among those that have ended."""
-        transfer = task.transfer
-        if transfer.done:
-            return  # it was given up
-        transfer.seconds = task.seconds
-        transfer.end(error)
-        # Where the store had most of it already, time went by with little to show for it.
-        if not transfer.error and transfer.moved_bytes * 2 >= transfer.num_bytes:
-            self._rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
-        self._ended.append(transfer)
-        self._news.notify_all()
+    def _end(self, job: Job, error: str = "") -> None:
+        """Under the lock: what is seen to be done is among those that have ended."""
+        transfer = job.transfer
+        if not transfer.done:  # else it was given up
+            transfer.seconds = job.seconds
+            transfer.end(error)
+            self._ended.append(transfer)
+            self._news.notify_all()
 
 
 class _Channel:
-    """The tasks between the host and one other endpoint, and the order in which its threads take them.
+    """The jobs between the host and one other endpoint, and the order in which its threads take them.
 
-    Inward tasks have requests that wait for them. With the device, they go first and are not interrupted; outward ones
+    Inward jobs have requests that wait for them. With the device, they go first and are not interrupted; outward ones
     pause after each piece and keep their place. With a store or a peer, which may be slow, neither side may keep the
-    other waiting: while nothing goes outward, both sides take turns; where there are two threads, one is left to inward
-    tasks; and an inward task pauses after each piece if others wait, and goes behind them. Outward tasks begin in the
-    order of submission, and one whose lane is `alone` waits for those before it.
+    other waiting: while nothing goes outward, both sides take turns; and an inward job pauses after each piece if
+    others wait, and goes behind them. Outward jobs go one after the other, in the order of submission.
     """
 
-    def __init__(self, lane: Lane, num_threads: int) -> None:
-        self.num_threads = max(1, num_threads)
-        self.running: list[_Task] = []
-        self._is_remote = lane.is_remote
-        self._inward: deque[_Task] = deque()
-        self._outward: deque[_Task] = deque()
-        self._went_outward = False  # the task that was taken last
+    def __init__(self, is_remote: bool) -> None:
+        self.running: list[Job] = []
+        self._is_remote = is_remote
+        self._inward: deque[Job] = deque()
+        self._outward: deque[Job] = deque()
+        self._went_outward = False  # the job that was taken last
 
-    def add(self, task: _Task) -> None:
-        """Behind those that wait."""
-        self._side(task).append(task)
-
-    def put_back(self, task: _Task) -> None:
-        """A task that has paused."""
-        if self._is_remote:
-            self._side(task).append(task)
+    def add(self, job: Job, *, paused: bool = False) -> None:
+        """A job waits behind the others, or where it has `paused`, and keeps its place, before them."""
+        if paused and not self._is_remote:
+            self._side(job).appendleft(job)
         else:
-            self._side(task).appendleft(task)
+            self._side(job).append(job)
 
-    def take(self) -> _Task | None:
-        """The task that runs next; None: none may run now."""
+    def take(self) -> Job | None:
+        """The job that runs next; None: none may run now."""
         may_go = self._may_go_outward()
         if not self._inward and not may_go:
             return None
-        is_turn = self._is_remote and not self._went_outward and not self._running_outward()
-        self._went_outward = may_go and (not self._inward or is_turn)
-        task = (self._outward if self._went_outward else self._inward).popleft()
-        self.running.append(task)
-        return task
+        self._went_outward = may_go and (not self._inward or (self._is_remote and not self._went_outward))
+        job = (self._outward if self._went_outward else self._inward).popleft()
+        self.running.append(job)
+        return job
 
-    def pauses(self, task: _Task, *, closing: bool) -> bool:
-        """Whether a task that has done a piece lets others go before it. When the mover closes, what is under way with
-        a store is stopped and ends, and what is under way with the device waits and fails."""
+    def pauses(self, job: Job, *, closing: bool) -> bool:
+        """Whether a job that has done a piece lets others go before it. When the mover closes, what is under way with a
+        store is stopped and ends, and what is under way with the device waits and fails."""
         if not self._is_remote:
-            return not task.transfer.lane.is_inward
+            return not job.transfer.lane.is_inward
         others_wait = bool(self._inward) or self._may_go_outward()
-        return task.transfer.lane.is_inward and others_wait and not closing
+        return job.transfer.lane.is_inward and others_wait and not closing
 
-    def waiting(self) -> list[_Task]:
-        """The tasks that no thread is at."""
+    def waiting(self) -> list[Job]:
+        """The jobs that no thread is at."""
         return [*self._inward, *self._outward]
 
-    def withdraw(self, task: _Task) -> None:
-        """A task that waits is not done any more."""
-        self._side(task).remove(task)
+    def withdraw(self, job: Job) -> None:
+        """A job that waits is not done any more."""
+        self._side(job).remove(job)
 
-    def _side(self, task: _Task) -> deque[_Task]:
-        return self._inward if task.transfer.lane.is_inward else self._outward
-
-    def _running_outward(self) -> list[Lane]:
-        return [task.transfer.lane for task in self.running if not task.transfer.lane.is_inward]
+    def _side(self, job: Job) -> deque[Job]:
+        return self._inward if job.transfer.lane.is_inward else self._outward
 
     def _may_go_outward(self) -> bool:
-        running = self._running_outward()
-        if not self._outward or len(running) >= max(1, self.num_threads - 1):
-            return False
-        return not running or not any(lane.alone for lane in (*running, self._outward[0].transfer.lane))
+        return bool(self._outward) and all(job.transfer.lane.is_inward for job in self.running)
 
 
 class Job:
@@ -318,10 +335,13 @@ class Job:
         self.transfer = transfer
         self.over = False  # no piece is left
         self.error = ""
+        self.seconds = 0.0  # that its pieces took
+        self.told = False  # the submitter knows that it is checked
         self._pieces = pieces
 
     def advance(self) -> None:
         """Do the next piece. An error is the last one."""
+        began = time.perf_counter()
         try:
             next(self._pieces)
         except StopIteration:
@@ -329,10 +349,4 @@ class Job:
         except Exception as raised:
             self.over = True
             self.error = str(raised) if isinstance(raised, QuireError) else f"{type(raised).__name__}: {raised}"
-
-
-class _Task(Job):
-    """A job of threads."""
-
-    seconds = 0.0  # that its pieces took
-    told = False  # the submitter knows that it is checked
+        self.seconds += time.perf_counter() - began

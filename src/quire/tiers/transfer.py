@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -44,9 +44,6 @@ class Endpoint(Enum):
 
 _REMOTES = (Endpoint.STORE, Endpoint.PEER)
 
-THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
-"""Threads between the host and each other endpoint. One that hangs holds its own threads and no others."""
-
 
 @dataclass(frozen=True, eq=False)
 class Lane:
@@ -55,8 +52,7 @@ class Lane:
     The endpoints say the rest. One of them is the host, and the other one, `far`, has threads of its own. Records that
     leave the device are sealed on the host; those that leave the host are checked before, and those that come from a
     store or a peer are checked behind it. `carries` is false where only names and answers travel. A transfer that has
-    not ended `deadline_s` seconds after it was submitted has failed. `alone`: no other outward transfer of the same
-    endpoint runs beside it.
+    not ended `deadline_s` seconds after it was submitted has failed.
     """
 
     name: str
@@ -66,7 +62,6 @@ class Lane:
     most_bytes: float = math.inf  # in flight; they hold frames at both endpoints
     most_transfers: int = 1024  # in flight; those of no bytes would have no bound
     deadline_s: float = math.inf
-    alone: bool = False
 
     SAVE: ClassVar[Lane]
     LOAD: ClassVar[Lane]
@@ -108,7 +103,7 @@ Lane.LOAD = Lane("load", Endpoint.HOST, Endpoint.DEVICE, most_bytes=1 << 30)
 Lane.ARCHIVE = Lane("archive", Endpoint.HOST, Endpoint.STORE, most_bytes=256 << 20, deadline_s=_STORE_DEADLINE_S)
 Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, deadline_s=_STORE_DEADLINE_S)
 Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
-Lane.FORGET = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False, alone=True)
+Lane.FORGET = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
 LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET)
 """LOOK asks which records are there. FORGET deletes records, or without units all records whose scope begins so."""
 
