@@ -148,7 +148,7 @@ def forget_to_queue(cache: KVCache, kv: Any) -> None:
 
 
 def keep_a_root(cache: KVCache, kv: Any) -> None:
-    cache.tree.roots.make(kv.namespace.__class__("unused"), 0)
+    cache.tree.root(kv.namespace.__class__("unused"))
 
 
 BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [

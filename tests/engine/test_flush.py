@@ -119,7 +119,7 @@ def test_requests_go_on_across_it_and_leave_nothing(llms: Any, tiers: bool, over
             engine.audit()
         assert tokens == drawn, "whoever runs keeps what it has"
         settle(llm)
-        assert not engine.cache.tree.roots.hidden and engine.cache.tree.num_pages == 0
+        assert not engine.cache.tree.hidden_roots and engine.cache.tree.num_pages == 0
         assert ask(llm)[0] == 0
         llm.flush()
 

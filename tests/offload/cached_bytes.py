@@ -233,7 +233,7 @@ class CachedBytes(ABC):
         cache.audit()
         tiers = offload_of(cache).tiers
         assert tiers is not None and not self.computed_as
-        assert not tiers.moving and not tiers.archiver.moves and not tiers.damaged_paths and not cache.tree.roots.hidden
+        assert not tiers.moving and not tiers.archiver.moves and not tiers.damaged_paths and not cache.tree.hidden_roots
         assert offload_of(cache).prefetcher is None or not offload_of(cache).prefetcher.in_flight
         assert cache.tree.num_protected == 0
         idle = cache.tree.num_evictable + cache.tree.num_below

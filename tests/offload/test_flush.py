@@ -66,7 +66,7 @@ def test_a_namespace_is_forgotten_and_others_are_not(eviction: str) -> None:
         assert done.held_tokens == after[SPACES[0]] * PAGE and cache.tree.roots.get(SPACES[0]) is None
         assert [after[space] for space in SPACES[1:]] == [before[space] for space in SPACES[1:]]
         if SPACES[0] not in held:
-            assert done.held_tokens == 0 and not cache.tree.roots.hidden
+            assert done.held_tokens == 0 and not cache.tree.hidden_roots
         flushed += done.flushed_tokens
         for kv in running:
             cache.finish(kv)

@@ -123,7 +123,7 @@ def test_what_a_request_holds_is_found_by_nobody_else(reaches: tuple[object, ...
     tiered.finish(kv, longer)
     tiered.drain()
     tiered.cache.audit()
-    assert not tiered.cache.tree.roots.hidden, "what it held is free"
+    assert not tiered.cache.tree.hidden_roots, "what it held is free"
     assert tiered.cached(longer, ALICE) == tiered.fetch(longer, ALICE) == len(SECRET), "which is of the other"
     tiered.close()
 
@@ -376,7 +376,7 @@ def test_nothing_is_explained_by_what_was_flushed() -> None:
     kv = tiered.begin(asking(SECRET), ALICE)
     tiered.flush(ALICE)
     prompt = np.append(SECRET[:PAGE], 9).astype(np.int32)
-    parting = tiered.cache.tree.parting(tiered.cache.tree.match(BOB, prompt), prompt)
-    assert parting.elsewhere is None
+    divergence = tiered.cache.tree.divergence(tiered.cache.tree.match(BOB, prompt), prompt)
+    assert divergence.elsewhere is None
     tiered.finish(kv)
     tiered.close()

@@ -292,7 +292,7 @@ class Life:
 
     def check_flushed(self, spaces: list[Namespace]) -> None:
         self.happened["flushed"] += 1
-        self.happened["flushed what was held"] += bool(self.tiered.cache.tree.roots.hidden)
+        self.happened["flushed what was held"] += bool(self.tiered.cache.tree.hidden_roots)
         self.happened["flushed while bytes moved"] += not self.tiered.mover.idle
         for space in spaces:
             for page in range(2):

@@ -171,7 +171,7 @@ class TieredCache(CachedBytes):
         self.check_rest()
         tiers = self.tiers
         assert tiers is not None and self.cache.pages.num_free_pages == self.cache.pages.num_pages
-        assert not self.cache.tree.roots.found
+        assert not self.cache.tree.roots
         for host in tiers.hosts:
             assert host.num_free + len(host.quarantined) == host.num_frames
         for group in self.cache.groups:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput
-from quire.prefix.evict import LRU, POLICIES, eviction_policy
+from quire.prefix.evict import POLICIES, Order, eviction_policy
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 
@@ -128,7 +128,8 @@ def test_a_use_while_queued_moves_a_leaf_back() -> None:
 
 
 def test_the_queue_stays_short_when_leaves_are_hit_for_ever() -> None:
-    policy = LRU()
+    policy = eviction_policy("lru")
+    assert isinstance(policy, Order)
     tree = RadixCache(1, policy)
     for letter in "abc":
         store(tree, letter)

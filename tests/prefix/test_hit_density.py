@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.prefix.evict import LRU
+from quire.prefix.evict import eviction_policy
 from quire.prefix.hit_density import AGES, ANSWERS, KINDS, RUNS, HitDensity, worth
 from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import Node
@@ -58,7 +58,7 @@ def replay(policy: EvictionPolicy, requests: Iterator[list[int]], pool: int) -> 
         tree.insert(lease, rest, np.zeros(len(rest), dtype=np.int32))
         tree.release(lease)
         assert tree.num_pages <= pool
-        assert tree.queued() == {node for node in tree.nodes() if node.is_leaf}
+        assert tree.queued() == {node for node in tree.nodes() if not node.children}
     return hits / total
 
 
@@ -77,12 +77,12 @@ def scan() -> Iterator[list[int]]:
 
 
 def test_part_of_a_loop_longer_than_the_pool_stays() -> None:
-    assert replay(LRU(), loop(), 100) == 0
+    assert replay(eviction_policy("lru"), loop(), 100) == 0
     assert replay(HitDensity(), loop(), 100) > 0.35  # half of the loop fits
 
 
 def test_a_scan_does_not_flush_what_is_hit() -> None:
-    assert replay(HitDensity(), scan(), 260) > replay(LRU(), scan(), 260) + 0.1
+    assert replay(HitDensity(), scan(), 260) > replay(eviction_policy("lru"), scan(), 260) + 0.1
 
 
 def test_the_same_requests_get_the_same_victims() -> None:

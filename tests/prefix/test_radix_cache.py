@@ -59,7 +59,7 @@ def test_a_cut_under_a_lease_keeps_both_parts() -> None:
     assert sorted(tree.evict(9).tolist()) == [3, 4]
     tree.release(other)
     assert sorted(tree.evict(9).tolist()) == [1, 2]
-    assert tree.roots.found == {}
+    assert tree.roots == {}
 
 
 def test_growing_alone_lengthens_the_edge() -> None:

@@ -66,7 +66,7 @@ def test_how_far_a_window_has_passed(tokens: int, first: int) -> None:
 
 
 def test_full_reach_ends_at_the_first_hole() -> None:
-    assert Full().resumable(pages("1101")).tolist() == [True, True, False, False]
+    assert reach_of(ReachSpec(), 1).resumable(pages("1101")).tolist() == [True, True, False, False]
 
 
 def test_reach_comes_from_its_description() -> None:

@@ -61,8 +61,6 @@ class Model:
 class Where:
     """Which pages are on the device and which have copies below: what a residency table would say."""
 
-    has_lower = True
-
     def __init__(self) -> None:
         self.device: set[int] = set()
         self.host: set[int] = set()
@@ -265,7 +263,7 @@ class TieredTree(RuleBasedStateMachine):
     @invariant()
     def what_the_tree_holds(self) -> None:
         found: dict[Prefix, Page] = {}
-        tokens: dict[Node, Prefix] = dict.fromkeys(self.tree.roots.all(), ())
+        tokens: dict[Node, Prefix] = dict.fromkeys(self.tree.all_roots(), ())
         for node in self.tree.nodes():
             assert node.parent is not None
             above = tokens[node.parent]
@@ -380,7 +378,7 @@ def test_a_leaf_on_the_device_can_go_when_what_hangs_below_it_is_let_go_of() -> 
 def test_all_is_said_to_be_cleared_last() -> None:
     tree, events, where = tree_of("ab", below="c")
     where.forget(tree.demote(2, "", lambda node: 0, where.leave_device).removed)
-    pin = tree.pin(tree.roots.make(NAMESPACE, 0))
+    pin = tree.pin(tree.root(NAMESPACE))
     tree.graft(pin, tokens_of("x"), ids([9]))
     where.host.add(9)
     tree.release(pin)

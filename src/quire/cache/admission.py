@@ -69,8 +69,8 @@ class Admission:
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
         """Why a prompt that hits `hit`, which is current, is cached as far as it is and not further: a cause for every
         token."""
-        parting = self._tree.parting(hit.match, tokens)
-        return explain_prompt(len(tokens), self._size, hit, parting, self._seconds())
+        divergence = self._tree.divergence(hit.match, tokens)
+        return explain_prompt(len(tokens), self._size, hit, divergence, self._seconds())
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""

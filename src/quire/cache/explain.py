@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from quire.cache.prefix_hit import PrefixHit
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
-from quire.prefix.parting import Parting
+from quire.prefix.divergence import Divergence
 from quire.spec.events import Namespace
 
 
-def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, parting: Parting, now: float) -> Explanation:
+def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, divergence: Divergence, now: float) -> Explanation:
     """The cause of every token of a prompt of `num_tokens` tokens, which hits `hit`."""
     reasons: list[Reason] = []
     at = 0
@@ -28,18 +28,20 @@ def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, parting: Par
     if choice.declined_pages:
         until(at + choice.declined_pages * page_size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
     if limited_by:
-        usable = min(parting.matched, max(0, num_tokens - 1) // page_size)
+        usable = min(divergence.matched, max(0, num_tokens - 1) // page_size)
         until(usable * page_size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
-    until(parting.matched * page_size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
-    for pages, eviction in parting.evicted:
+    until(divergence.matched * page_size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
+    for pages, eviction in divergence.evicted:
         ago = max(0.0, now - eviction.seconds)
         by = eviction.cause or "a request to evict"
         until(at + pages * page_size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
     until(
-        at + parting.common, Cause.PAGE, f"seen, but not as a page: only whole pages of {page_size} tokens are reused"
+        at + divergence.common,
+        Cause.PAGE,
+        f"seen, but not as a page: only whole pages of {page_size} tokens are reused",
     )
-    if parting.elsewhere is not None:
-        namespace, pages = parting.elsewhere
+    if divergence.elsewhere is not None:
+        namespace, pages = divergence.elsewhere
         until(pages * page_size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
     return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
 

@@ -40,7 +40,6 @@ from quire.memory.allocator import PageFrames, page_allocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
-from quire.prefix.flush import sweep
 from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
@@ -423,8 +422,8 @@ class KVCache:
 
     def _sweep(self) -> None:
         """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
-        if self.tree.roots.hidden:
-            self._give_back(sweep(self.tree))
+        if self.tree.hidden_roots:
+            self._give_back(self.tree.sweep())
 
     def _changed(self) -> None:
         self.num_changes += 1

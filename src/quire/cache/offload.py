@@ -20,9 +20,9 @@ from quire.cache.snapshot import Law
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
-from quire.prefix.match import Match
+from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
-from quire.prefix.radix_cache import Evicted, RadixCache
+from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Transfer

@@ -9,8 +9,6 @@ from quire.spec.ids import Bools, Ids, Tier
 class PagePlacement:
     """See `quire.prefix.placement.Placement`. For caches with a tier below the device."""
 
-    has_lower = True
-
     def __init__(self, table: Residency) -> None:
         self._device, self._host = table.anchor(Tier.DEVICE), table.anchor(Tier.HOST)
 

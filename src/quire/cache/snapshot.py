@@ -235,7 +235,7 @@ class Snapshot:
     def _tree(self, cache: Audited, before: Snapshot | None) -> Tree:
         tree = cache.tree
         nodes = list(tree.nodes())
-        roots = tree.roots.all()
+        roots = tree.all_roots()
         ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
         ends += [lease.node for lease in cache.parts.holds.leases()]
         edges = [

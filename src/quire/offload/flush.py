@@ -24,7 +24,6 @@ from quire.cache.groups import NO_PAGES
 from quire.errors import StoreError
 from quire.offload.deletion import Stored
 from quire.offload.offloading import offload_of
-from quire.prefix.flush import flush_namespace
 from quire.prefix.hashing import layout_identity
 from quire.spec.events import Namespace
 
@@ -88,7 +87,7 @@ def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
         if namespace in (None, kv.namespace):
             kv.shares = False
     offload.abandon(namespace)
-    flushed = [flush_namespace(tree, space) for space in list(tree.roots.found) if namespace in (None, space)]
+    flushed = [tree.flush(space) for space in list(tree.roots) if namespace in (None, space)]
     pages = np.concatenate([NO_PAGES, *(gone for gone, _ in flushed)])
     cache.parts.give_back(pages)
     if namespace is None:

@@ -14,9 +14,8 @@ from quire.offload.retention import Retention
 from quire.offload.tier_settings import TierSettings
 from quire.offload.tiering import Tiering
 from quire.offload.worth_loading import choose, decide
-from quire.prefix.match import Match
+from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
-from quire.prefix.radix_cache import Evicted
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer

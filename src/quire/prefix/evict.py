@@ -1,13 +1,13 @@
 """Eviction policies: which cached leaf goes first. The tree reports what happens to nodes; a policy names the victims.
 
-Most policies are an order: a key of a line or two per leaf, kept in a heap (`Order`). Those that need more than a key
-keep their own queues. The policy that learns, and is the default, is in `hit_density.py`.
+Most policies are an order: a key per leaf, kept in a heap (`Order`). Those that need more than a key keep their own
+queues. The policy that learns, and is the default, is in `hit_density.py`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 
 from quire.errors import InvalidInput
@@ -19,22 +19,19 @@ from quire.prefix.node import Node
 SMALL_SHARE = 0.1  # of the leaves: what S3-FIFO keeps on probation, as published
 
 
-class Order(EvictionPolicy, ABC):
+class Order(EvictionPolicy):
     """Leaves by a key, the smallest first. A leaf's key is taken when it becomes evictable and may change only while
     it is not. O(log leaves) per leaf."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[Node], tuple[float, ...]]) -> None:
+        self._key = key
         self._queue: LazyQueue[Node] = LazyQueue(live, by_key=True)
         self._ticket = 0
-
-    @abstractmethod
-    def key(self, node: Node) -> tuple[float, ...]:
-        """The node's place in the order."""
 
     def offered(self, node: Node) -> None:
         self._ticket += 1
         node.ticket = self._ticket
-        self._queue.push(self._ticket, node, self.key(node))
+        self._queue.push(self._ticket, node, self._key(node))
 
     def victim(self) -> Node | None:
         entry = self._queue.pop()
@@ -51,66 +48,14 @@ class Order(EvictionPolicy, ABC):
         return iter(self._queue)
 
 
-class LRU(Order):
-    """Least recently used."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (node.last_used,)
-
-
-class LFU(Order):
-    """Least often hit, then least recently used."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (node.hits, node.last_used)
-
-
-class SLRU(Order):
-    """Segmented: what was hit at most once goes before what was hit twice; least recently used within each."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (node.hits >= 2, node.last_used)
-
-
-class FIFO(Order):
-    """First stored, first out."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (node.created,)
-
-
-class MRU(Order):
-    """Most recently used first: for loops longer than the pool."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (-node.last_used,)
-
-
-class FILO(Order):
-    """Last stored, first out."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (-node.created,)
-
-
-class Priority(Order):
-    """Lowest request priority first, then least recently used."""
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (node.priority, node.last_used)
-
-
 class GDSF(Order):
     """Greedy dual: hits since it was stored, on top of what the last victim had when the leaf became evictable.
 
     A leaf is trimmed page by page and each page is worth the same computation, so cost over size is one for all."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda node: (self._floor + 1 + node.hits, node.last_used))
         self._floor = 0.0
-
-    def key(self, node: Node) -> tuple[float, ...]:
-        return (self._floor + 1 + node.hits, node.last_used)
 
     def left(self, key: tuple[float, ...]) -> None:
         self._floor = max(self._floor, key[0])
@@ -180,18 +125,17 @@ def _place(node: Node) -> _Place:
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "density": HitDensity,
-    "lru": LRU,
-    "lfu": LFU,
-    "slru": SLRU,
-    "fifo": FIFO,
-    "mru": MRU,
-    "filo": FILO,
-    "priority": Priority,
+    "lru": partial(Order, lambda node: (node.last_used,)),
+    "lfu": partial(Order, lambda node: (node.hits, node.last_used)),
+    "slru": partial(Order, lambda node: (node.hits >= 2, node.last_used)),  # segmented: hit at most once, or more often
+    "fifo": partial(Order, lambda node: (node.created,)),
+    "mru": partial(Order, lambda node: (-node.last_used,)),  # for loops longer than the pool
+    "filo": partial(Order, lambda node: (-node.created,)),
+    "priority": partial(Order, lambda node: (node.priority, node.last_used)),
     "gdsf": GDSF,
     "s3fifo": S3FIFO,
 }
-
-
+"""By name. Among equals, the least recently used goes first; `priority` is that of requests, the lowest first."""
 DEFAULT_POLICY = "density"
 """Chosen by measurement: docs/decisions/020-the-order-of-eviction.md."""
 

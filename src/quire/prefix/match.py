@@ -1,11 +1,12 @@
-"""Match and Insertion: what the tree answers, and how a match is found."""
+"""Match, Insertion, Evicted: what the tree answers, and how a match is found."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from quire.prefix.node import ID_BYTES, Node
-from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
+from quire.prefix.node import ID_BYTES, TOKEN_BYTES, Node, common_pages, join_ids
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
@@ -22,15 +23,13 @@ class Match:
 
     __slots__ = ("namespace", "num_here", "num_pages", "pages", "path", "version")
 
-    def __init__(
-        self, namespace: Namespace, pages: Ids, path: list[Node], version: int, num_here: int | None = None
-    ) -> None:
+    def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int, num_here: int) -> None:
         self.namespace = namespace
         self.pages = pages
         self.num_pages = len(pages)
         self.path = path
         self.version = version
-        self.num_here = self.num_pages if num_here is None else num_here
+        self.num_here = num_here
 
     def num_evictable(self, num_pages: int) -> int:
         """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root
@@ -43,15 +42,19 @@ class Match:
         return end - first
 
 
-class Insertion:
+class Insertion(NamedTuple):
     """What `RadixCache.insert` did: the pages that now stand for the inserted tokens, and the caller's pages that were
     not taken because those tokens were cached already (the caller still owns these)."""
 
-    __slots__ = ("duplicates", "pages")
+    pages: Ids
+    duplicates: Ids
 
-    def __init__(self, pages: Ids, duplicates: Ids) -> None:
-        self.pages = pages
-        self.duplicates = duplicates
+
+class Evicted(NamedTuple):
+    """Ids of pages that are `removed` from the tree, and how many others have left the tier and stay in the tree."""
+
+    removed: Ids
+    num_moved: int
 
 
 def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node]]:
@@ -62,7 +65,6 @@ def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node
         return _NO_PAGES, path
     page_bytes, children = page_size * TOKEN_BYTES, root.children
     end = len(tokens) * TOKEN_BYTES // page_bytes * page_bytes
-    at = 0
     if len(tokens) > _LONG:
         first = children.get(tokens[:page_size].tobytes())
         if first is None:
@@ -74,7 +76,8 @@ def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node
                 return first.pages, path
             tokens, end = tokens[skipped // TOKEN_BYTES :], end - skipped
     data = tokens.tobytes()
-    part = b""
+    runs = [node.run for node in path]
+    at = 0
     while at < end:
         child = children.get(data[at : at + page_bytes])
         if child is None:
@@ -82,14 +85,12 @@ def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node
         key = child.key
         path.append(child)
         if not data.startswith(key, at):
-            part = child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES]
+            runs.append(child.run[: common_pages(data, at, key, page_bytes) // page_bytes * ID_BYTES])
             break
+        runs.append(child.run)
         at += len(key)
         children = child.children
-    runs = [node.run for node in path]
-    if part:
-        runs[-1] = part
-    return np.frombuffer(b"".join(runs), dtype=np.int32), path
+    return join_ids(runs), path
 
 
 def _begins_with(tokens: Ids, key: bytes) -> bool:

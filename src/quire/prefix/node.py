@@ -1,22 +1,32 @@
-"""Node and Lease: the parts of the tree."""
+"""Node, Lease and Levels: the parts of the tree, and which of them are held."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.ghosts import Ghost
 from quire.prefix.hashing import PageHashes
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-ID_BYTES = 4
+ID_BYTES = TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """One call that made room: `cause` says for whom, `clock` is the tree's, `seconds` the clock's of the cache."""
+
+    cause: str
+    clock: int
+    seconds: float
 
 
 class Node:
-    """One edge of the tree and the point at its end.
+    """One edge of the tree and the point at its end. An evicted edge is a ghost: a node without pages, which hangs
+    among the `ghosts` of its parent while it is remembered (`quire.prefix.ghosts`).
 
     `key` is the edge's tokens as raw int32 bytes, a whole number of pages; `run` are the ids of these pages, raw too,
     so that a path is read by joining bytes. `depth` counts the pages before the edge.
@@ -35,8 +45,10 @@ class Node:
     __slots__ = (
         "answer",
         "children",
+        "copy_ticket",
         "created",
         "depth",
+        "eviction",
         "ghosts",
         "hashes",
         "held",
@@ -57,12 +69,12 @@ class Node:
 
     def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, run: bytes, depth: int, now: int) -> None:
         self.namespace = namespace
-        self.parent = parent
+        self.parent = parent  # only roots have none
         self.key = key
         self.run = run
         self.depth = depth
         self.children: dict[bytes, Node] = {}  # by the bytes of the child's first page
-        self.ghosts: dict[bytes, Ghost] = {}  # what was evicted from below, likewise
+        self.ghosts: dict[bytes, Node] = {}  # what was evicted from below, likewise
         self.leases = 0
         self.held = 0
         self.level = 0
@@ -76,6 +88,8 @@ class Node:
         self.answer = 0  # tokens that the last request to end here had generated
         self.memo: object | None = None  # the eviction policy's own
         self.ticket = 0  # of the entry in the policy's queue that counts; 0: it is no candidate for eviction
+        self.copy_ticket = 0  # of the entry that counts among those whose copies below the device may go
+        self.eviction: Eviction | None = None  # of a ghost
 
     @property
     def pages(self) -> Ids:
@@ -86,21 +100,6 @@ class Node:
     def num_pages(self) -> int:
         """Pages of the edge."""
         return len(self.run) // ID_BYTES
-
-    @property
-    def first_page(self) -> int:
-        """Id of the edge's first page. Roots have none."""
-        return int.from_bytes(self.run[:ID_BYTES], sys.byteorder)
-
-    @property
-    def is_root(self) -> bool:
-        """Roots have no edge and are never evicted while something hangs below or holds them."""
-        return self.parent is None
-
-    @property
-    def is_leaf(self) -> bool:
-        """No children: what eviction may take."""
-        return not self.children
 
 
 class Lease:
@@ -138,9 +137,57 @@ class Lease:
         return node
 
 
-def pages_to(node: Node) -> Ids:
-    """All page ids from the root down to the end of a node's edge."""
-    return join_ids([above.run for above in reversed(path_to(node))])
+class Levels:
+    """Counts what leases hold. A lease changes the levels of its end and of what is above it, as far up as they do
+    change.
+
+    `num_protected` pages on the device are held by at least one lease, `num_shared` of them by at least two. `is_here`
+    says whether a node's pages are on the device; None where all are.
+    """
+
+    def __init__(self, is_here: Callable[[Node], bool] | None) -> None:
+        self._is_here = is_here
+        self.num_protected = 0
+        self.num_shared = 0
+
+    def hold(self, end: Node) -> None:
+        """One lease more ends at this node."""
+        end.leases += 1
+        node: Node | None = end
+        while node is not None:
+            node.held += 1
+            if node.level == 2:
+                return
+            node.level += 1
+            node.ticket = 0
+            if self._is_here is None or self._is_here(node):
+                self._count(node.level, node.num_pages)
+            node = node.parent
+
+    def let_go(self, end: Node) -> None:
+        """One lease less ends at this node."""
+        end.leases -= 1
+        assert end.leases >= 0
+        node: Node | None = end
+        while node is not None:
+            node.held -= 1
+            if node.held >= 2:
+                return
+            if self._is_here is None or self._is_here(node):
+                self._count(node.level, -node.num_pages)
+            node.level -= 1
+            node = node.parent
+
+    def arrived(self, node: Node) -> None:
+        """A node's pages have come to the device."""
+        for level in range(1, node.level + 1):
+            self._count(level, node.num_pages)
+
+    def _count(self, level: int, num_pages: int) -> None:
+        if level == 1:
+            self.num_protected += num_pages
+        else:
+            self.num_shared += num_pages
 
 
 def nodes_below(node: Node) -> list[Node]:
@@ -154,13 +201,32 @@ def nodes_below(node: Node) -> list[Node]:
 def path_to(node: Node) -> list[Node]:
     """The nodes from this one up, without the root."""
     nodes = []
-    above: Node | None = node
-    while above is not None and above.parent is not None:
+    above = node
+    while above.parent is not None:
         nodes.append(above)
         above = above.parent
     return nodes
 
 
+def pages_to(node: Node) -> Ids:
+    """All page ids from the root down to the end of a node's edge."""
+    return join_ids([above.run for above in reversed(path_to(node))])
+
+
 def join_ids(runs: list[bytes]) -> Ids:
     """Page ids from runs of raw bytes."""
     return np.frombuffer(b"".join(runs), dtype=np.int32)
+
+
+def common_pages(data: bytes, at: int, key: bytes, unit: int) -> int:
+    """How many of the first bytes of `key` equal `data[at:]`, in whole units; the first unit is known to."""
+    if data.startswith(key, at):
+        return len(key)
+    length = min(len(key), (len(data) - at) // unit * unit)
+    left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
+    right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)
+    differs = left != right
+    first = int(differs.argmax())
+    if not differs[first]:
+        return length
+    return first * TOKEN_BYTES // unit * unit

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from quire.prefix.node import Node
+from quire.lazy_queue import LazyQueue
+from quire.prefix.leaves import EvictionPolicy
+from quire.prefix.node import ID_BYTES, Node, path_to
 from quire.spec.ids import Bools, Ids
 
 
 class Placement(Protocol):
     """Pages are on the device, below it, or both. Of every path the pages on the device come first."""
-
-    has_lower: bool
-    """Whether there is a tier below the device. Without one every page is on the device and nothing else is asked."""
 
     def on_device(self, page: int) -> bool:
         """Whether a page is on the device, or on its way there."""
@@ -24,49 +24,32 @@ class Placement(Protocol):
         """Per page: whether it has a copy below the device."""
 
 
-class DeviceOnly:
-    """There is no tier below the device."""
-
-    has_lower = False
-
-    def on_device(self, page: int) -> bool:
-        """It is."""
-        return True
-
-    def have_copies(self, pages: Ids) -> Bools:
-        """None has."""
-        return np.zeros(len(pages), dtype=np.bool_)
-
-
 class Whereabouts:
-    """The same of nodes. All of a node's pages are on the device, or none; of its copies, only those of its first pages
-    count."""
+    """The same of nodes, and which of them may leave: those on the device are offered to its `policy`, and `copies` are
+    nodes whose copies may go, those used longest ago first, and ends of paths before what is above them.
 
-    def __init__(self, placement: Placement) -> None:
+    Without a `placement` every page is on the device alone. All of a node's pages are on the device, or none; of its
+    copies, only those of its first pages count.
+    """
+
+    def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
         self._placement = placement
-        self.has_lower = placement.has_lower
+        self._policy = policy
+        self.copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
+        self._ticket = 0
 
     def is_here(self, node: Node) -> bool:
         """Whether a node's pages are on the device. Roots are."""
-        return not self.has_lower or node.parent is None or self._placement.on_device(node.first_page)
-
-    def has_child_here(self, node: Node) -> bool:
-        """Whether one of its children is."""
-        # What came to the device last is the last child, so this seldom looks at more than one.
-        return any(self.is_here(child) for child in reversed(node.children.values()))
+        if self._placement is None or node.parent is None:
+            return True
+        return self._placement.on_device(int.from_bytes(node.run[:ID_BYTES], sys.byteorder))
 
     def num_copies(self, node: Node) -> int:
         """How many of a node's pages, from the first on, have copies."""
-        if not self.has_lower:
+        if self._placement is None:
             return 0
         found = self._placement.have_copies(node.pages)
         return int(np.argmin(found)) if not found.all() else len(found)
-
-    def ends_copies(self, node: Node) -> bool:
-        """Whether it has copies and none of its children has."""
-        if not self.num_copies(node):
-            return False
-        return not any(self.num_copies(child) for child in reversed(node.children.values()))
 
     def countable(self, path: Sequence[Node], start: int, stop: int) -> int:
         """Up to which page copies of pages `start..stop - 1` of a path, its end first, would count."""
@@ -78,3 +61,42 @@ class Whereabouts:
                     return start
                 start = min(stop, node.depth + node.num_pages)
         return start
+
+    def offer(self, node: Node) -> None:
+        """Queue an unleased node where it may leave a tier."""
+        if self._is_last_here(node):
+            self._policy.offered(node)
+        self.offer_path(node)
+
+    def offer_path(self, node: Node) -> None:
+        """Queue this node and those above it whose copies may go: there may be several on one path, since not every
+        page on it has a copy. And queue the last one on the device above it, if that is a leaf there now."""
+        was_here = self.is_here(node)
+        for above in path_to(node):
+            if above.level:
+                break
+            self.offer_copies(above)
+            if not was_here and self._is_last_here(above):
+                self._policy.offered(above)
+            was_here = self.is_here(above)
+
+    def offer_copies(self, node: Node) -> None:
+        """Queue a node if its copies may go."""
+        if self._may_lose_copies(node):
+            self._ticket += 1
+            node.copy_ticket = self._ticket
+            self.copies.push(self._ticket, node, node.last_used)
+
+    def _live(self, ticket: int, node: Node) -> Node | None:
+        return node if ticket == node.copy_ticket and self._may_lose_copies(node) else None
+
+    def _may_lose_copies(self, node: Node) -> bool:
+        """Whether a node that no lease holds has copies, and none of its children has."""
+        if node.level or not node.run or not self.num_copies(node):
+            return False
+        return not any(self.num_copies(child) for child in reversed(node.children.values()))
+
+    def _is_last_here(self, node: Node) -> bool:
+        """Whether a node is on the device, and none of its children is."""
+        # What came to the device last is the last child, so this seldom looks at more than one.
+        return self.is_here(node) and not any(self.is_here(child) for child in reversed(node.children.values()))

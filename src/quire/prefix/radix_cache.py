@@ -20,24 +20,31 @@ What is evicted from a tier are the ends of its paths.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.ghosts import Eviction, Ghost, Ghosts, Holder
+from quire.prefix.divergence import Divergence, find_divergence
+from quire.prefix.ghosts import Ghosts, hang
 from quire.prefix.hashing import cut_hashes
 from quire.prefix.leaves import EvictionPolicy
-from quire.prefix.levels import Levels
-from quire.prefix.lower_order import LowerOrder
-from quire.prefix.match import Insertion, Match, find
-from quire.prefix.node import ID_BYTES, Lease, Node, join_ids, nodes_below, path_to
+from quire.prefix.match import Evicted, Insertion, Match, find
+from quire.prefix.node import (
+    ID_BYTES,
+    TOKEN_BYTES,
+    Eviction,
+    Lease,
+    Levels,
+    Node,
+    common_pages,
+    join_ids,
+    nodes_below,
+    path_to,
+)
 from quire.prefix.page_names import PageNames
-from quire.prefix.parting import Parting, find_parting
-from quire.prefix.placement import DeviceOnly, Placement, Whereabouts
-from quire.prefix.roots import Roots
-from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
+from quire.prefix.placement import Placement, Whereabouts
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 
@@ -45,13 +52,8 @@ Give = Callable[[Ids], None]
 """Called with pages that stay in the tree and leave a tier: on return they have."""
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
-
-
-class Evicted(NamedTuple):
-    """Ids of pages that are `removed` from the tree, and how many others have left the tier and stay in the tree."""
-
-    removed: Ids
-    num_moved: int
+_MOST_NAMESPACES = 512  # that are looked at to explain a miss
+_MOST_FOLLOWED = 8  # of those that begin alike
 
 
 class RadixCache:
@@ -75,19 +77,19 @@ class RadixCache:
         placement: Placement | None = None,
         num_named: int = 0,
     ) -> None:
-        self._where = Whereabouts(placement if placement is not None else DeviceOnly())
-        self._has_lower = self._where.has_lower
+        self._where = Whereabouts(placement, policy)
+        self._has_lower = placement is not None
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
         self._seconds = seconds
-        self.roots = Roots()
-        self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._forgotten)
+        self.roots: dict[Namespace, Node] = {}  # what prompts are matched against
+        self.hidden_roots: list[Node] = []  # flushed; they stay while a lease holds something below them
+        self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
         self.version = 0  # changes whenever a `Match` taken before may no longer be followed
-        self._lower = LowerOrder(self._may_lose_copies)
-        self._levels = Levels(self.is_here if self._has_lower else None)
+        self._levels = Levels(self._where.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
         self.num_below = 0  # pages that have a copy below only
 
@@ -105,6 +107,13 @@ class RadixCache:
     def num_shared(self) -> int:
         """Of these, pages that at least two hold."""
         return self._levels.num_shared
+
+    def root(self, namespace: Namespace) -> Node:
+        """The root of a namespace, made where it has none."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
+        return root
 
     # -- finding
 
@@ -151,18 +160,15 @@ class RadixCache:
 
     def pin_part(self, lease: Lease, num_pages: int) -> Lease:
         """As `pin`, the first `num_pages` pages, at least one, of a path that is leased already."""
-        node: Node | None = lease.node
-        while node is not None and node.depth >= num_pages:
-            node = node.parent
-        assert node is not None and node.parent is not None
-        if num_pages - node.depth < node.num_pages:
-            node = self._split(node, num_pages - node.depth)
-        return self.pin(node)
+        return self.pin(self._ending(path_to(lease.node), num_pages))
 
-    def parting(self, match: Match, tokens: Ids) -> Parting:
+    def divergence(self, match: Match, tokens: Ids) -> Divergence:
         """What is known of what would have come next behind the current match of `tokens`. Changes nothing."""
-        others = self.roots.others(match.namespace, tokens[: self.page_size].tobytes())
-        return find_parting(self.roots.get(match.namespace), match, tokens, self.page_size, others)
+        root = self.roots.get(match.namespace)
+        first = tokens[: self.page_size].tobytes()
+        looked_at = islice(self.roots.values(), _MOST_NAMESPACES)
+        others = islice((other for other in looked_at if other is not root and first in other.children), _MOST_FOLLOWED)
+        return find_divergence(root, match, tokens, self.page_size, others)
 
     # -- growing
 
@@ -176,58 +182,19 @@ class RadixCache:
                         | tree's pages stand; caller's are   | caller's pages
                         | `duplicates`                       | become the tree's
         """
-        data = tokens.tobytes()
-        page_bytes, end = self._page_bytes, len(data)
-        assert end == len(pages) * page_bytes
-        start = lease.node
         self._clock += 1
-        node, runs, at = self._follow(start, data)
-        coming = [] if not self._has_lower else [above for above in path_to(node) if not self.is_here(above)]
-        depth = at // page_bytes
-        if depth:
-            self._policy.used(node)
-        if at < end:
-            fresh = pages[depth:].tobytes()
-            runs.append(fresh)
-            node = self._append(node, lease, data[at:], fresh)
-        self._move_lease(lease, node, len(pages))
-        for above in reversed(coming):
-            self._arrive(above)
+        node, insertion = self._grow(lease, tokens, pages, here=True)
+        if self._has_lower:
+            for above in reversed([above for above in path_to(node) if not self.is_here(above)]):
+                self._arrive(above)
         node.last_used = self._clock
         node.priority = max(node.priority, lease.priority)
-        if not depth:
-            return Insertion(pages, _NO_PAGES)
-        return Insertion(np.frombuffer(b"".join(runs), dtype=np.int32), pages[:depth])
+        return insertion
 
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """As `insert`, behind a pinned path and in pages that have copies below only: the caller gives them host frames
         before it asks anything else of the tree. Nothing arrives on the device, and nothing counts as used."""
-        data = tokens.tobytes()
-        node, runs, at = self._follow(lease.node, data)
-        depth = at // self._page_bytes
-        if at < len(data):
-            fresh = pages[depth:].tobytes()
-            runs.append(fresh)
-            node = self._hang(node, lease, data[at:], fresh, here=False)
-        self._move_lease(lease, node, len(pages))
-        return Insertion(join_ids(runs), pages[:depth])
-
-    def _follow(self, node: Node, data: bytes) -> tuple[Node, list[bytes], int]:
-        """How far `data` is cached below `node`: the node at the end, the page ids in runs, and the bytes. An edge in
-        which they part is split there."""
-        page_bytes, end, at = self._page_bytes, len(data), 0
-        runs: list[bytes] = []
-        while at < end:
-            child = node.children.get(data[at : at + page_bytes])
-            if child is None:
-                break
-            if data.startswith(child.key, at):
-                node = child
-            else:
-                node = self._split(child, common_pages(data, at, child.key, page_bytes) // page_bytes)
-            runs.append(node.run)
-            at += len(node.key)
-        return node, runs, at
+        return self._grow(lease, tokens, pages, here=False)[1]
 
     def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
         """The lease's request is over: behind its path it had `tail`, less than a page, and it had generated so many
@@ -246,7 +213,13 @@ class RadixCache:
         A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
         to choose them. `cause` says for whom, to those who ask later.
         """
-        return self.demote(num_pages, cause, _keep_none if self._has_lower else None, _stays).removed
+        removed: list[bytes] = []
+        eviction = self._eviction(cause)
+        while num_pages > 0 and (node := self._policy.victim()) is not None:
+            keep = max(0, node.num_pages - num_pages)
+            num_pages -= node.num_pages - keep
+            self._forget(node, keep, eviction, removed)
+        return join_ids(removed)
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
         """Take up to `num_pages` pages that no lease holds off the device, in the policy's order.
@@ -256,23 +229,19 @@ class RadixCache:
         one. The rest, and what hangs behind it, is forgotten. Without `keep` no more copies are made.
         """
         removed: list[bytes] = []
-        left, num_moved = num_pages, 0
-        eviction = Eviction(cause, self._clock, self._seconds())
-        while left > 0 and (node := self._policy.victim()) is not None:
-            taken = min(left, node.num_pages)
-            left -= taken
-            if keep is None and self.num_copies(node) <= node.num_pages - taken:
-                removed += self._cut_below(node, eviction)
-                self.num_pages -= taken
-                removed.append(self._cut(node, node.num_pages - taken, eviction))
+        num_moved = 0
+        eviction = self._eviction(cause)
+        while num_pages > 0 and (node := self._policy.victim()) is not None:
+            above = max(0, node.num_pages - num_pages)
+            num_pages -= node.num_pages - above
+            if keep is None and self.num_copies(node) <= above:
+                self._forget(node, above, eviction, removed)
                 continue
-            if taken < node.num_pages:
-                self._split(node, node.num_pages - taken)
+            if above:
+                self._split(node, above)
             kept = self.num_copies(node) if keep is None else keep(node)
-            if kept < taken:
-                removed += self._cut_below(node, eviction)
-                self.num_pages -= taken - kept
-                removed.append(self._cut(node, kept, eviction))
+            if kept < node.num_pages:
+                self._forget(node, kept, eviction, removed)
             if kept:
                 num_moved += kept
                 self._leave(node, leave)
@@ -283,20 +252,20 @@ class RadixCache:
         at the end of a path before those above them. Pages that are on the device lose the copy only, which `leave`
         takes; the others are forgotten."""
         removed: list[bytes] = []
-        left, num_moved = num_pages, 0
-        eviction = Eviction(cause, self._clock, self._seconds())
-        while left > 0 and (node := self._lower.victim()) is not None:
+        num_moved = 0
+        eviction = self._eviction(cause)
+        while num_pages > 0 and (entry := self._where.copies.pop()) is not None:
+            node = entry.item
             copies = self.num_copies(node)
-            taken = min(left, copies)
-            left -= taken
+            keep = max(0, copies - num_pages)
+            num_pages -= copies - keep
             if self.is_here(node):
-                num_moved += taken
-                self.names.removed(node, copies - taken, copies, Tier.HOST)
-                leave(node.pages[copies - taken : copies])
-                self._offer_lower(node)
+                num_moved += copies - keep
+                self.names.removed(node, keep, copies, Tier.HOST)
+                leave(node.pages[keep:copies])
+                self._where.offer_path(node)
             else:
-                self.num_below -= taken
-                removed.append(self._cut(node, node.num_pages - taken, eviction))
+                self._forget(node, keep, eviction, removed)
         return Evicted(join_ids(removed), num_moved)
 
     def discard(self, node: Node, start: int) -> Ids | None:
@@ -304,10 +273,8 @@ class RadixCache:
         and nothing has changed, where a lease holds any."""
         if node.level:
             return None
-        eviction = Eviction("", self._clock, self._seconds())
-        removed = self._cut_below(node, eviction)
-        self._count_out(node, node.num_pages - start)
-        removed.append(self._cut(node, start, eviction))
+        removed: list[bytes] = []
+        self._forget(node, start, self._eviction(""), removed)
         return join_ids(removed)
 
     def clear(self) -> Ids:
@@ -318,17 +285,31 @@ class RadixCache:
             self.names.cleared()
         return pages
 
-    # -- flushing (`quire.prefix.flush`)
+    # -- flushing: whatever the policy thinks of it
 
-    def hide(self, root: Node) -> int:
-        """No prompt matches what hangs below this root from now on; returns how many pages that is."""
+    def flush(self, namespace: Namespace) -> tuple[Ids, int]:
+        """Forget every page of `namespace`, in every tier, and what is remembered of those that were evicted before.
+
+        Returns the pages that no lease holds, which are the caller's now, and how many others there are: no prompt
+        matches them any more, and they come from `sweep` later. O(nodes and ghosts of the namespace).
+        """
+        root = self.roots.get(namespace)
+        if root is None:
+            return _NO_PAGES, 0
+        pages = self._forget_unheld(root)
+        if namespace not in self.roots:
+            return pages, 0
         self.version += 1
-        self.roots.hide(root)
+        self.hidden_roots.append(self.roots.pop(namespace))
         held = nodes_below(root)
         for node in reversed(held):
-            self._tell_gone(node, 0)
-            node.hashes = []  # no event tells what becomes of it later
-        return sum(node.num_pages for node in held)
+            self._tell_gone(node, 0)  # and no event tells what becomes of it later
+        return pages, sum(node.num_pages for node in held)
+
+    def sweep(self) -> Ids:
+        """Forget what was flushed while a lease held it and none does any more; the pages are the caller's. O(what was
+        flushed and is left)."""
+        return np.concatenate([_NO_PAGES, *map(self._forget_unheld, list(self.hidden_roots))])
 
     def forget_evicted(self) -> None:
         """Forget what was evicted, and say that nothing is cached under any name: everything has been flushed."""
@@ -368,21 +349,22 @@ class RadixCache:
         for node in reversed(path_to(lease.node)):
             if node.depth < stop and node.depth + node.num_pages > start:
                 self.names.stored(node, max(0, start - node.depth), min(node.num_pages, stop - node.depth), Tier.HOST)
-                self._offer_lower(node)
+                self._where.offer_path(node)
 
     # -- looking, for audits and statistics
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = [child for root in self.roots.all() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        for root in self.all_roots():
+            yield from nodes_below(root)
+
+    def all_roots(self) -> list[Node]:
+        """Every root, of namespaces that were flushed and are still in use too."""
+        return [*self.roots.values(), *self.hidden_roots]
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(its queues)."""
-        return set((self._policy if tier is Tier.DEVICE else self._lower).candidates())
+        return set(self._policy.candidates() if tier is Tier.DEVICE else self._where.copies)
 
     # -- inside
 
@@ -392,11 +374,37 @@ class RadixCache:
             raise LeaseError("a match was leased after the tree had changed; match again.")
         assert num_pages <= match.num_pages
         if not num_pages:
-            return self.roots.make(match.namespace, self._clock)
-        node = next(node for node in reversed(match.path) if node.depth < num_pages)
+            return self.root(match.namespace)
+        return self._ending(reversed(match.path), num_pages)
+
+    def _ending(self, path: Iterable[Node], num_pages: int) -> Node:
+        """The node at the end of the first `num_pages` pages, at least one, of a path whose end comes first."""
+        node = next(node for node in path if node.depth < num_pages)
         if num_pages - node.depth < node.num_pages:
             return self._split(node, num_pages - node.depth)
         return node
+
+    def _grow(self, lease: Lease, tokens: Ids, pages: Ids, *, here: bool) -> tuple[Node, Insertion]:
+        """Cache what is not cached yet of `tokens` behind a lease, which ends at the node that is returned now."""
+        data, page_bytes = tokens.tobytes(), self._page_bytes
+        assert len(data) == len(pages) * page_bytes
+        node, at = lease.node, 0
+        runs: list[bytes] = []
+        while at < len(data) and (child := node.children.get(data[at : at + page_bytes])) is not None:
+            if data.startswith(child.key, at):
+                node = child
+            else:
+                node = self._split(child, common_pages(data, at, child.key, page_bytes) // page_bytes)
+            runs.append(node.run)
+            at += len(node.key)
+        depth = at // page_bytes
+        if here and depth:
+            self._policy.used(node)
+        if at < len(data):
+            runs.append(pages[depth:].tobytes())
+            node = self._append(node, lease, data[at:], runs[-1], here=here)
+        self._move_lease(lease, node, len(pages))
+        return node, Insertion(join_ids(runs) if depth else pages, pages[:depth])
 
     def _move_lease(self, lease: Lease, node: Node, num_pages: int) -> None:
         """The lease ends at `node` now, so many pages deeper."""
@@ -423,119 +431,133 @@ class RadixCache:
         node.run = node.run[at * ID_BYTES :]
         node.depth += at
         upper.children[node.key[: self._page_bytes]] = node
-        if self._has_lower and self._may_lose_copies(upper):
-            self._lower.offered(upper)
+        if self._has_lower:
+            self._where.offer_copies(upper)
         return upper
 
-    def _append(self, node: Node, lease: Lease, data: bytes, run: bytes) -> Node:
-        """Hang new pages below `node`: by lengthening its edge where this lease alone holds it, else as new nodes. One,
-        or several where tokens come back: a new edge ends where something else that was evicted still hangs."""
-        self.num_pages += len(run) // ID_BYTES
+    def _append(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool) -> Node:
+        """Hang new pages below `node`: by lengthening its edge where this lease alone holds it, else as new nodes."""
+        count = len(run) // ID_BYTES
+        if not here:
+            self.num_below += count
+            return self._hang(node, lease, data, run, Tier.HOST)
+        self.num_pages += count
         if (
-            node is lease.node
-            and not node.children
-            and not node.ghosts
-            and node.held == 1
-            and node.parent is not None
-            and len(node.key) <= _LONGEST_GROWN
+            node is not lease.node
+            or node.children
+            or node.ghosts
+            or node.held > 1
+            or node.parent is None
+            or len(node.key) > _LONGEST_GROWN
         ):
-            self.names.appended(node, node, data, run, Tier.DEVICE)
-            node.key += data
-            node.run += run
-            node.tail = b""
-            self._levels.lengthened(len(run) // ID_BYTES)
-            return node
-        return self._hang(node, lease, data, run)
+            node.ticket = 0
+            return self._hang(node, lease, data, run, Tier.DEVICE)
+        self.names.appended(node, node, data, run, Tier.DEVICE)
+        node.key += data
+        node.run += run
+        node.tail = b""
+        self._levels.num_protected += count
+        return node
 
-    def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool = True) -> Node:
-        """Hang new pages below `node` as new nodes; those that are not `here` have copies below the device."""
+    def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
+        """New pages below `node` as new nodes: one, or several where tokens come back, since a new edge ends where
+        something else that was evicted still hangs."""
         while data:
             size, below, ghost = self.ghosts.returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
             leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
-            if here:
-                node.ticket = 0
-            if below:
-                self.ghosts.hang(leaf, below)
+            hang(leaf, below)
             if ghost is not None:
                 lease.turn = max(lease.turn, ghost.turn + 1)
             leaf.turn = lease.turn
-            self.names.appended(leaf, node, leaf.key, leaf.run, Tier.DEVICE if here else Tier.HOST)
-            if not here:
-                self.num_below += leaf.num_pages
-            first = leaf.key[: self._page_bytes]
-            node.children[first] = leaf
-            if node.parent is None:
-                self.roots.begins(node, first)
+            self.names.appended(leaf, node, leaf.key, leaf.run, tier)
+            node.children[leaf.key[: self._page_bytes]] = leaf
             self._policy.stored(leaf, ghost.memo if ghost is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
+
+    def _eviction(self, cause: str) -> Eviction:
+        return Eviction(cause, self._clock, self._seconds())
+
+    def _forget(self, node: Node, keep: int, eviction: Eviction, removed: list[bytes]) -> None:
+        """Forget all but the first `keep` pages of an unleased node, and all below it; their ids go to `removed`."""
+        if node.children:
+            removed += [self._cut(found, 0, eviction) for found in reversed(nodes_below(node))]
+        removed.append(self._cut(node, keep, eviction))
 
     def _cut(self, node: Node, keep: int, eviction: Eviction) -> bytes:
         """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree. Returns the other ids."""
         parent = node.parent
         assert parent is not None
         self.version += 1
-        if self.names.has_listener:
-            self._tell_gone(node, keep)
-            node.hashes = cut_hashes(node.hashes, keep)[0]
-        cut = keep * self._page_bytes
-        below, node.ghosts = node.ghosts, {}
-        ghost = Ghost(node if keep else parent, node.key[cut:], eviction, node.turn, node.memo, node.tail)
-        self.ghosts.leave(ghost, below)
-        node.tail = b""
+        self._tell_gone(node, keep)
+        if self._has_lower and not self.is_here(node):
+            self.num_below -= node.num_pages - keep
+        else:
+            self.num_pages -= node.num_pages - keep
         run = node.run[keep * ID_BYTES :]
+        node.run = node.run[: keep * ID_BYTES]
         if keep:
-            node.key = node.key[:cut]
-            node.run = node.run[: keep * ID_BYTES]
+            self._cut_key(node, keep * self._page_bytes, eviction)
             self.offer(node)
             return run
-        first = node.key[: self._page_bytes]
-        del parent.children[first]
-        if parent.parent is None:
-            self.roots.begins_no_more(parent, first)
+        del parent.children[node.key[: self._page_bytes]]
         node.ticket = 0
+        if self.ghosts.capacity:
+            node.eviction = eviction
+            self.ghosts.leave(node, parent)
         self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
-        node.run = b""
         self.offer(parent)
         return run
+
+    def _cut_key(self, node: Node, at: int, eviction: Eviction) -> None:
+        """What an edge loses behind its first `at` bytes is a ghost at its end now."""
+        if self.ghosts.capacity:
+            ghost = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
+            ghost.turn, ghost.memo, ghost.tail, ghost.eviction = node.turn, node.memo, node.tail, eviction
+            hang(ghost, node.ghosts)
+            node.ghosts = {}
+            self.ghosts.leave(ghost, node)
+        node.tail = b""
+        node.key = node.key[:at]
+
+    def _forget_unheld(self, root: Node) -> Ids:
+        """Forget what no lease holds below a root, and its ghosts; the root goes too where nothing is left."""
+        removed: list[bytes] = []
+        eviction = self._eviction("")
+        held = [root]
+        for node in held:  # grows while it is walked
+            for child in list(node.children.values()):
+                if child.level:
+                    held.append(child)
+                else:
+                    self._forget(child, 0, eviction, removed)
+        self.ghosts.forget_below(held)
+        self.offer(root)
+        return join_ids(removed)
 
     def offer(self, node: Node) -> None:
         """Queue a node for eviction if it is now an unleased leaf; drop a root that nothing needs."""
         if node.level:
             return
         if node.parent is None:
-            if not node.children and not node.ghosts:
-                self.roots.drop(node)
-            return
-        if not self._has_lower:
-            if not node.children:
-                self._policy.offered(node)
-            return
-        if self.is_here(node) and not self._where.has_child_here(node):
+            self._drop_root(node)
+        elif self._has_lower:
+            self._where.offer(node)
+        elif not node.children:
             self._policy.offered(node)
-        self._offer_lower(node)
 
-    def _may_lose_copies(self, node: Node) -> bool:
-        """Whether a node is at the end of what has copies, and no lease holds it."""
-        return not node.level and bool(node.run) and self._where.ends_copies(node)
-
-    def _offer_lower(self, node: Node) -> None:
-        """Queue this node and those above it whose copies could be given up: there may be several on one path, since
-        not every page on it has a copy. And queue the last one on the device above it, if that is a leaf there now."""
-        above: Node | None = node
-        was_here = self.is_here(node)
-        while above is not None and above.parent is not None and not above.level:
-            if self._may_lose_copies(above):
-                self._lower.offered(above)
-            here = self.is_here(above)
-            if here and not was_here and not self._where.has_child_here(above):
-                self._policy.offered(above)
-            was_here = here
-            above = above.parent
+    def _drop_root(self, node: Node) -> None:
+        """Drop a node if it is a root that nothing needs."""
+        if node.parent is not None or node.level or node.children or node.ghosts:
+            return
+        if self.roots.get(node.namespace) is node:
+            del self.roots[node.namespace]
+        elif node in self.hidden_roots:
+            self.hidden_roots.remove(node)
 
     def _arrive(self, node: Node) -> None:
         """A node that a lease holds comes to the device. Its parent is there."""
@@ -566,36 +588,13 @@ class RadixCache:
         self.offer(parent)
         self.offer(node)
 
-    def _count_out(self, node: Node, num_pages: int) -> None:
-        """So many unleased pages of a node leave the tree."""
-        if self.is_here(node):
-            self.num_pages -= num_pages
-        else:
-            self.num_below -= num_pages
-
-    def _cut_below(self, node: Node, eviction: Eviction) -> list[bytes]:
-        """Forget everything below an unleased node; returns the ids."""
-        removed = []
-        for found in reversed(nodes_below(node)):
-            self._count_out(found, found.num_pages)
-            removed.append(self._cut(found, 0, eviction))
-        return removed
-
     def _tell_gone(self, node: Node, keep: int) -> None:
         """All but the first `keep` pages of a node are not found any more, wherever they are."""
         if self.names.has_listener:
             if self.is_here(node):
                 self.names.removed(node, keep, node.num_pages, Tier.DEVICE)
             self.names.removed(node, keep, self.num_copies(node), Tier.HOST)
-
-    def _forgotten(self, holder: Holder) -> None:
-        """A ghost that hung there is gone."""
-        if isinstance(holder, Node) and holder.parent is None:
-            self.offer(holder)
-
-
-def _keep_none(node: Node) -> int:
-    return 0
+            node.hashes = cut_hashes(node.hashes, keep)[0]
 
 
 def _stays(pages: Ids) -> None:

@@ -106,7 +106,7 @@ class Watch:
             )
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
         requests = [*[row.kv.lease for row in snapshot.rows], *snapshot.waits.leases]
-        leased = sorted([self.name_of(lease.node) for lease in requests if not lease.node.is_root])
+        leased = sorted([self.name_of(lease.node) for lease in requests if lease.node.parent is not None])
         if leased != expected:
             raise AssertionError(
                 f"leases hold {self._shown(set(leased))}, and should hold {self._shown(set(expected))}"

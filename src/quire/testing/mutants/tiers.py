@@ -25,7 +25,7 @@ from quire.offload.tiering import Tiering
 from quire.prefix import hashing, page_names
 from quire.prefix.node import pages_to
 from quire.prefix.page_names import PageNames
-from quire.prefix.radix_cache import RadixCache
+from quire.prefix.placement import Whereabouts
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
 from quire.testing.mutants import field
@@ -47,7 +47,7 @@ def a_frame_is_reused_while_it_is_saved(patch: Patch) -> None:
         move = real(tiers, lane, *what)
         if move is not None and lane is Lane.SAVE:
             hold = tiers.moving[move].hold
-            root = tiers._tree.roots.make(hold.path.node.namespace, 0)
+            root = tiers._tree.root(hold.path.node.namespace)
             tiers._holds.change(hold, hold.frames, lease=tiers._tree.pin(root))
         return move
 
@@ -298,10 +298,10 @@ def a_flush_leaves_the_store(patch: Patch) -> None:
 def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
     """The copy of a page goes while it is being loaded."""
 
-    def may_lose_copies(tree: RadixCache, node: Any) -> bool:
-        return bool(tree.num_copies(node)) and not any(map(tree.num_copies, node.children.values()))
+    def may_lose_copies(where: Whereabouts, node: Any) -> bool:
+        return bool(where.num_copies(node)) and not any(map(where.num_copies, node.children.values()))
 
-    patch.setattr(RadixCache, "_may_lose_copies", may_lose_copies)
+    patch.setattr(Whereabouts, "_may_lose_copies", may_lose_copies)
 
 
 @mutant("tiers", field.PINS)

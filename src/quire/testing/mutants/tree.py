@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.prefix import hashing, match, page_names, radix_cache, token_bytes
-from quire.prefix.levels import Levels
+from quire.prefix import hashing, match, page_names, radix_cache
 from quire.prefix.match import Insertion
+from quire.prefix.node import Levels, common_pages
 from quire.prefix.radix_cache import RadixCache
-from quire.prefix.roots import Roots
 from quire.spec.events import Namespace, PagesRemoved
 from quire.testing.mutants import field
 from quire.testing.mutants.registry import Patch, mutant
@@ -107,7 +106,7 @@ def match_ignores_the_namespace(patch: Patch) -> None:
     real = RadixCache.match
 
     def match(tree: RadixCache, namespace: Namespace, tokens: Any) -> Any:
-        found = [real(tree, other, tokens) for other in (namespace, *tree.roots.found)]
+        found = [real(tree, other, tokens) for other in (namespace, *tree.roots)]
         return max(found, key=lambda match: match.num_pages)
 
     patch.setattr(RadixCache, "match", match)
@@ -120,18 +119,17 @@ def adapter_and_salt_are_one_field(patch: Patch) -> None:
     def joined(namespace: Namespace) -> Namespace:
         return Namespace(namespace.adapter + namespace.salt)
 
-    real_match, real_make = RadixCache.match, Roots.make
+    real_match, real_root = RadixCache.match, RadixCache.root
     patch.setattr(RadixCache, "match", lambda tree, ns, tokens: real_match(tree, joined(ns), tokens))
-    patch.setattr(Roots, "make", lambda roots, ns, now: real_make(roots, joined(ns), now))
+    patch.setattr(RadixCache, "root", lambda tree, ns: real_root(tree, joined(ns)))
 
 
 @mutant("cache", field.OFF_BY_ONE)
 def match_is_not_page_aligned(patch: Patch) -> None:
     """A page that differs in its last tokens is taken for a match."""
-    real = token_bytes.common_pages
 
     def common(data: bytes, at: int, key: bytes, unit: int) -> int:
-        tokens = real(data, at, key, 4)
+        tokens = common_pages(data, at, key, 4)
         return min(len(key), (len(data) - at) // unit * unit, -(-tokens // unit) * unit)
 
     patch.setattr(match, "common_pages", common)

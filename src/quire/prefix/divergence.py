@@ -1,4 +1,4 @@
-"""Parting: where a prompt leaves what is cached, and what is known of what would have come next.
+"""Divergence: where a prompt leaves what is cached, and what is known of what would have come next.
 
 prompt   |-- cached --|-- evicted --|-- evicted --|-- part of a page --|-- new ----
          live edges     ghosts, each with the         the same tokens as a page that
@@ -13,18 +13,16 @@ from itertools import islice
 
 import numpy as np
 
-from quire.prefix.ghosts import Eviction, Holder
-from quire.prefix.match import Match
-from quire.prefix.node import Node
-from quire.prefix.token_bytes import TOKEN_BYTES, common_pages
+from quire.prefix.match import Match, find
+from quire.prefix.node import TOKEN_BYTES, Eviction, Node, common_pages
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-_MOST_COMPARED = 64  # continuations at the parting that are looked at: this is paid at every admission
+_MOST_COMPARED = 64  # continuations where a prompt diverges that are looked at: this is paid at every admission
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """`matched` pages are cached. The pages after them were `evicted`, in runs, each by one eviction. Behind these,
     `common` tokens, less than a page, are as in a page that is or was cached there. `elsewhere` names the namespace in
     which most of the prompt is cached, and how many of its pages, if that is more than here."""
@@ -35,37 +33,40 @@ class Parting:
     elsewhere: tuple[Namespace, int] | None
 
 
-def find_parting(root: Node | None, match: Match, tokens: Ids, page_size: int, others: Iterable[Node]) -> Parting:
+def find_divergence(root: Node | None, match: Match, tokens: Ids, page_size: int, others: Iterable[Node]) -> Divergence:
     """Follow `tokens` below `root`, through cached edges, which `match` has done, and then through ghosts. O(pages
     evicted of it), and of a prompt that was never seen no more than a page is looked at.
 
     `others` are roots of other namespaces that may hold the same tokens.
     """
     unit = page_size * TOKEN_BYTES
-    end, next_keys = _end_of(root, match, unit)
+    end, next_pages = _end_of(root, match, unit)
     rest = tokens[match.num_pages * page_size :]
     data = rest[:page_size].tobytes()
     if end is not None and data in end.ghosts:
         data = rest.tobytes()
     at = 0
     evicted: list[tuple[int, Eviction]] = []
-    holder: Holder | None = end
-    while holder is not None:
-        ghost = holder.ghosts.get(data[at : at + unit])
+    node = end
+    while node is not None:
+        ghost = node.ghosts.get(data[at : at + unit])
         if ghost is None:
-            next_keys += list(islice(holder.ghosts, _MOST_COMPARED))
+            next_pages += islice(node.ghosts, _MOST_COMPARED)
             break
+        assert ghost.eviction is not None
         common = common_pages(data, at, ghost.key, unit)
         evicted.append((common // unit, ghost.eviction))
         at += common
-        next_keys = [] if common == len(ghost.key) else [ghost.key[common : common + unit]]
-        holder = end = ghost if common == len(ghost.key) else None
+        next_pages = [] if common == len(ghost.key) else [ghost.key[common : common + unit]]
+        node = end = ghost if common == len(ghost.key) else None
     page = data[at : at + unit]
-    common = max(_most_common(page, next_keys), _most_common(page, [end.tail] if end is not None else []))
-    return Parting(match.num_pages, tuple(evicted), common, _elsewhere(others, tokens, unit))
+    common = max(_most_common(page, next_pages), _most_common(page, [end.tail] if end is not None else []))
+    found = [(other.namespace, len(find(other, tokens, page_size)[0])) for other in others]
+    elsewhere = max(found, key=lambda entry: entry[1], default=None)
+    return Divergence(match.num_pages, tuple(evicted), common, elsewhere)
 
 
-def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Holder | None, list[bytes]]:
+def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Node | None, list[bytes]]:
     """The node at whose end a match ends (None inside an edge), and the pages that come next."""
     last = match.path[-1] if match.path else root
     if last is None:
@@ -76,32 +77,12 @@ def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Holder | None, 
     return last, list(islice(last.children, _MOST_COMPARED))
 
 
-def _count_cached(root: Node, data: bytes, unit: int) -> int:
-    """How many of the bytes are cached below a root, in whole pages."""
-    at, node = 0, root
-    while (child := node.children.get(data[at : at + unit])) is not None:
-        if not data.startswith(child.key, at):
-            return at + common_pages(data, at, child.key, unit)
-        at += len(child.key)
-        node = child
-    return at
-
-
-def _most_common(page: bytes, keys: list[bytes]) -> int:
+def _most_common(page: bytes, others: list[bytes]) -> int:
     """The most tokens that `page`, which may be short, begins with in common with one of these, all of one length."""
-    width = len(keys[0]) // TOKEN_BYTES if keys else 0
+    width = len(others[0]) // TOKEN_BYTES if others else 0
     count = min(len(page) // TOKEN_BYTES, width)
     if not count:
         return 0
-    table = np.frombuffer(b"".join(keys), dtype=np.int32).reshape(len(keys), width)[:, :count]
+    table = np.frombuffer(b"".join(others), dtype=np.int32).reshape(len(others), width)[:, :count]
     same = table == np.frombuffer(page, dtype=np.int32, count=count)
     return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
-
-
-def _elsewhere(others: Iterable[Node], tokens: Ids, unit: int) -> tuple[Namespace, int] | None:
-    roots = list(others)
-    if not roots:
-        return None
-    data = tokens.tobytes()
-    found = [(root.namespace, _count_cached(root, data, unit) // unit) for root in roots]
-    return max(found, key=lambda entry: entry[1])
