@@ -75,7 +75,9 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
     is, under names that this cache does not ask for any more.
     """
     done = _forget(cache, None)
-    cache.tree.rename(layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups]))
+    cache.tree.names.rename(
+        layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups])
+    )
     tiers = offload_of(cache).tiers
     return replace(done, storage=Stored.KEPT if tiers is not None and tiers.settings.stores else Stored.NONE)
 

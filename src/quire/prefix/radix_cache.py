@@ -316,10 +316,6 @@ class RadixCache:
         self.ghosts.clear()
         self.names.cleared()
 
-    def rename(self, identity: bytes) -> None:
-        """What is cached from now on is of another model. Everything that was cached has been flushed."""
-        self.names.rename(identity)
-
     # -- tiers
 
     def is_here(self, node: Node) -> bool:
