@@ -55,34 +55,23 @@ class Growth:
 
     def by_one(self, batch: RunningBatch) -> None:
         """The next token of every request of a batch."""
-        self._rows.refresh(batch)
-        if batch.room < 1 and len(batch):
+        rows, size = self._rows.rows_of(batch), self._size
+        lengths = self._table.allocated[rows]
+        if np.maximum.reduce(lengths, initial=0) >= self._context:
             raise self._beyond_context(self._context + 1)
-        rows, lengths, filled, size = batch.rows, batch.lengths, batch.filled, self._size
-        crossing = (filled == size).nonzero()[0]  # the others have a slot already, behind their last one
+        crossing = (lengths % size == 0).nonzero()[0]  # the others have a slot already, behind their last one
         num_new, pages = len(crossing), NO_PAGES
         if num_new or self._carried:
             self._make_room(rows, num_new, batch)
+            before, grown = lengths[crossing], rows[crossing]
             if num_new and size == 1:
-                new = pages = self._growing.alloc(num_new)
+                pages = self._growing.alloc(num_new)
             elif num_new:
-                new = self._growing.alloc_decode(lengths[crossing] + 1, batch.last[crossing])
-                pages = new // np.int32(size)
+                pages = self._growing.alloc_decode(before + 1, self._rows.last_slots(grown, before)) // np.int32(size)
             self._take(rows, pages)
-        lengths += 1
-        filled += 1
-        batch.last += 1
-        if num_new:
-            filled[crossing] = 1
-            batch.last[crossing] = new
-            self._table.write(rows[crossing] * self._table.width + (lengths[crossing] - 1) // size, pages)
-        batch.room -= 1
-        self._table.allocated[rows] = lengths
-        self._rows.epoch = batch.epoch = self._rows.epoch + 1
-        for slots, column in zip(batch.slots, self._rows.columns, strict=True):
-            slots += 1
             if num_new:
-                slots[crossing] = column[pages] * np.int32(size)
+                self._table.write(grown * self._table.width + before // size, pages)
+        self._table.allocated[rows] = lengths + 1
 
     def free(self, pages: Ids) -> None:
         """These pages, which nothing holds, are free, and their frames in every group."""
@@ -115,7 +104,6 @@ class Growth:
             places: Rows = np.repeat(first, new) + np.arange(num_new)
             self._table.write(places, pages)
         self._table.allocated[rows] = after
-        self._rows.epoch += 1
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
         """Evict where these rows cannot take `num_new` pages, and what is carried, of what is free."""
@@ -164,6 +152,7 @@ def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new:
 def _names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: Bools) -> str:
     """What room is made for: of several requests those that are at the end of their last page, by the first's label."""
     asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-    if len(asking) > 1:
-        asking = [asking[i] for i in np.flatnonzero(at_end).tolist()] or asking
-    return asking[0].label + (f" and {len(asking) - 1} more" if len(asking) > 1 else "")
+    several = len(asking) > 1
+    count = int(np.count_nonzero(at_end)) if several else 1
+    first, count = (int(at_end.argmax()), count) if several and count else (0, len(asking))
+    return asking[first].label + (f" and {count - 1} more" if count > 1 else "")

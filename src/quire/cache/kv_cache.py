@@ -191,7 +191,7 @@ class KVCache:
         if self._partial:
             kv.mark_ends(hit.num_pages, hit.num_matched, max(0, len(tokens) - 1) // self.page_size)
         self._table.allocated[row] = self._table.committed[row] = hit.num_tokens
-        self.rows.live[row] = kv
+        self.rows.enter(kv)
         counters = self.counters
         if not resumed:
             counters.prompt_tokens += len(tokens)
@@ -278,7 +278,6 @@ class KVCache:
         ours = inserted.duplicates.copy()  # a view of the row that is rewritten next
         self.parts.frames.arrived(ours, inserted.pages[: len(ours)])
         self._table.write_run(kv.row, start, inserted.pages)
-        self.rows.epoch += 1
         self.counters.duplicate_pages += len(ours)
         return ours
 
@@ -320,13 +319,7 @@ class KVCache:
             given = [part for group in self._partial for part in group.finish(whole)]
         if first and tokens is not None and kv.shares:
             self.offload.finished(kv, self._table.pages[row, :first], returns=returns)
-        self._table.pages[row, :last] = 0
-        self._table.allocated[row] = self._table.committed[row] = 0
-        del self.rows.live[row]
-        self._table.free.append(row)
-        kv.row = -1
-        self.rows.epoch += 1
-        self.rows.ended += 1
+        self.rows.leave(kv)
         self._retire(private, kv.lease, given)
 
     def evict(self, num_pages: int, cause: str = "") -> int:

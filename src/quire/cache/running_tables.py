@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quire.cache.request_kv import RequestKV
-from quire.cache.row_table import RowTable
-from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.running import Lengths, Rows, RowTable, RunningBatch
 from quire.errors import InvalidInput, LeaseError
 from quire.memory.allocator import PageFrames, slots_in_pages
 from quire.memory.page_table_changes import PageTableChanges
@@ -20,7 +19,7 @@ from quire.spec.pages import pages_for
 
 class RunningTables:
     """Pages and lengths by row, and the device frames behind them. `following` are the groups in which a page has its
-    own frame, by index. `epoch` and `ended` count changes of what a `RunningBatch` remembers, and ended requests."""
+    own frame, by index; `live` the requests that have begun and not finished, by row."""
 
     def __init__(
         self, plan: MemoryPlan, frames: Residency, following: Mapping[int, PageFrames], *, follows: bool
@@ -29,15 +28,15 @@ class RunningTables:
         self.page_size = plan.page_size
         self.frames = frames
         self.columns = tuple(group.column for group in following.values())
-        self._following = tuple(following.values())
-        self._place = {group: place for place, group in enumerate(following)}
         self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
-        self.live: dict[int, RequestKV] = {}  # requests that have begun and not finished, by row
-        self.epoch = self.ended = 0
+        self.live: dict[int, RequestKV] = {}
+        self._following = tuple(following.values())
+        self._last_serial = 0
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """These requests as one, each once, for the verbs of a step. Make it again when one ends or another joins."""
-        return RunningBatch(kvs, self.distinct(kvs))
+        rows = self.distinct(kvs)
+        return RunningBatch(kvs, rows, self.table.serials[rows])
 
     def allocated(self, kv: RequestKV) -> int:
         """Tokens it has room for."""
@@ -90,20 +89,38 @@ class RunningTables:
         return changes
 
     def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
-        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed."""
+        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed.
+
+        Raises MissingFrame where a page of them has no frame.
+        """
+        return self.slots_in((group,), kvs, starts, ends)[0]
+
+    def slots_in(
+        self, groups: Sequence[int], kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths
+    ) -> list[Ids]:
+        """As `slots`, in each of these groups."""
         rows, size = self.rows_of(kvs), self.page_size
-        first = starts // size
-        counts = np.where(ends > starts, -(-ends // size) - first, 0)
-        before = rows * self.table.width + first - (np.cumsum(counts) - counts)
-        places = np.repeat(before, counts) + np.arange(int(counts.sum()))
-        frames = self.frames.of(Tier.DEVICE, group).frames(self.table.flat[places])
-        return slots_in_pages(frames.astype(np.int64), counts, starts, ends, size)
+        single = ends - starts == 1
+        lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
+        first = self.table.flat[rows[:lead] * self.table.width + starts[:lead] // size]
+        offsets = (starts[:lead] % size).astype(np.int32)
+        columns = [self.frames.of(Tier.DEVICE, group) for group in groups]
+        found = [column.frames(first) * np.int32(size) + offsets for column in columns]
+        if lead == len(rows):
+            return found
+        rows, starts, ends = rows[lead:], starts[lead:], ends[lead:]
+        before = starts // size
+        counts = np.where(ends > starts, -(-ends // size) - before, 0)
+        places = np.repeat(rows * self.table.width + before - (np.cumsum(counts) - counts), counts)
+        pages = self.table.flat[places + np.arange(len(places))]
+        more = [slots_in_pages(c.frames(pages).astype(np.int64), counts, starts, ends, size) for c in columns]
+        return [np.concatenate(parts) for parts in zip(found, more, strict=True)] if lead else more
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:
         """Slots of the last token that each request of a batch has room for: where a step after `extend(batch, 1)`
         writes."""
-        self.refresh(batch)
-        return batch.slots[self._place[group]].copy()
+        ends = self.table.allocated[batch.rows]
+        return self.slots(batch, ends - 1, ends, group)
 
     # -- for the cache
 
@@ -115,20 +132,19 @@ class RunningTables:
         slots[lengths == 0] = -1
         return slots
 
-    def refresh(self, batch: RunningBatch) -> None:
-        """Read a batch's state again where something else has changed the cache. Raises LeaseError if one has ended."""
-        if batch.epoch == self.epoch:
-            return
-        if batch.ended != self.ended:
-            self.rows_of(batch.kvs)
-            batch.ended = self.ended
-        rows = batch.rows
-        batch.lengths = lengths = self.table.allocated[rows]
-        batch.room = self.plan.context - int(lengths.max(initial=0))
-        batch.filled = np.where(lengths > 0, (lengths - 1) % self.page_size + 1, self.page_size)
-        batch.last = self.last_slots(rows, lengths)
-        batch.slots = [frames.translate(batch.last) for frames in self._following]
-        batch.epoch = self.epoch
+    def enter(self, kv: RequestKV) -> None:
+        """A request begins, in the row that was taken for it."""
+        self._last_serial += 1
+        self.table.serials[kv.row] = self._last_serial
+        self.live[kv.row] = kv
+
+    def leave(self, kv: RequestKV) -> None:
+        """It ends, and its row is free."""
+        row, kv.row, table = kv.row, -1, self.table
+        table.pages[row, : pages_for(int(table.allocated[row]), self.page_size)] = 0
+        table.allocated[row] = table.committed[row] = table.serials[row] = 0
+        table.free.append(row)
+        del self.live[row]
 
     def row_of(self, kv: RequestKV) -> int:
         """Its row. Raises LeaseError if it has ended."""
@@ -139,12 +155,11 @@ class RunningTables:
     def rows_of(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
         """Their rows. Raises LeaseError if one has ended."""
         if isinstance(kvs, RunningBatch):
-            if kvs.ended != self.ended:
-                self.rows_of(kvs.kvs)
-                kvs.ended = self.ended
-            return kvs.rows
-        rows = np.array([kv.row for kv in kvs], dtype=np.intp)
-        if len(rows) and np.minimum.reduce(rows) < 0:
+            rows, alive = kvs.rows, np.array_equal(self.table.serials[kvs.rows], kvs.serials)
+        else:
+            rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+            alive = np.minimum.reduce(rows, initial=0) >= 0
+        if not alive:
             raise LeaseError("a request's cache record was used after it had finished.")
         return rows
 

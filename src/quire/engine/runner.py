@@ -19,6 +19,7 @@ from quire.kernels.state import StateBatch
 from quire.memory.page_table import DevicePageTables
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
+from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
 from quire.spec.ids import Ids
@@ -71,11 +72,11 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self.pools = pools
-        following = [at for at, group in enumerate(cache.groups) if not group.reach.carried]
+        self._loading = offload_of(cache).ahead.loads
+        self._following = [at for at, group in enumerate(cache.groups) if not group.reach.carried]
         self._planners = [AttentionPlanner() for _ in pools]
-        self._place = {group: place for place, group in enumerate(following)}
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
-        self._tables = DevicePageTables(len(following), rows, width, device=device)
+        self._tables = DevicePageTables(len(self._following), rows, width, device=device)
         built = sum(pool.num_bytes for pool in self.pools)
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
 
@@ -90,11 +91,10 @@ class ModelRunner:
             waits = not all(load.done for load in loads)
             for pool in self.pools:
                 pool.arriving = loads
-            batches = [self._of_group(step, group) for group in range(len(self.pools))]
             logits = self._model.forward(
                 self._input_ids(step, previous),
                 torch.from_numpy(step.positions).to(self._device, non_blocking=True),
-                batches,
+                self._batches(step),
                 self.pools,
                 torch.from_numpy(step.draws).to(self._device, non_blocking=True),
             )
@@ -109,37 +109,42 @@ class ModelRunner:
 
     def _loads(self, step: Step) -> tuple[Transfer, ...]:
         """What is still on its way to the device for the requests of a step."""
+        if not self._loading:
+            return ()
         return tuple({load for kv in [kv for kv in step.batch.kvs if kv.loads] for load in kv.loads})
 
-    def _of_group(self, step: Step, group: int) -> PagedBatch | StateBatch:
-        """Where one group's frames for this step are."""
-        requests, ends = step.batch, step.ends
-        pieces = self._cache.launch(group, requests, ends, step.draw_counts)
-        if pieces is not None:
-            return StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets)
-        slots = (
-            self._cache.rows.next_slots(requests, group)
-            if step.is_decode
-            else self._cache.rows.slots(requests, step.starts, ends, group)
-        )
-        return PagedBatch(
-            query_starts=step.offsets.astype(np.int32),
-            context_lens=ends.astype(np.int32),
-            frames=self._frames(requests, ends, group),
-            slots=slots,
-            page_size=self._cache.page_size,
-            planner=self._planners[group],
-            ids=requests.rows,
-        )
+    def _batches(self, step: Step) -> list[PagedBatch | StateBatch]:
+        """Where each group's frames for this step are."""
+        requests, ends, cache = step.batch, step.ends, self._cache
+        slots = cache.rows.slots_in(self._following, requests, step.starts, ends)
+        query_starts, context_lens = step.offsets.astype(np.int32), ends.astype(np.int32)
+        found: list[PagedBatch | StateBatch] = []
+        for group, planner in enumerate(self._planners):
+            pieces = cache.launch(group, requests, ends, step.draw_counts)
+            if pieces is not None:
+                found.append(StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets))
+                continue
+            place = self._following.index(group)
+            found.append(
+                PagedBatch(
+                    query_starts=query_starts,
+                    context_lens=context_lens,
+                    frames=self._frames(requests, ends, place),
+                    slots=slots[place],
+                    page_size=cache.page_size,
+                    planner=planner,
+                    ids=requests.rows,
+                )
+            )
+        return found
 
-    def _frames(self, requests: RunningBatch, ends: np.ndarray, group: int) -> Ids:
+    def _frames(self, requests: RunningBatch, ends: Lengths, place: int) -> Ids:
         """The page tables of a batch on the host, where reading is planned. Where that is the device, they are its own;
         a device elsewhere has its own too, for kernels that read pages by row, and is not waited for here."""
-        if self._device.type != "cpu":
-            return self._cache.rows.page_table(requests, ends, group)
-        width = pages_for(int(ends.max(initial=1)), self._cache.page_size)
-        frames: Ids = self._tables.rows(self._place[group], torch.from_numpy(requests.rows), width).numpy()
-        return frames
+        if self._tables.host is None:
+            return self._cache.rows.page_table(requests, ends, self._following[place])
+        frames: Ids = self._tables.host[place, :, : pages_for(int(ends.max(initial=1)), self._cache.page_size)]
+        return frames[requests.rows]
 
     def _input_ids(self, step: Step, previous: Launched | None) -> Tensor:
         """Token ids of the step, int64 `[tokens]`; those that only the device knows yet are copied there."""

@@ -57,7 +57,9 @@ class PagedBatch:
         assert len(query_starts) == len(context_lens) + 1
         assert len(frames) == len(context_lens)
         assert len(slots) >= query_starts[-1]
-        assert (np.diff(query_starts) <= context_lens).all(), "a sequence's new tokens are part of its context"
+        assert (query_starts[1:] - query_starts[:-1] <= context_lens).all(), (
+            "a sequence's new tokens are part of its context"
+        )
         self.query_starts = query_starts
         self.context_lens = context_lens
         self.frames = frames

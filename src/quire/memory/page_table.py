@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.memory.page_table_changes import PageTableChanges
+from quire.spec.ids import Ids
 
 
 class DevicePageTables:
@@ -21,6 +22,8 @@ class DevicePageTables:
     ) -> None:
         self.tables = torch.zeros((num_groups, num_rows, pages_per_row), dtype=torch.int32, device=device)
         self._flat = self.tables.view(num_groups, num_rows * pages_per_row)
+        self.host: Ids | None = self.tables.numpy() if device.type == "cpu" else None
+        """The tables as an array, where the device is the host: nothing is sent there, and `apply` writes."""
         self._pinned = device.type == "cuda"
         self._buffers = [self._buffer(1024) for _ in range(num_steps)]
         self._turn = 0
@@ -29,6 +32,9 @@ class DevicePageTables:
         """Bring the tables up to date. One copy to the device, whatever the number of groups; no wait."""
         count = len(changes)
         if not count:
+            return
+        if self.host is not None:
+            self.host.reshape(len(self.host), -1)[:, changes.places] = changes.frames
             return
         self._turn = (self._turn + 1) % len(self._buffers)
         if self._buffers[self._turn].shape[1] < count:

@@ -23,13 +23,14 @@ _order = attrgetter("order")
 
 
 class RunningRows:
-    """One row for each request that the cache has room for, of `width` tokens.
+    """One row for each request that the cache has room for, of `width` tokens. `serials` are the cache's.
 
     Memory is taken as rows are written, so a row costs what its longest request does. `running` are the requests in
     the order of `Request.order`, `kvs` and `order` their records of the cache and their rows.
     """
 
-    def __init__(self, num_rows: int, width: int) -> None:
+    def __init__(self, serials: Lengths, width: int) -> None:
+        num_rows = len(serials)
         self.width = width
         self.tokens: Ids = np.zeros((num_rows, width), dtype=np.int32)
         self.flat: Ids = self.tokens.reshape(-1)  # a view
@@ -38,14 +39,13 @@ class RunningRows:
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
         self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens behind the known ones that may come true
         self.num_drafted = 0  # rows that have any
-        self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)  # whose the row is; 0: nobody's
+        self.serials = serials  # whose the row is; 0: nobody's
         self.openings: Lengths = np.zeros(num_rows, dtype=np.int64)  # `Request.opening`
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
         self.kvs: list[RequestKV] = []
         self.order: Rows = np.empty(0, dtype=np.intp)
         self._all: StepRows | None = None  # None: who runs has changed
-        self._last_serial = 0
 
     def bind(self, request: Request) -> None:
         """A request begins in the row of its `kv`."""
@@ -54,8 +54,6 @@ class RunningRows:
         request.bind(self.tokens[row], self._lengths[:, row])
         self.terms[row] = terms_of(request)
         self.openings[row] = request.opening
-        self._last_serial += 1
-        self.serials[row] = self._last_serial
         at = bisect_left(self.running, request.order, key=_order)
         self.running.insert(at, request)
         self.kvs.insert(at, request.kv)
@@ -68,7 +66,6 @@ class RunningRows:
         row = request.kv.row
         request.unbind()
         self.forget_drafts(np.array([row]))
-        self.serials[row] = 0
         at = bisect_left(self.running, request.order, key=_order)
         del self.running[at], self.kvs[at]
         self.order = np.concatenate((self.order[:at], self.order[at + 1 :]))

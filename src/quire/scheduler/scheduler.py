@@ -97,7 +97,8 @@ class Scheduler:
         self._waiting: list[Request] = []  # sorted by Request.order
         self._asked: Counter[int] = Counter()  # what those who wait begin with
         self._requests: dict[str, Request] = {}
-        self._rows = RunningRows(cache.plan.max_requests, cache.plan.pages_per_row * cache.plan.tokens_per_page)
+        width = cache.plan.pages_per_row * cache.plan.tokens_per_page
+        self._rows = RunningRows(cache.rows.table.serials, width)
         self._decoding = self._rows.together()  # of the last step
         self._prefetching = Prefetching(ahead)
         self._leaders = Leaders(cache, self._rows)
@@ -450,7 +451,7 @@ class Scheduler:
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
         plan, size = self._cache.plan, self._cache.page_size
-        rows = self._rows.serials.nonzero()[0]
+        rows = self._rows.order
         reached = -(-(self._rows.known[rows] + self._rows.pending[rows]) // size)
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
         spare = pages_for(plan.tokens_per_step, size)

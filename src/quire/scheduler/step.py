@@ -131,7 +131,7 @@ class StepRows:
         self._table, self._width = table, width
         self._terms: Terms | None = None
         self.requests = requests
-        self.batch = RunningBatch(kvs, rows)
+        self.batch = RunningBatch(kvs, rows, serials)
         self.rows = rows
         self.serials = serials
         self.base: Lengths = rows * width
@@ -182,7 +182,7 @@ class Step:
     `tokens` are the input ids; `future` are the flat places of those that a step in flight still draws. `draw_counts`
     says how many tokens each work draws, `drawers` the work of each draw. `parents`, where drafts are a tree, is for
     each flat place the one before it; None: each follows the one before. With `is_decode` every work is the token
-    behind all that its request has room for but itself, so that `KVCache.next_slots` are its slots. `admitted` are the
+    behind all that its request has room for but itself, as after `KVCache.extend(batch, 1)`. `admitted` are the
     requests that were admitted in it for the first time.
     """
 

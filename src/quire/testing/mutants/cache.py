@@ -12,6 +12,7 @@ from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import RunningBatch
 from quire.cache.running_tables import RunningTables
 from quire.errors import OutOfPages
 from quire.prefix.node import pages_to
@@ -147,10 +148,15 @@ def evictable_pages_do_not_count(patch: Patch) -> None:
 @mutant("cache", field.STALE)
 def a_running_batch_is_not_read_again(patch: Patch) -> None:
     """Requests that run together go on from lengths that something else has changed, and write over each other."""
-    real = RunningTables.refresh
+    real = KVCache.extend
+    known: dict[Any, Any] = {}
 
-    def refresh(rows: RunningTables, batch: Any) -> None:
-        if batch.ended < 0:
-            real(rows, batch)
+    def extend(cache: KVCache, kvs: Any, counts: Any) -> None:
+        lengths, together = cache.rows.table.allocated, isinstance(kvs, RunningBatch)
+        if together and kvs in known:
+            lengths[kvs.rows] = known[kvs]
+        real(cache, kvs, counts)
+        if together:
+            known[kvs] = lengths[kvs.rows]
 
-    patch.setattr(RunningTables, "refresh", refresh)
+    patch.setattr(KVCache, "extend", extend)
