@@ -273,6 +273,18 @@ def test_stages_cover_every_layer_once(layers: int, pp: int) -> None:
     assert sizes[0] <= max(sizes) and sizes[-1] == min(sizes)
 
 
+def test_a_stage_of_windows_admits_no_request_that_another_stage_cannot_keep() -> None:
+    """Requests pass pages in windows; the stage with the other layers keeps them whole, whichever stage decides."""
+    full = AttentionCall(kv_heads=8, key_dim=128, value_dim=128)
+    layers = ((full,),) * 6 + ((replace(full, window=128),),) * 5
+    spec = ModelSpec(architecture="test", layers=layers, context_length=4096, vocab_size=8, dtype=DType.BFLOAT16)
+    wanted = PlanSettings(context=3745, mix=uniform(613, "short"), shares=False, parallel=Parallelism(tp=2, pp=2))
+    plans = [make_plan(spec, replace(wanted, kv_memory=size << 20)) for size in range(24, 33)]
+    assert {plan.stage for plan in plans} == {0, 1}
+    for plan in plans:
+        assert plan.largest_request == plan.memory.largest_request == plan.config.max_total_num_tokens + 1
+
+
 # -- speculation
 
 

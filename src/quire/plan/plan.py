@@ -100,10 +100,10 @@ class Plan:
     def _passed_pages(self, max_requests: int) -> int:
         """Pages beside those with frames, for what requests of a model of windows and states only have passed.
 
-        None where the pool is too small for a window, so that a request must fit into it as a whole.
+        None where a pool of any stage is too small for a window, so that a request must fit into it as a whole.
         """
         options = self.configurator.options
-        for pool in self.config.pools:
+        for pool in (pool for one in self.stages for pool in one.pools):
             reach = pool.group.reach
             if reach.kind == "full":
                 return 0
