@@ -9,8 +9,9 @@ from threading import Lock
 class Counts(Counter[str]):
     """Read it like a dictionary."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *names: str) -> None:
+        """With these names from the start, at zero."""
+        super().__init__(dict.fromkeys(names, 0))
         self._lock = Lock()
 
     def add(self, name: str, count: int = 1) -> None:
