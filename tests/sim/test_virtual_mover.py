@@ -288,7 +288,6 @@ class VirtualMoverMachine(RuleBasedStateMachine):
         if not wanted:
             return
         self.under_way.append(self.world.move(link, *wanted))
-        self.under_way[-1].owner = wanted
         self.busy |= set(wanted)
         if link in (Lane.SAVE, Lane.FETCH, RECEIVE):
             self.on_host -= set(wanted)
@@ -316,7 +315,7 @@ class VirtualMoverMachine(RuleBasedStateMachine):
             if move.lane is Lane.LOAD and move.checked:
                 move.wait_layer(layer)
                 group, at = {0: (0, 0), 1: (1, 0), 2: (0, 1)}[layer]
-                pages = move.owner
+                pages = move.units[0].host.tolist()
                 got, want = self.world.copies.device[group], self.world.content[group]
                 assert np.array_equal(got[at, pages], want[at, pages])
 
@@ -330,7 +329,7 @@ class VirtualMoverMachine(RuleBasedStateMachine):
             self.under_way.remove(move)
             assert move.expired == ("deadline" in move.error) == bool(move.error)
             assert not move.expired or (move.lane in (SEND, RECEIVE) and self.world.now >= move.expires_at)
-            pages: list[int] = move.owner  # type: ignore[assignment]
+            pages = move.units[0].host.tolist()
             self.busy -= set(pages)
             if move.lane is Lane.LOAD:
                 assert move.is_whole

@@ -54,11 +54,9 @@ def pages(*numbers: int) -> tuple[Units, Units]:
     return units(0, numbers, numbers, numbers), units(1, numbers, numbers, numbers)
 
 
-def move_of(
-    copies: ArrayCopies, link: Lane, moved: Sequence[Units], owner: object = None, deadline: float | None = None
-) -> Transfer:
+def move_of(copies: ArrayCopies, link: Lane, moved: Sequence[Units], deadline: float | None = None) -> Transfer:
     size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
-    return Transfer(link, moved, SCOPE, size if link.carries else 0, owner, deadline_s=deadline)
+    return Transfer(link, moved, SCOPE, size if link.carries else 0, deadline_s=deadline)
 
 
 def collect(mover: ThreadMover, count: int = 1) -> list[Transfer]:
@@ -79,11 +77,11 @@ def test_round_trip() -> None:
     content = [copies.fill(group, numbers, seed=group) for group in (0, 1)]
     with mover_of(copies, store) as mover:
         for link in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOAD):
-            move = move_of(copies, link, pages(1, 2, 3), owner=link)
+            move = move_of(copies, link, pages(1, 2, 3))
             assert mover.submit(move)
             assert mover.in_flight(link) == move.num_bytes
             assert collect(mover) == [move]
-            assert (move.done, move.is_whole, move.error, move.owner) == (True, True, "", link)
+            assert (move.done, move.is_whole, move.error) == (True, True, "")
             assert move.defects == (("", "", ""),) * 2
             assert mover.in_flight(link) == 0
             assert (mover.rate(link).per_second or 0) > 0
@@ -506,7 +504,7 @@ class ThreadMoverMachine(RuleBasedStateMachine):
             wanted &= self.on_host
         if not wanted:
             return
-        move = move_of(self.copies, link, pages(*sorted(wanted)), owner=wanted, deadline=deadline)
+        move = move_of(self.copies, link, pages(*sorted(wanted)), deadline)
         before = self.mover.in_flight(link)
         fits = before + move.num_bytes <= self.MOST or not any(other.lane is link for other in self.under_way)
         self.busy |= wanted  # before its threads begin
@@ -547,7 +545,7 @@ class ThreadMoverMachine(RuleBasedStateMachine):
     def _collect(self) -> None:
         for move in self.mover.finished():
             self.under_way.remove(move)  # a ValueError: not submitted, or ended twice
-            wanted: set[int] = move.owner  # type: ignore[assignment]
+            wanted = set(move.units[0].host.tolist())
             self.busy -= wanted
             assert move.done
             assert [len(found) for found in move.defects] == [len(item) for item in move.units]

@@ -29,9 +29,8 @@ from quire.prefix.node import Node, pages_to
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.store import Answer
-from quire.tiers.transfer import FAILED, GOOD, MISSING, REFUSED, Lane, Transfer, Units
+from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer, Units
 
-NOT_DAMAGED = (GOOD, MISSING, REFUSED, FAILED)
 _BATCH_BYTES = 64 << 20
 _MOST_AT_ONCE = 2
 """Moves on their way. What is owed meanwhile gathers, so that a page each of many requests are one move."""
@@ -170,7 +169,7 @@ class Archiver:
         for part, units, defects in zip(batch.parts, move.units, move.defects, strict=True):
             host = below.hosts[part.group]
             good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
-            wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in UNDAMAGED for defect in defects], dtype=np.bool_)
             same = host.column[part.pages] == part.host
             left = part.pages[self._are(part.pages, units) & ~good]
             self._stored[part.group].unmark(left, State.RESIDENT)
@@ -181,7 +180,7 @@ class Archiver:
             counters.archived_frames += archived
             counters.archived_bytes += archived * below.settings.record_bytes[part.group]
             if wrong.any():
-                counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
+                counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in UNDAMAGED])
                 host.damage(part.pages[wrong & same])  # whoever loads it finds out
             host.end_reading(part.host)
         counters.unstored_frames += num_refused

@@ -30,7 +30,7 @@ from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.store import Answer
-from quire.tiers.transfer import FAILED, GOOD, MISSING, REFUSED, Lane, Transfer
+from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
 _FIRST_BYTES = 4 * PIECE_BYTES
 _MOST_BYTES = 512 << 20
@@ -265,7 +265,7 @@ class Prefetcher(ReadAhead):
         prefetch = self._running.pop(move)
         for at, defects in enumerate(move.defects):
             for place, defect in enumerate(defects):
-                if defect not in (GOOD, MISSING, REFUSED, FAILED):
+                if defect not in UNDAMAGED:
                     tier = Tier.HOST if (at, place) in move.suspect else Tier.STORAGE
                     self._tiers.counters.corrupt(tier, [defect])
         if move is prefetch.look:

@@ -24,7 +24,7 @@ from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
 from quire.memory.residency import State
-from quire.offload.archiver import NOT_DAMAGED, Archiver
+from quire.offload.archiver import Archiver
 from quire.offload.below import Below, Moving, Part, worth_saving
 from quire.offload.deletion import DamagedPaths
 from quire.offload.host_groups import HostGroup
@@ -34,7 +34,7 @@ from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
-from quire.tiers.transfer import GOOD, Lane, Transfer
+from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer
 
 _MOST_SAVES = 64  # of those that had to wait, begun at a time
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
@@ -452,9 +452,9 @@ class Tiering:
         self.counters.failed_moves += 1
         bad, places = [], []
         for part, defects in zip(moving.parts, move.defects, strict=True):
-            wrong = np.array([defect not in NOT_DAMAGED for defect in defects], dtype=np.bool_)
+            wrong = np.array([defect not in UNDAMAGED for defect in defects], dtype=np.bool_)
             if wrong.any():
-                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in NOT_DAMAGED])
+                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in UNDAMAGED])
                 self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
             self.counters.loaded_frames += here

@@ -13,18 +13,15 @@ The rules of transfers are here:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import islice, pairwise
-from typing import TypeVar
 
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
 from quire.tiers.forgotten import answers_under, forget_scope, marks_over
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
-
-_T = TypeVar("_T")
 
 PIECE_BYTES = 16 << 20
 """About how much is done at a time. A load waits for no more than one piece of a save."""
@@ -54,14 +51,18 @@ class Carrier:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
             return
         remote = self._remotes[lane.far]
+        if remote is None and lane.far is Endpoint.PEER:
+            raise InvalidInput("there is no peer.", fix="give the mover one, or do not ask for it.")
         if remote is None:
-            if lane.far is Endpoint.PEER:
-                raise InvalidInput("there is no peer.", fix="give the mover one, or do not ask for it.")
             raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
-        if lane.carries:
-            yield from (self._get if lane.is_inward else self._put)(transfer, remote)
-        else:
+        if not lane.carries:
             yield from (self._look if lane.is_inward else self._forget)(transfer, remote)
+        elif lane.is_inward:
+            yield from self._by_pages(transfer, remote, self._get_pages, MISSING)
+        else:
+            yield from self._by_pages(transfer, remote, self._put_pages, REFUSED)
+            if not transfer.stopping and not any(REFUSED in defects for defects in transfer.defects):
+                yield from self._touch(transfer, remote)
 
     # -- between device and host
 
@@ -75,46 +76,31 @@ class Carrier:
                 yield
 
     def _load(self, transfer: Transfer) -> Iterator[None]:
+        """Copy the pages before the first that is damaged in any group; those behind it are damaged or missing."""
         copies, whole = self._copies, transfer.units
-        defects = [copies.defects(units.group, units.host, units.pages) for units in whole]
-        transfer.defects = tuple(map(tuple, defects))
-        if any(any(found) for found in defects):
-            yield
-            yield from self._load_good(transfer, defects)
-            return
-        transfer.announce_checked()
+        found = [copies.defects(units.group, units.host, units.pages) for units in whole]
+        ends = [len(units) for units in whole]
+        is_good = not any(map(any, found))
+        if is_good:
+            transfer.announce_checked()
+        else:
+            ends = _ends_before_damage(whole, found)
+        transfer.defects = tuple(
+            (*defects[:end], *(defect or MISSING for defect in defects[end:]))
+            for defects, end in zip(found, ends, strict=True)
+        )
         yield
         for layer in copies.layers():
-            for units in whole:
-                copies.to_device(units.group, units.device, units.host, layer)
-            transfer.announce_layer(layer)
-            yield
-        transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in whole)
-
-    def _load_good(self, transfer: Transfer, defects: Sequence[Sequence[str]]) -> Iterator[None]:
-        """Copy the pages before the first that is damaged in any group; those behind it are damaged or missing."""
-        ends = [0] * len(transfer.units)
-        for page in _pages_of(transfer.units):
-            if any(defects[at][place] for at, place in page):
-                break
-            for at, place in page:
-                ends[at] = place + 1
-        for layer in self._copies.layers():
-            for units, end in zip(transfer.units, ends, strict=True):
+            for units, end in zip(whole, ends, strict=True):
                 if end:
-                    self._copies.to_device(units.group, units.device[:end], units.host[:end], layer)
+                    copies.to_device(units.group, units.device[:end], units.host[:end], layer)
+            if is_good:
+                transfer.announce_layer(layer)
             yield
-        transfer.defects = tuple(
-            (*found[:end], *(defect or MISSING for defect in found[end:]))
-            for found, end in zip(defects, ends, strict=True)
-        )
+        if is_good:
+            transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in whole)
 
     # -- between host and a remote
-
-    def _put(self, transfer: Transfer, remote: Store) -> Iterator[None]:
-        yield from self._by_pages(transfer, remote, self._put_pages, REFUSED)
-        if not transfer.stopping and not any(REFUSED in defects for defects in transfer.defects):
-            yield from self._touch(transfer, remote)
 
     def _touch(self, transfer: Transfer, store: Store) -> Iterator[None]:
         """Tell the store what was used, the first page of a prefix last: a store evicts what was used longest ago, and
@@ -135,9 +121,6 @@ class Carrier:
                 yield
             found.append(tuple(answers))
         transfer.answers = tuple(found)
-
-    def _get(self, transfer: Transfer, remote: Store) -> Iterator[None]:
-        yield from self._by_pages(transfer, remote, self._get_pages, MISSING)
 
     def _look(self, transfer: Transfer, store: Store) -> Iterator[None]:
         """Ask for some pages at a time, in the order of the prefix, until one is missing that all behind it need. Pages
@@ -178,152 +161,147 @@ class Carrier:
         of every unit that was not done by then is `rest`."""
         found = [[rest] * len(units) for units in transfer.units]
         pages = _pages_of(transfer.units)
-        sizes = [self._copies.bytes_of(units.group) for units in transfer.units]
-        most = sum(sizes[at] for page in pages for at, _ in page)
-        for piece in _runs(len(pages), max(1, most // max(1, len(pages))), self._piece_bytes):
+        num_bytes = sum(self._copies.bytes_of(units.group) * len(units) for units in transfer.units)
+        for piece in _runs(len(pages), max(1, num_bytes // max(1, len(pages))), self._piece_bytes):
             stop = min(piece.stop, transfer.kept_pages) if transfer.stopping else piece.stop
             if stop <= piece.start:
                 break
-            batch = _Batch.of(transfer, pages[piece.start : stop], sizes, self._copies)
+            batch = _Batch(transfer, pages[piece.start : stop], self._copies)
             work(transfer, remote, batch)
-            batch.report(found, rest)
-            if batch.num_good < len(batch.pages):
+            for record in batch.records:
+                is_good = record.page < batch.num_good
+                found[record.units][record.place] = GOOD if is_good else record.defect or rest
+            if batch.num_good < stop - piece.start:
                 break
             yield
         transfer.defects = tuple(map(tuple, found))
 
     def _put_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
         batch.check(self._copies, transfer)
-        keys = batch.keys
-        answers = remote.prepare(keys[: batch.end], batch.sizes[: batch.end])
-        mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
-        completed = False
+        records = batch.good()
+        mine: list[_Record] = []
+        answers = remote.prepare(_keys(records), [record.data.nbytes for record in records])
+        for record, answer in zip(records, answers, strict=True):
+            if answer is Answer.MISS:
+                mine.append(record)
+            elif answer is not Answer.HIT:
+                batch.fail(record, REFUSED)
+        puts = [record for record in mine if record.page < batch.num_good]
         try:
-            for at, answer in enumerate(answers):
-                if answer is Answer.PENDING or answer is Answer.RETRY:
-                    batch.fail(at, REFUSED)
-            puts = [at for at in mine if at < batch.end]
-            for at, answer in zip(puts, remote.put(_at(keys, puts), _at(batch.records, puts)), strict=True):
-                if answer is not Answer.HIT:
-                    batch.fail(at, REFUSED)
-            completed = True
-            self._complete(remote, batch, mine)
-        finally:
-            if not completed and mine:
-                remote.complete(_at(keys, mine), [False] * len(mine))
-        transfer.moved_bytes += sum(batch.sizes[at] for at in mine if at < batch.end)
+            answers = remote.put(_keys(puts), [record.data for record in puts])
+        except BaseException:
+            remote.complete(_keys(mine), [False] * len(mine))
+            raise
+        for record, answer in zip(puts, answers, strict=True):
+            if answer is not Answer.HIT:
+                batch.fail(record, REFUSED)
+        self._complete(remote, batch, mine)
+        transfer.moved_bytes += sum(record.data.nbytes for record in mine if record.page < batch.num_good)
 
     @staticmethod
-    def _complete(remote: Store, batch: _Batch, mine: Sequence[int]) -> None:
+    def _complete(remote: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
         """Make whole pages visible and drop the rest. Those behind a page that could not be made visible are removed:
         no lookup would find them."""
-        ok = [at < batch.end for at in mine]
+        ok = [record.page < batch.num_good for record in mine]
         visible = []
-        for at, wanted, answer in zip(mine, ok, remote.complete(_at(batch.keys, mine), ok), strict=True):
+        for record, wanted, answer in zip(mine, ok, remote.complete(_keys(mine), ok), strict=True):
             if wanted and answer is Answer.HIT:
-                visible.append(at)
+                visible.append(record)
             elif wanted:
-                batch.fail(at, REFUSED)
-        orphans = [at for at in visible if at >= batch.end]
+                batch.fail(record, REFUSED)
+        orphans = [record for record in visible if record.page >= batch.num_good]
         if orphans:
-            remote.remove(_at(batch.keys, orphans))
+            remote.remove(_keys(orphans))
 
     def _get_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
-        transfer.asked_bytes += sum(batch.sizes)
-        for at, answer in enumerate(remote.get(batch.keys, batch.records)):
-            if answer is Answer.MISS:
-                batch.fail(at, MISSING)
-            elif answer is not Answer.HIT:
-                batch.fail(at, REFUSED)
-        damaged = batch.check(self._copies, transfer)
-        if damaged:
-            self._find_culprit(transfer, remote, batch, damaged)
-        transfer.moved_bytes += sum(batch.sizes[: batch.end])
+        records = batch.records
+        transfer.asked_bytes += sum(record.data.nbytes for record in records)
+        answers = remote.get(_keys(records), [record.data for record in records])
+        for record, answer in zip(records, answers, strict=True):
+            if answer is not Answer.HIT:
+                batch.fail(record, MISSING if answer is Answer.MISS else REFUSED)
+        if damaged := batch.check(self._copies, transfer):
+            self._find_culprit(transfer, remote, damaged)
+        transfer.moved_bytes += sum(record.data.nbytes for record in batch.good())
 
     @staticmethod
-    def _find_culprit(transfer: Transfer, remote: Store, batch: _Batch, damaged: Sequence[int]) -> None:
+    def _find_culprit(transfer: Transfer, remote: Store, damaged: Sequence[_Record]) -> None:
         """Read damaged records again, into other memory, and once more where they differ now. If both of these agree,
         the host row is suspect, and the record stays. Otherwise the record is removed: it would be found again and
         again, and keep a good one from taking its place."""
-        again = _read(remote, batch, damaged)
-        differs = [at for at, record in again.items() if batch.records[at] != record]
-        once_more = _read(remote, batch, differs) if differs else {}
-        suspect = {at for at in differs if once_more.get(at) == again[at]}
-        wrong = [at for at in again if at not in suspect]
+        again = _read(remote, damaged)
+        differs = [record for record, data in again.items() if record.data != data]
+        once_more = _read(remote, differs) if differs else {}
+        suspect = [record for record in differs if once_more.get(record) == again[record]]
+        wrong = [record for record in again if record not in suspect]
         if wrong:
-            remote.remove(_at(batch.keys, wrong))
-        places = [place for page in batch.pages for place in page]
-        transfer.suspect |= {places[at] for at in suspect}
+            remote.remove(_keys(wrong))
+        transfer.suspect |= {(record.units, record.place) for record in suspect}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Record:
+    """The record of one page of a batch in one of the transfer's units."""
+
+    key: StoreKey
+    data: memoryview
+    units: int
+    place: int  # in them
+    page: int  # of the batch
+    defect: str = GOOD
+
+
 class _Batch:
-    """Consecutive pages of a transfer, and their records page by page. The first `num_good` pages are good so far,
-    which are the first `end` records; `failed` has the defects of the others."""
+    """The records of consecutive pages of a transfer, page by page. The first `num_good` pages are good so far."""
 
-    pages: list[list[tuple[int, int]]]  # per page: which units, and where in them
-    keys: list[StoreKey]
-    sizes: list[int]
-    records: list[memoryview]
-    page_of: list[int]
-    ends: list[int]  # per page: the record behind its last
-    num_good: int
-    failed: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, transfer: Transfer, pages: list[list[tuple[int, int]]], sizes: Sequence[int], copies: Copies) -> _Batch:
-        rows = [copies.rows(units.group) for units in transfer.units]
-        keys, batch_sizes, records, page_of, ends = [], [], [], [], []
+    def __init__(self, transfer: Transfer, pages: list[_Places], copies: Copies) -> None:
+        self.num_good = len(pages)
+        self.records: list[_Record] = []
+        rows = [copies.rows(units.group)[:, : copies.bytes_of(units.group)] for units in transfer.units]
         for number, page in enumerate(pages):
             for at, place in page:
                 units = transfer.units[at]
-                keys.append(StoreKey(transfer.scope, units.pages[place], units.group))
-                batch_sizes.append(sizes[at])
-                records.append(rows[at][units.host[place], : sizes[at]].data)
-                page_of.append(number)
-            ends.append(len(keys))
-        return cls(pages, keys, batch_sizes, records, page_of, ends, len(pages))
+                key = StoreKey(transfer.scope, units.pages[place], units.group)
+                self.records.append(_Record(key, rows[at][units.host[place]].data, at, place, number))
 
-    @property
-    def end(self) -> int:
-        """Records of good pages."""
-        return self.ends[self.num_good - 1] if self.num_good else 0
+    def good(self) -> list[_Record]:
+        """The records of good pages."""
+        return [record for record in self.records if record.page < self.num_good]
 
-    def fail(self, at: int, defect: str) -> None:
-        """Record `at` is not good, so neither is its page, nor any page behind it."""
-        self.num_good = min(self.num_good, self.page_of[at])
-        self.failed.setdefault(at, defect)
+    def fail(self, record: _Record, defect: str) -> None:
+        """A record is not good, so neither is its page, nor any page behind it."""
+        self.num_good = min(self.num_good, record.page)
+        record.defect = record.defect or defect
 
-    def check(self, copies: Copies, transfer: Transfer) -> list[int]:
+    def check(self, copies: Copies, transfer: Transfer) -> list[_Record]:
         """Check the records of all good pages, group by group; returns which are damaged."""
-        places = [place for page in self.pages for place in page][: self.end]
-        damaged = []
+        good, damaged = self.good(), []
         for at, units in enumerate(transfer.units):
-            records = [number for number, (group, _) in enumerate(places) if group == at]
+            records = [record for record in good if record.units == at]
             if not records:
                 continue
-            first, last = places[records[0]][1], places[records[-1]][1] + 1
-            host: Ids = units.host[first:last]
-            for number, defect in zip(records, copies.defects(units.group, host, units.pages[first:last]), strict=True):
+            host: Ids = units.host[[record.place for record in records]]
+            found = copies.defects(units.group, host, [record.key.page for record in records])
+            for record, defect in zip(records, found, strict=True):
                 if defect != GOOD:
-                    self.fail(number, defect)
-                    damaged.append(number)
+                    self.fail(record, defect)
+                    damaged.append(record)
         return damaged
-
-    def report(self, found: list[list[str]], rest: str) -> None:
-        """Write the result of each record: those of good pages are good, and others are `rest` or worse."""
-        record = 0
-        for number, page in enumerate(self.pages):
-            for at, place in page:
-                found[at][place] = GOOD if number < self.num_good else self.failed.get(record, rest)
-                record += 1
 
 
 _Work = Callable[[Transfer, Store, _Batch], None]
+_Places = list[tuple[int, int]]  # of one page: which units it is in, and where in them
 
 
-def _at(items: Sequence[_T], where: Sequence[int]) -> list[_T]:
-    return [items[at] for at in where]
+def _keys(records: Sequence[_Record]) -> list[StoreKey]:
+    return [record.key for record in records]
+
+
+def _read(store: Store, records: Sequence[_Record]) -> dict[_Record, bytearray]:
+    """What the store has of these records, in memory of its own."""
+    read = [bytearray(record.data.nbytes) for record in records]
+    answers = store.get(_keys(records), read)
+    return {record: data for record, data, answer in zip(records, read, answers, strict=True) if answer is Answer.HIT}
 
 
 def _runs(count: int, each: int, most: int) -> Iterator[slice]:
@@ -332,9 +310,20 @@ def _runs(count: int, each: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _pages_of(units: Sequence[Units]) -> list[list[tuple[int, int]]]:
-    """All pages in the order of the prefix; for each, which units it is in and where in them."""
-    found: dict[bytes, list[tuple[int, int]]] = {page: [] for page in _prefix(units)}
+def _ends_before_damage(units: Sequence[Units], defects: Sequence[Sequence[str]]) -> list[int]:
+    """Of each units, how many pages come before the first that is damaged in any of them."""
+    ends = [0] * len(units)
+    for page in _pages_of(units):
+        if any(defects[at][place] for at, place in page):
+            break
+        for at, place in page:
+            ends[at] = place + 1
+    return ends
+
+
+def _pages_of(units: Sequence[Units]) -> list[_Places]:
+    """All pages in the order of the prefix."""
+    found: dict[bytes, _Places] = {page: [] for page in _prefix(units)}
     for at, group in enumerate(units):
         for place, page in enumerate(group.pages):
             found[page].append((at, place))
@@ -354,10 +343,3 @@ def _prefix(units: Sequence[Units]) -> Sequence[bytes]:
         for before, page in pairwise(group.pages):
             order.add(page, before)
     return tuple(order.static_order())
-
-
-def _read(store: Store, batch: _Batch, places: Sequence[int]) -> dict[int, bytearray]:
-    """What the store has of these records of a batch, in memory of its own."""
-    records = [bytearray(batch.sizes[at]) for at in places]
-    answers = store.get(_at(batch.keys, places), records)
-    return {at: record for at, record, answer in zip(places, records, answers, strict=True) if answer is Answer.HIT}

@@ -28,6 +28,8 @@ CLOSE_S: Final = 3.0
 LEFT: Final = "the mover was closed, and this did not end."
 """The error of a transfer that hung."""
 
+_MOST_TRANSFERS = 1024  # in flight on one lane; those of no bytes would have no bound
+
 
 class Mover(ABC):
     """Takes transfers, and returns each from `finished` exactly once, when nothing touches its frames any more.
@@ -94,7 +96,7 @@ class Mover(ABC):
         """Count a transfer in; its deadline runs from now. False: there is no room, and nothing was changed."""
         lane = transfer.lane
         count, num_bytes = self._transfers[lane], self._bytes[lane] + transfer.num_bytes
-        if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= lane.most_transfers):
+        if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= _MOST_TRANSFERS):
             return False
         self._transfers[lane], self._bytes[lane] = count + 1, num_bytes
         transfer.expires_at = now + transfer.limit_s

@@ -29,6 +29,9 @@ REFUSED: Final = "store"
 FAILED: Final = "failed"
 """The result of each unit of a transfer that failed as a whole; `Transfer.error` says why."""
 
+UNDAMAGED: Final = (GOOD, MISSING, REFUSED, FAILED)
+"""Any other result is what was found to be wrong with a record (`quire.memory.record`)."""
+
 Defects = tuple[tuple[str, ...], ...]
 Answers = tuple[tuple[Answer, ...], ...]
 
@@ -60,7 +63,6 @@ class Lane:
     target: Endpoint
     carries: bool = True
     most_bytes: float = math.inf  # in flight; they hold frames at both endpoints
-    most_transfers: int = 1024  # in flight; those of no bytes would have no bound
     deadline_s: float = math.inf
 
     SAVE: ClassVar[Lane]
@@ -149,7 +151,6 @@ class Transfer:
     units: Sequence[Units]
     scope: bytes = b""
     num_bytes: int = 0  # of records; 0 where none move
-    owner: object = None
     _: KW_ONLY
     whole: Collection[int] = ()  # LOOK: groups that need every page, so that behind a missing one no page is of use
     touches: Sequence[Units] = ()  # ARCHIVE: records that are stored already and were used
@@ -213,11 +214,8 @@ class Transfer:
         with self._changed:
             self._changed.wait_for(lambda: self.done or self.error or layer in self._arrived)
         if self.error or (self.done and not self.is_whole):
-            raise MoveFailed(self.error or f"a {self.lane} was given up: {self.first_defect()}.")
-
-    def first_defect(self) -> str:
-        """The first thing that is wrong with a unit, or nothing."""
-        return next((defect for defects in self.defects for defect in defects if defect), GOOD)
+            wrong = [defect for defects in self.defects for defect in defects if defect]
+            raise MoveFailed(self.error or f"a {self.lane} was given up: {wrong[0]}.")
 
     # -- for movers
 
@@ -246,8 +244,7 @@ class Transfer:
             self.error = self.error or error
             found = self.defects or tuple((GOOD,) * len(units) for units in self.units)
             if self.error:
-                undamaged = (GOOD, MISSING, REFUSED)
-                found = tuple(tuple(FAILED if each in undamaged else each for each in defects) for defects in found)
+                found = tuple(tuple(FAILED if each in UNDAMAGED else each for each in defects) for defects in found)
             self.defects = found
             self.drive = None
             self.done = True

@@ -177,17 +177,14 @@ def part_of_a_page_is_stored(patch: Patch) -> None:
     """A page is stored in one group, and in another one not."""
 
     def complete(store: Any, batch: Any, mine: Any) -> None:
-        ok = [at not in batch.failed for at in mine]
-        for at, good, answer in zip(mine, ok, store.complete([batch.keys[at] for at in mine], ok), strict=True):
+        ok = [not each.defect for each in mine]
+        for each, good, answer in zip(mine, ok, store.complete([each.key for each in mine], ok), strict=True):
             if good and answer is not Answer.HIT:
-                batch.failed[at] = "store"
-
-    def report(batch: Any, found: Any, rest: str) -> None:
-        for number, (at, place) in enumerate(place for page in batch.pages for place in page):
-            found[at][place] = batch.failed.get(number, GOOD)
+                each.defect = "store"
+        for each in batch.records:
+            each.page = each.page if each.defect else -1
 
     patch.setattr(Carrier, "_complete", staticmethod(complete))
-    patch.setattr(carrier._Batch, "report", report)
 
 
 @mutant("tiers", field.VISIBLE)
@@ -195,7 +192,7 @@ def a_failed_store_is_visible(patch: Patch) -> None:
     """Records that the store did not take are made visible all the same."""
 
     def complete(store: Any, batch: Any, mine: Any) -> None:
-        store.complete([batch.keys[at] for at in mine], [True] * len(mine))
+        store.complete([each.key for each in mine], [True] * len(mine))
 
     patch.setattr(Carrier, "_complete", staticmethod(complete))
 
