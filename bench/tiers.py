@@ -40,12 +40,12 @@ from tiers_report import FITS, RETURNING, print_report, verdicts  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.cli.replay_inputs import ReplayWords, TierWords, grid_of  # noqa: E402
+from quire.cli.store_bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
 from quire.plan.budget import parse_bytes  # noqa: E402
 from quire.sim.comparison import Grid, compare  # noqa: E402
 from quire.sim.ideal import ideal_hits  # noqa: E402
 from quire.sim.page_runs import PageRuns  # noqa: E402
 from quire.sim.trace import Trace, open_trace  # noqa: E402
-from quire.tiers.stores.bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
 
 Row = dict[str, Any]
 SEED = 20

@@ -18,7 +18,7 @@ from quire.errors import InvalidInput, StoreError
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from quire.tiers.stores.bandwidth import Bandwidth
+    from quire.cli.store_bandwidth import Bandwidth
 
 _SIZES = "64KiB,256KiB,1MiB,4MiB"
 
@@ -65,7 +65,7 @@ def bench(
 
 
 def _of_server(url: str, sizes: list[int], total_bytes: int, batch: int, status: Status) -> list[dict[str, Any]]:
-    from quire.tiers.stores.bandwidth import measure_store
+    from quire.cli.store_bandwidth import measure_store
 
     rows = []
     with opened(url) as store:
@@ -79,7 +79,7 @@ def _of_server(url: str, sizes: list[int], total_bytes: int, batch: int, status:
 def _of_directory(
     folder: Path, sizes: list[int], total_bytes: int, batch: int, threads: int, status: Status
 ) -> list[dict[str, Any]]:
-    from quire.tiers.stores.bandwidth import measure_directory, measure_disk
+    from quire.cli.store_bandwidth import measure_directory, measure_disk
 
     if not folder.is_dir():
         what = "is not a directory" if folder.exists() else "is not there"
