@@ -29,7 +29,7 @@ from quire.memory.allocator import (
 )
 from quire.memory.allocator.free_list import FreeList, OutIds
 from quire.memory.residency import Column
-from quire.offload import worth_loading
+from quire.offload.tiered import Tiered
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache
@@ -582,11 +582,11 @@ def a_trial_is_won_by_a_save(patch: Patch) -> None:
 
 @mutant("never slower", "a request that only waits uses up the trials of a link, which stays off for ever")
 def whoever_looks_decides(patch: Patch) -> None:
-    def pays(tiers: Any, tokens: int, num_bytes: int) -> bool:
-        found: bool = tiers.break_even.decide(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))
-        return found
+    def pays(offload: Tiered, tokens: int, num_bytes: int) -> bool:
+        tiers = offload.tiers
+        return tiers.break_even.decide(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))
 
-    patch.setattr(worth_loading, "_pays", pays)
+    patch.setattr(Tiered, "_pays", pays)
 
 
 @mutant("never slower", "every request waits for a store that brings nothing")

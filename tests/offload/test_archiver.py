@@ -289,10 +289,10 @@ def test_what_is_behind_a_gap_is_stored_when_that_is_closed() -> None:
     tiers_of(world).evict_host(10)
     world.store.visible.clear()
     tiers_of(world).archiver.forget_all()
-    assert tiers_of(world).save(ALICE, end, match.pages, ends=(2,), first=1) is not None
+    assert tiers_of(world).save(end, match.pages, ends=(2,), first=1) is not None
     world.drain()
     assert (before, world.stored()) == (1, 0), "nobody would find it"
-    assert tiers_of(world).save(ALICE, end.parent, match.pages[:1], ends=(1,)) is not None
+    assert tiers_of(world).save(end.parent, match.pages[:1], ends=(1,)) is not None
     world.drain()
     assert world.stored() == 2
     world.close()

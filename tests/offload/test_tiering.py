@@ -221,10 +221,10 @@ def test_a_page_is_stored_after_the_one_before_it() -> None:
     world.compute(tokens)
     world.drain()
     match = world.cache.tree.match(ALICE, tokens)
-    assert tiers_of(world).save(ALICE, match.path[-1], match.pages, ends=(2,), first=1) is not None
+    assert tiers_of(world).save(match.path[-1], match.pages, ends=(2,), first=1) is not None
     world.drain()
     assert world.stored() == 0, "nobody would find it"
-    assert tiers_of(world).save(ALICE, match.path[-1], match.pages, ends=(2,)) is not None
+    assert tiers_of(world).save(match.path[-1], match.pages, ends=(2,)) is not None
     world.drain()
     assert world.stored() == 2
     world.close()

@@ -173,7 +173,7 @@ class KVCache:
         lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
         pages = hit.pages
         try:
-            loads = self.offload.bring(lease, hit, namespace, label)
+            loads = self.offload.bring(lease, hit, label)
         except OutOfPages:
             self.tree.release(lease)
             raise

@@ -23,7 +23,6 @@ from quire.plan.budget import MemoryPlan
 from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
-from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Transfer
 
@@ -92,7 +91,7 @@ class Offload(Protocol):
     def choose(self, found: Match, limit: int) -> Choice:
         """How many of the first `limit` pages of a match to reuse, and what of them to load. Changes nothing."""
 
-    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Transfer]:
+    def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
         """Start to load what the device lacks of a leased hit; returns what has to arrive before a step may read it.
         Raises OutOfPages where there is no room, and then nothing has changed: the lease is the caller's still."""
 
@@ -145,7 +144,7 @@ class NoOffload:
         """All that every group can resume behind."""
         return Choice(*resume_point(self._partial, found.pages[:limit]))
 
-    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Transfer]:
+    def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
         """Nothing has to come."""
         return []
 

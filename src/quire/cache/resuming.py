@@ -34,6 +34,12 @@ def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[Resid
     return num_pages, next((group.name for group, mask in zip(groups, masks, strict=True) if not mask[-1]), "")
 
 
+def needed_pages(group: GroupCache, pages: Ids) -> Ids:
+    """Those of a path that a request reads in a group when it begins behind all of them, a view."""
+    needed = group.reach.needed(len(pages))
+    return pages[needed.start : needed.stop]
+
+
 def resident(group: GroupCache, pages: Ids, hosts: Sequence[Resident] = ()) -> Bools:
     """Per page: whether it has a frame on the device or, where `hosts` are given, on the host."""
     found = group.frames.resident(pages)
@@ -42,5 +48,4 @@ def resident(group: GroupCache, pages: Ids, hosts: Sequence[Resident] = ()) -> B
 
 def _is_there(group: GroupCache, pages: Ids, hosts: Sequence[Resident]) -> bool:
     """Whether a group has all that a request reads that begins behind all of these pages."""
-    needed = group.reach.needed(len(pages))
-    return bool(resident(group, pages[needed.start : needed.stop], hosts).all())
+    return bool(resident(group, needed_pages(group, pages), hosts).all())

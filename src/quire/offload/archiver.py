@@ -65,6 +65,7 @@ class Archiver:
         self._seconds = seconds
         self._stored = [below.table.of(Tier.STORAGE, host.index) for host in below.hosts]
         self._pages = below.table.anchor(Tier.STORAGE)
+        self._on_host = below.table.anchor(Tier.HOST)
         self._gaps: dict[int, list[Node]] = {}  # by a page that is nowhere below the device, what is behind it there
         self._period_ends = -math.inf
         self._num_since = 0  # frames that were archived in this period
@@ -75,12 +76,13 @@ class Archiver:
     # -- what is stored
 
     def stored(self, group: int, pages: Ids) -> None:
-        """The frames of these pages in that group are in the store."""
+        """The frames of these pages in that group have come from the store."""
         self._stored[group].mark(pages, State.RESIDENT)
+        self._on_host.mark(pages, State.FETCHED)
         self.came(pages)
 
     def not_stored(self, group: int, pages: Ids) -> None:
-        """The frames of these pages in that group are not in the store, whatever was thought."""
+        """The store does not have the frames of these pages in that group: it is given them when they are here."""
         self._stored[group].unmark(pages, State.RESIDENT)
 
     def came(self, pages: Ids) -> None:

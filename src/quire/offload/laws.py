@@ -19,6 +19,7 @@ from quire.offload.prefetcher import Prefetcher
 from quire.offload.tiering import Tiering
 from quire.prefix.node import Node
 from quire.spec.ids import Tier
+from quire.tiers.transfer import Lane
 
 _ALL = slice(None)
 
@@ -27,8 +28,15 @@ def tier_laws(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Ite
     """What is broken, law by law."""
     yield from _nodes(snapshot, snapshot.cache.tree.queued(Tier.HOST))
     for host in tiers.hosts:
-        moving = tiers.host_frames_of_moves(host.index).tolist() + prefetcher.host_frames(host.index).tolist()
+        moving = _taken(tiers, host.index) + prefetcher.host_frames(host.index).tolist()
         yield from _frames(snapshot, host, moving)
+
+
+def _taken(tiers: Tiering, group: int) -> list[int]:
+    """Host frames that saves have taken and that are no page's yet."""
+    saves = [moving for move, moving in tiers.moving.items() if move.lane is Lane.SAVE]
+    parts = [part for moving in saves for part in moving.parts if part.group == group]
+    return [frame for part in parts for frame in part.host.tolist()]
 
 
 def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from quire.cache.groups import NO_PAGES
 from quire.cache.hold import HeldFrames, Hold
 from quire.cache.offload import CacheParts
 from quire.errors import OutOfPages
+from quire.memory.residency import State
 from quire.offload.host_groups import HostGroup
 from quire.offload.sought import Places, Sought
 from quire.offload.tiering import Tiering
@@ -187,8 +188,8 @@ class Prefetch:
             self._lose(piece, end)
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
-        else:
-            self._tiers.owed_to_storage(self.sought.path[self.start : self.limit])
+        elif any(not host.whole for host in self._tiers.hosts):  # what has come in part is reused as a whole
+            self._tiers.on_host.mark(self.sought.path[self.start : self.limit], State.FETCHED)
 
     def _keep(self, end: int) -> int:
         """The first `end` pages of the prompt are cached from now on; returns the first of those that were not, which
@@ -220,7 +221,7 @@ class Prefetch:
             fresh = ~host.resident(pages)
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
             host.bind(pages[fresh], frames[good][fresh], ranks)
-            if tiers.is_anchor(host.index):
+            if tiers.table.is_anchor(host.index):
                 for place in at[good][fresh & (at[good] < grafted)].tolist():
                     self._parts.tree.copied(self.lease, place, place + 1)
             _give_back(host, frames[~good], suspect[~good])
@@ -228,7 +229,7 @@ class Prefetch:
             num_fresh = int(np.count_nonzero(fresh))
             tiers.counters.fetched_frames += num_fresh
             tiers.counters.fetched_bytes += num_fresh * self._record_bytes[host.index]
-            tiers.stored(host.index, pages[fresh])
+            tiers.archiver.stored(host.index, pages[fresh])
 
     def _lose(self, piece: Piece, end: int) -> None:
         """Page `end` has not come. The store does not have it, unless it could not answer, or the memory that it came

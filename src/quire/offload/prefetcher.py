@@ -70,12 +70,11 @@ class Prefetcher(ReadAhead):
         self._named: dict[bytes, Prefetch] = {}
         self._fetched_bytes = 0
         self._at_once = _FIRST_BYTES
-        tiers.fetched = self._ended
 
     # -- moves of all kinds
 
     def settle_moves(self) -> bool:
-        if not self._tiers.settle():
+        if not self._tiers.settle(self._ended):
             return False
         damaged = self._parts.damaged
         if damaged.num_damaged:

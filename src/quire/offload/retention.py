@@ -23,7 +23,7 @@ from quire.cache.damaged import DamagedPages
 from quire.cache.groups import GroupCache
 from quire.cache.hold import HeldFrames, Reason
 from quire.cache.offload import CacheParts
-from quire.cache.resuming import resume_point
+from quire.cache.resuming import needed_pages, resume_point
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.offload.host_groups import HostGroup
@@ -211,11 +211,10 @@ class Retention:
     def num_soft_frames_of(self, group: int, pages: Ids) -> int:
         """Which of these a request would hold itself that begins behind `pages`. Where frames are carried along it
         takes over the one that it begins on."""
-        reach = self._groups[group].reach
-        if reach.carried or not len(only := self._kept.only_soft_frames(group)):
+        only = self._kept.only_soft_frames(group)
+        if not len(only) or self._groups[group].reach.carried:
             return 0
-        needed = reach.needed(len(pages))
-        return len(np.intersect1d(pages[needed.start : needed.stop], only, assume_unique=True))
+        return len(np.intersect1d(needed_pages(self._groups[group], pages), only, assume_unique=True))
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
         """Give up what is kept softly until so many frames, by group, and page ids could be had, or nothing would help;
@@ -355,9 +354,8 @@ class Retention:
     def _has_frame_room(self, pages: Ids) -> bool:
         """Whether what a request needs to begin behind these pages may be pinned: the longest one finds room beside."""
         for group, room in zip(self._partial, self._frame_room, strict=True):
-            needed = group.reach.needed(len(pages))
             pinned = self._kept.frames(group.index, pinned=True)
-            if len(np.union1d(pinned, pages[needed.start : needed.stop])) > room:
+            if len(np.union1d(pinned, needed_pages(group, pages))) > room:
                 return False
         return True
 
@@ -372,12 +370,11 @@ class Retention:
         """What a request needs to begin behind these pages, where it is."""
         found = []
         for group in self._partial:
-            needed = group.reach.needed(len(pages))
-            part = pages[needed.start : needed.stop]
-            here = group.frames.resident(part)
-            found.append(HeldFrames(group.index, Tier.DEVICE, part[here]))
+            needed = needed_pages(group, pages)
+            here = group.frames.resident(needed)
+            found.append(HeldFrames(group.index, Tier.DEVICE, needed[here]))
             if not here.all():
-                found.append(HeldFrames(group.index, Tier.HOST, part[~here]))
+                found.append(HeldFrames(group.index, Tier.HOST, needed[~here]))
         return found
 
     def _move(self, kept: RetainedPrefix, match: Match, num_pages: int) -> None:

@@ -67,12 +67,12 @@ class Sought:
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
             gone = places[[answer is Answer.MISS for answer in found]]
-            self._tiering.not_stored(group, path[gone[gone < len(path)]])
+            self._tiering.archiver.not_stored(group, path[gone[gone < len(path)]])
 
     def lost(self, group: int, place: int) -> None:
         """The store does not have this after all."""
         self._stored[group][place] = False
-        self._tiering.not_stored(group, self.path[place : place + 1])
+        self._tiering.archiver.not_stored(group, self.path[place : place + 1])
 
     def near(self) -> int:
         """The most pages behind which a request could begin now."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
+from quire.cache.hold import HeldFrames, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
+from quire.cache.resuming import needed_pages, resume_point
 from quire.errors import OutOfPages
+from quire.memory.residency import State
 from quire.offload.laws import tier_laws
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import Retention
-from quire.offload.tier_settings import TierSettings
+from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.offload.tiering import Tiering
-from quire.offload.worth_loading import choose, decide
 from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
-from quire.tiers.transfer import Transfer
+from quire.spec.ids import Ids, Tier
+from quire.tiers.transfer import Lane, Transfer
 
 
 class Tiered:
@@ -30,45 +34,107 @@ class Tiered:
         self.kept = Retention(parts, retain_share, self.tiers.hosts)
         self.ahead = self.prefetcher = Prefetcher(self.tiers, parts, self.kept)
         self._parts = parts
-        self._has_whole = any(group.reach.whole for group in parts.groups)
+        self._page_size = parts.plan.page_size
+        self._partial = tuple(group for group in parts.groups if not group.reach.whole)
+        self._write = settings.write
         parts.laws.append(partial(tier_laws, self.tiers, self.prefetcher))
 
-    def choose(self, found: Match, limit: int) -> Choice:
-        """All that can be resumed behind, from the host too where that is worth it."""
-        return choose(self.tiers, found, limit, self._parts.plan.page_size)
+    # -- what a request begins on
 
-    def bring(self, lease: Lease, hit: PrefixHit, namespace: Namespace, label: str) -> list[Transfer]:
+    def choose(self, found: Match, limit: int) -> Choice:
+        """All that can be resumed behind, from the host too where that is worth it, or else what the device has."""
+        choice = self._choose(found, limit)
+        choice.stands = partial(self._stands, self.tiers.num_dropped, choice.weighed, bool(choice.host_pages))
+        return choice
+
+    def _choose(self, found: Match, limit: int) -> Choice:
+        tiers, settings, pages = self.tiers, self.tiers.settings, found.pages[:limit]
+        limit = tiers.damaged.before(pages)
+        pages = pages[:limit]
+        near, limited = resume_point(self._partial, pages[: min(found.num_here, limit)])
+        if near == limit:
+            return Choice(near, limited)
+        far, limited_far = resume_point(self._partial, pages, tiers.hosts)
+        if far <= near:
+            return Choice(near, limited_far)
+        loads = list(map(len, tiers.missing(pages[:far])))
+        if tiers.is_too_much(loads):
+            return Choice(near, "", declined_pages=far - near)
+        num_bytes = sum(count * size for count, size in zip(loads, settings.record_bytes, strict=True))
+        weighed = None if settings.always or not num_bytes else ((far - near) * self._page_size, num_bytes)
+        if weighed is not None and not self._pays(*weighed):
+            return Choice(near, "", declined_pages=far - near, weighed=weighed)
+        num_fetched = int(np.count_nonzero(tiers.on_host.has(pages[near:far], State.FETCHED)))
+        return Choice(far, limited_far, loads, far - near, num_fetched, weighed=weighed)
+
+    def _stands(self, num_dropped: int, weighed: tuple[int, int] | None, loads: bool) -> bool:
+        """Whether to load what was chosen can be done still and is still worth it, or still not."""
+        return self.tiers.num_dropped == num_dropped and (weighed is None or self._pays(*weighed) == loads)
+
+    def _pays(self, tokens: int, num_bytes: int) -> bool:
+        queued = self.tiers.mover.in_flight(Lane.LOAD)
+        return self.tiers.break_even.pays(Lane.LOAD, tokens, num_bytes, queued)
+
+    def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
         """Load what the device lacks of a hit, into room that is made for it."""
-        tiers, pages = self.tiers, hit.pages
+        tiers, parts, pages = self.tiers, self._parts, hit.pages
         missing = tiers.missing(pages)
         if any(map(len, missing)):
-            hold = tiers.hold(pages, label)
+            hold = parts.holds.add(Reason.BEGIN, frames=self._frames_behind(pages), label=label)
             try:
                 wanted = list(map(len, missing))
-                self._parts.reclaim(wanted, label)
-                if tiers.load(namespace, lease.node, pages, missing) is None:
+                parts.reclaim(wanted, label)
+                if tiers.load(lease.node, pages, missing) is None:
                     waits = "loads that are on their way take all there is room for"
                     raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by=waits)
             finally:
-                self._parts.holds.release(hold)
+                parts.holds.release(hold)
         return tiers.loads_of(pages)
+
+    def _frames_behind(self, pages: Ids) -> list[HeldFrames]:
+        """What device and host have of single frames that a request needs to begin behind `pages`."""
+        held = []
+        for group in self._partial:
+            needed = needed_pages(group, pages)
+            for tier, table in ((Tier.DEVICE, group.table), (Tier.HOST, self.tiers.hosts[group.index].table)):
+                held.append(HeldFrames(group.index, tier, needed[table.present(needed)]))
+        return held
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
         """Only now what was chosen counts."""
-        decide(self.tiers.break_even, hit.choice)
-        self.tiers.begun(kv, hit, resumed=resumed)
+        tiers, choice, pages = self.tiers, hit.choice, hit.pages
+        even = tiers.break_even
+        if choice.weighed is not None and even.decide(Lane.LOAD, *choice.weighed) and not choice.host_pages:
+            even.untried(Lane.LOAD)
+        if not resumed:
+            tiers.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
+            tiers.counters.storage_hit_tokens += choice.storage_pages * self._page_size
+            tiers.counters.declined_tokens += choice.declined_pages * self._page_size
+        tiers.on_host.unmark(pages, State.FETCHED)
+        if self._write is WritePolicy.SELECTIVE:
+            tiers.save(kv.lease.node, pages, ends=(len(pages),))
+
+    # -- what it leaves
 
     def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
         """New pages are copied where the policy says so."""
-        self.tiers.committed(kv, pages, start, new)
+        if new > start:
+            kv.loads += self.tiers.loads_of(pages[start:new])
+            self.tiers.damaged.mend(pages[start:new])
+        if self._write is not WritePolicy.SELECTIVE:
+            self.tiers.save(kv.lease.node, pages, ends=tuple(kv.marks))
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
-        """What it leaves is copied where the policy says so, and owed to the store."""
-        self.tiers.finished(kv, pages.copy(), returns=returns)
+        """What it leaves is copied where the policy says so, and archived after that."""
+        if returns or self._write is not WritePolicy.SELECTIVE:
+            self.tiers.save(kv.lease.node, pages, ends=(*kv.marks, len(pages)))
+        self.tiers.archiver.owe(kv.lease.node)
+
+    # -- room
 
     def make_room(self, *, waits: bool) -> bool:
-        """Wait for what is on its way, which can be evicted when it has arrived; or take from one who reads ahead what
-        it keeps."""
+        """Wait for what is on its way, which can be evicted when it has arrived; or take back what was read
+        ahead for a request."""
         if waits and self.tiers.wait():
             self.ahead.settle_moves()
             return True
@@ -77,8 +143,9 @@ class Tiered:
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
         """What has a copy below stays in the tree, and keeps its id until that is wanted."""
         parts, tiers = self._parts, self.tiers
-        if self._has_whole:
-            evicted = parts.tree.demote(num_pages, cause, tiers.keeps, tiers.left_device)
+        if len(self._partial) < len(parts.groups):
+            keep = tiers.keep if self._write is WritePolicy.BACK else None
+            evicted = parts.tree.demote(num_pages, cause, keep, tiers.left_device)
         else:
             evicted = Evicted(parts.tree.evict(num_pages, cause), 0)
         parts.give_back(evicted.removed)

@@ -7,7 +7,7 @@
 
 All frames that a page has move together and count together or not at all. What is on its way is pinned: its path in the
 tree, and single frames where groups are read in part. A record that is not what it should be is counted, set aside, and
-what depended on it is forgotten; whoever waited for it begins again.
+what depended on it is forgotten; a request that waited for it begins again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 
 from quire.cache.groups import GroupCache
-from quire.cache.hold import HeldFrames, Hold, Reason
+from quire.cache.hold import HeldFrames, Reason
 from quire.cache.offload import CacheParts
-from quire.cache.prefix_hit import PrefixHit
-from quire.cache.request_kv import RequestKV
-from quire.cache.resuming import resume_point
+from quire.cache.resuming import needed_pages
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver
 from quire.offload.below import Below, Moving, Part, worth_saving
@@ -40,31 +38,23 @@ _MOST_SAVES = 64  # of those that had to wait, begun at a time
 _WAIT_S = 0.05  # between looks at a copy that eviction waits for
 
 
-class Tiering:
+class Tiering(Below):
     """The tiers of one cache, which has these parts. See the module."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
-        groups, tree = parts.groups, parts.tree
-        self.below = below = Below(settings, parts)
-        self.settings = settings
-        self.mover, self.break_even = below.mover, below.break_even
-        self.counters, self.hosts = below.counters, below.hosts
-        self.names, self.damaged, self.deletion = below.names, below.damaged, below.deletion
+        super().__init__(settings, parts)
+        self._tree = parts.tree
         self._holds = parts.holds
-        self.damaged_paths = DamagedPaths(tree, parts.holds, parts.give_back)
-        self._groups = groups
-        self._tree = tree
-        self._forget = parts.give_back
-        self._table = parts.frames
-        self.moving: dict[Transfer, Moving] = {}
-        self._partial = tuple(group for group in groups if not group.reach.whole)
+        self._groups = parts.groups
+        self._give_back = parts.give_back
         self._page_size = parts.plan.page_size
-        self._on_host = parts.frames.anchor(Tier.HOST)
+        self.on_host = parts.frames.anchor(Tier.HOST)
+        self.moving: dict[Transfer, Moving] = {}
+        self.damaged_paths = DamagedPaths(parts.tree, parts.holds, parts.give_back)
+        self.archiver = Archiver(self, parts.tree, parts.seconds)
         self._ended: list[Transfer] = []
-        self._unsaved = OwedPaths(tree)  # of which a copy was wanted when too much was on its way
+        self._unsaved = OwedPaths(parts.tree)  # of which a copy was wanted when too much was on its way
         self._saves_wait = False  # until a save has ended
-        self.archiver = Archiver(below, tree, parts.seconds)
-        self.fetched: Callable[[Transfer], None] = _nobody
 
     # -- what was flushed
 
@@ -82,84 +72,40 @@ class Tiering:
         if self.settings.stores:
             self.deletion.flush(namespace)
 
-    # -- what becomes of prefixes
+    # -- asking
 
-    def num_fetched(self, pages: Ids) -> int:
-        """How many of these came from the store, and were not used since."""
-        return int(np.count_nonzero(self._on_host.has(pages, State.FETCHED)))
-
-    def resume_point(self, pages: Ids, *, below: bool) -> tuple[int, str]:
-        """As `quire.cache.resuming`, with what the device has or `below` with what the host has, too."""
-        return resume_point(self._partial, pages, self.hosts if below else ())
+    def missing(self, pages: Ids) -> list[Ids]:
+        """By group, which pages of a path a request that begins behind it reads and the device has not."""
+        needed = [needed_pages(group, pages) for group in self._groups]
+        return [part[~group.frames.resident(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Sequence[int]) -> bool:
         """Whether to load so many frames, by group, would leave a request no frame to go on in."""
         return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
-
-    def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
-        """A request has begun on this hit."""
-        choice, pages = hit.choice, hit.pages
-        if not resumed:
-            self.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
-            self.counters.storage_hit_tokens += choice.storage_pages * self._page_size
-            self.counters.declined_tokens += choice.declined_pages * self._page_size
-        self._on_host.unmark(pages, State.FETCHED)
-        if self.settings.write is WritePolicy.SELECTIVE:
-            self.save(kv.namespace, kv.lease.node, pages, ends=(len(pages),))
-
-    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
-        """Pages of a request are cached: those from `start` on since now, and those from `new` on are its own."""
-        if new > start:
-            kv.loads += self.loads_of(pages[start:new])
-            self.damaged.mend(pages[start:new])
-        if self.settings.write is not WritePolicy.SELECTIVE:
-            self.save(kv.namespace, kv.lease.node, pages, ends=tuple(kv.marks))
-
-    def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
-        """A request that ends has left these pages cached. `returns` where it will go on, and will want them."""
-        if returns or self.settings.write is not WritePolicy.SELECTIVE:
-            self.save(kv.namespace, kv.lease.node, pages, ends=(*kv.marks, len(pages)))
-        self.archiver.owe(kv.lease.node)
-
-    def hold(self, pages: Ids, label: str) -> Hold:
-        """Keep what device and host have of single frames that a request needs to begin behind `pages`."""
-        held = []
-        for group in self._partial:
-            needed = group.reach.needed(len(pages))
-            part = pages[needed.start : needed.stop]
-            for tier, column in ((Tier.DEVICE, group.table), (Tier.HOST, self.hosts[group.index].table)):
-                held.append(HeldFrames(group.index, tier, part[column.present(part)]))
-        return self._holds.add(Reason.BEGIN, frames=held, label=label)
-
-    def wait(self) -> bool:
-        """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What nobody needs
-        to wait for any more has gone."""
-        waiting = len(self.damaged_paths)
-        if waiting:
-            self.damaged_paths.delete()
-        return (
-            len(self.damaged_paths) < waiting or bool(self._ended) or (bool(self.moving) and self.mover.wait(_WAIT_S))
-        )
-
-    def statistics(self) -> dict[str, Any]:
-        """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
-        hosts = {host.name: host.statistics() for host in self.hosts}
-        gauges: dict[str, Any] = {"host_pages": self._tree.num_below, "forgetting": len(self.deletion.scopes)}
-        gauges |= {"owed_paths": len(self.archiver.owed)}
-        health = self.settings.health
-        gauges |= {"forget_failures": self.deletion.num_failed, "store_lost": list(health.lost)}
-        refused = {link.name: count for link, count in health.refused.items()}
-        return {**self.counters.to_dict(), "host": hosts, **gauges, "store_refused": refused}
 
     @property
     def num_dropped(self) -> int:
         """Changes that make an older hit wrong."""
         return self.damaged.num_marked + sum(host.dropped_frames for host in self.hosts)
 
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
+        health = self.settings.health
+        return {
+            **self.counters.to_dict(),
+            "host": {host.name: host.statistics() for host in self.hosts},
+            "host_pages": self._tree.num_below,
+            "forgetting": len(self.deletion.scopes),
+            "owed_paths": len(self.archiver.owed),
+            "forget_failures": self.deletion.num_failed,
+            "store_lost": list(health.lost),
+            "store_refused": {lane.name: count for lane, count in health.refused.items()},
+        }
+
     # -- saving
 
     def save(
-        self, namespace: Namespace, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
+        self, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
     ) -> Transfer | None:
         """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
         end. `ends` are numbers of pages behind which requests may begin: what they read in part goes with it. What
@@ -170,21 +116,21 @@ class Tiering:
         if self._saves_wait and not goes:
             self._unsaved.add(node, ends)
             return None
-        wanted = [self._lacks_copies(group, pages, ends) for group in self._groups]
-        wanted = [at[at >= first] for at in wanted]
-        if self.settings.write is WritePolicy.BACK and not goes:
-            wanted = [at[:0] if host.whole else at for at, host in zip(wanted, self.hosts, strict=True)]
+        later = self.settings.write is WritePolicy.BACK and not goes
+        wanted = []
+        for group, host in zip(self._groups, self.hosts, strict=True):
+            at = self._lacks_copies(group, pages, ends)
+            wanted.append(at[:0] if later and host.whole else at[at >= first])
         wanted = worth_saving(wanted, self.settings, self._page_size)
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
-        scope = self.names.scope(namespace)
-        parts = []
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
         ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
         for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
             if host.whole and room < len(at):
                 ends_at = min(ends_at, int(at[room]))
+        parts = []
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
             taken = at[at < ends_at] if host.whole else at[:room]
             self.counters.unsaved_frames += len(at) - len(taken)
@@ -195,7 +141,7 @@ class Tiering:
         if not parts:
             self._tree.release(lease)
             return None
-        move = self._submit(Lane.SAVE, lease, parts, scope)
+        move = self._submit(Lane.SAVE, lease, parts)
         if move is None and not goes:
             self._saves_wait = bool(self.moving)
             self._unsaved.add(node, ends)
@@ -208,7 +154,7 @@ class Tiering:
         refused = self.counters.refused_moves
         for key, node, ends in self._unsaved.first(_MOST_SAVES):
             self._unsaved.remove(key)
-            self.save(node.namespace, node, pages_to(node), ends=ends)
+            self.save(node, pages_to(node), ends=ends)
             if self.counters.refused_moves > refused:
                 return
 
@@ -245,23 +191,19 @@ class Tiering:
         evicted = self._tree.evict_lower(num_pages, self._left_host)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
-        self._forget(evicted.removed)
+        self._give_back(evicted.removed)
         return num_evicted > 0
 
     def _left_host(self, pages: Ids) -> None:
         """These pages are on the device only."""
         for host in self.hosts:
             host.drop(host.unpinned(pages))
-        self._table.went(Tier.HOST, pages)
-
-    @property
-    def keeps(self) -> Callable[[Node], int] | None:
-        """What makes copies of pages that have to leave the device; None where they are made before, or not."""
-        return self.keep if self.settings.write is WritePolicy.BACK else None
+        self.table.went(Tier.HOST, pages)
 
     def keep(self, node: Node) -> int:
-        """For eviction from the device: copies of an unleased node's pages that have none, as the policy has it."""
-        if self.settings.write is WritePolicy.BACK and self._tree.num_copies(node) < node.num_pages:
+        """For eviction from the device: make copies of an unleased node's pages that have none; returns how many of its
+        first pages have one then."""
+        if self._tree.num_copies(node) < node.num_pages:
             pages = pages_to(node)
             self._save_at_once(node, pages, node.depth)
             if self.settings.stores:  # what is above it goes too: what stays on the device for good is never saved else
@@ -269,7 +211,7 @@ class Tiering:
         return self._tree.num_copies(node)
 
     def _save_at_once(self, node: Node, pages: Ids, first: int) -> None:
-        move = self.save(node.namespace, node, pages, ends=(len(pages),), first=first, goes=True)
+        move = self.save(node, pages, ends=(len(pages),), first=first, goes=True)
         if move is not None:
             self.mover.complete(move)
             self._ended += self.mover.finished()
@@ -282,73 +224,45 @@ class Tiering:
         self.counters.demoted_pages += len(pages)
         for group in self._groups:
             group.forget(pages)
-        self._table.went(Tier.DEVICE, pages)
+        self.table.went(Tier.DEVICE, pages)
 
     def forgotten(self, pages: Ids) -> None:
         """These pages have left the cache, or never were in it."""
         for host in self.hosts:
             host.drop(pages)
-        self._table.went(Tier.HOST, pages)
+        self.table.went(Tier.HOST, pages)
         self.damaged.mend(pages)
         self._unsaved.forgotten(len(pages))
         self.archiver.forgotten(pages)
-        self._on_host.unmark(pages, State.FETCHED)
-
-    def stored(self, group: int, pages: Ids) -> None:
-        """The frames of these pages in that group have come from the store."""
-        self.archiver.stored(group, pages)
-        self._on_host.mark(pages, State.FETCHED)
-
-    def not_stored(self, group: int, pages: Ids) -> None:
-        """The store does not have the frames of these pages in that group: it is given them when they are here."""
-        self.archiver.not_stored(group, pages)
-
-    def owed_to_storage(self, pages: Ids) -> None:
-        """These pages, of which a part has come from the store, can be reused now."""
-        if self._partial:
-            self._on_host.mark(pages, State.FETCHED)
+        self.on_host.unmark(pages, State.FETCHED)
 
     # -- loading
 
-    def missing(self, pages: Ids) -> list[Ids]:
-        """By group, which pages of a path a request that begins behind it reads and the device has not."""
-        found = []
-        for group in self._groups:
-            needed = group.reach.needed(len(pages))
-            part = pages[needed.start : needed.stop]
-            found.append(part[~group.frames.resident(part)])
-        return found
-
-    def load(self, namespace: Namespace, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
+    def load(self, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
         """Bring what the device lacks of a leased path to it; there is room for all of it. None where too much is on
         its way already."""
         lease = self._tree.pin(node)
         parts = []
-        num_here = int(np.count_nonzero(self._table.anchor(Tier.DEVICE).present(pages)))
+        num_here = int(np.count_nonzero(self.table.anchor(Tier.DEVICE).present(pages)))
         for group, lacking in zip(self._groups, missing, strict=True):
             if len(lacking):
                 at = np.flatnonzero(np.isin(pages, lacking))
                 host = self.hosts[group.index].column[lacking].copy()
                 assert host.all(), "a page is loaded that is nowhere"
                 parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
-        move = self._submit(Lane.LOAD, lease, parts, self.names.scope(namespace))
-        if move is None:
-            return None
-        self._tree.arrive(lease, num_here, len(pages))
-        self._table.came(pages[num_here:])
+        move = self._submit(Lane.LOAD, lease, parts)
+        if move is not None:
+            self._tree.arrive(lease, num_here, len(pages))
+            self.table.came(pages[num_here:])
         return move
-
-    def is_anchor(self, group: int) -> bool:
-        """Whether this group says which pages are on a tier at all."""
-        return self._table.is_anchor(group)
 
     def have_copies(self, lease: Lease, first: int, pages: Ids, grafted: int) -> None:
         """Pages of a path from its page `first` on are below the device now, those from `grafted` on and no longer."""
-        if not self._table.anchored:
+        if not self.table.anchored:
             known = pages[: grafted - first]
-            lacking = ~self._table.anchor(Tier.HOST).present(known)
-            self._table.came(known[lacking], Tier.HOST)
-            self._table.came(pages[grafted - first :], Tier.HOST)
+            lacking = ~self.table.anchor(Tier.HOST).present(known)
+            self.table.came(known[lacking], Tier.HOST)
+            self.table.came(pages[grafted - first :], Tier.HOST)
             for place in (first + np.flatnonzero(lacking)).tolist():
                 self._tree.copied(lease, place, place + 1)
 
@@ -364,23 +278,16 @@ class Tiering:
             if any(np.isin(part.pages, arriving[part.group]).any() for part in self.moving[move].parts)
         ]
 
-    # -- looking, for audits
-
-    def host_frames_of_moves(self, group: int) -> Ids:
-        """Host frames that saves have taken and that are no page's yet."""
-        runs = [
-            part.host
-            for move, moving in self.moving.items()
-            if move.lane is Lane.SAVE
-            for part in moving.parts
-            if part.group == group
-        ]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
-
     # -- what has ended
 
-    def settle(self) -> int:
-        """Take note of every move that has ended; returns how many did, and how many paths were forgotten at last."""
+    def wait(self) -> bool:
+        """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What no longer has
+        to be waited for has gone."""
+        return bool(self.damaged_paths.delete() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
+
+    def settle(self, fetched: Callable[[Transfer], None]) -> int:
+        """Take note of every move that has ended, those of the prefetcher with `fetched`; returns how many did, and how
+        many paths were forgotten at last."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
@@ -398,7 +305,7 @@ class Tiering:
                 if move.marked:
                     self.archiver.forget_all()  # of another's flush: what was stored there is not, or not for long
                     self.deletion.found(move.marked)
-                self.fetched(move)
+                fetched(move)
         self.deletion.go_on()
         self._save_the_rest()
         self.archiver.go_on()
@@ -431,7 +338,7 @@ class Tiering:
                 run = (part.at >= start) & (part.at < stop)
                 good[run] &= part.at[run] < self._tree.countable(lease, start, stop)
                 host.bind(part.pages[run & good], part.host[run & good])
-                for first, last in _runs(part.at[run & good & ~had]) if self._table.is_anchor(host.index) else ():
+                for first, last in _runs(part.at[run & good & ~had]) if self.table.is_anchor(host.index) else ():
                     self._tree.copied(lease, first, last)
         else:
             assert part.ranks is not None
@@ -466,10 +373,11 @@ class Tiering:
 
     # -- inside
 
-    def _submit(self, lane: Lane, lease: Lease, parts: list[Part], scope: bytes) -> Transfer | None:
+    def _submit(self, lane: Lane, lease: Lease, parts: list[Part]) -> Transfer | None:
         """Start a transfer. None, and what was taken for it is given back, where too much is on its way."""
         saves = lane is Lane.SAVE
-        move = self.below.move_of(lane, parts, scope)
+        scope = self.names.scope(lease.node.namespace)
+        move = self.move_of(lane, parts, scope)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             for part in parts:
@@ -502,7 +410,3 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
-
-
-def _nobody(move: Transfer) -> None:
-    raise AssertionError("a fetch has ended that nobody asked for")
