@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
     MambaSlotAllocator,
     PagedTokenToKVPoolAllocator,
+    PageFrames,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from quire.memory.allocator.page_frames import PageFrames
 from quire.memory.host_pool import HiSparseHostPoolMixin
 from quire.spec.group import ReachSpec
 from tests.offload.cached_bytes import FULL, tokens_of
@@ -43,7 +44,6 @@ WAITING = {
     "BaseTokenToKVPoolAllocator.restore_state": "speculative drafts",
     "SWATokenToKVPoolAllocator.backup_state": "speculative drafts",
     "SWATokenToKVPoolAllocator.restore_state": "speculative drafts",
-    "MambaSlotAllocator.alloc_group": "speculative drafts",
     "SWATokenToKVPoolAllocator.alloc_extend_swa_tail": "prefill/decode transfer",
     "HiSparseHostPoolMixin.alloc_paged_token_slots": "HiSparse",
     "HiSparseHostPoolMixin.allocated_host_indices": "HiSparse",
@@ -86,8 +86,9 @@ RUNS: tuple[Callable[[], None], ...] = (
 
 
 def verbs() -> list[tuple[type, str]]:
-    inherited = [(PageFrames, "translate")]  # by SWATokenToKVPoolAllocator
-    return inherited + [
+    growing = (BaseTokenToKVPoolAllocator, SWATokenToKVPoolAllocator)
+    inherited = [(each, name) for each in growing for name in ("alloc", "alloc_extend", "alloc_decode")]
+    return [(PageFrames, "translate"), *inherited] + [
         (each, name)
         for each in CLASSES
         for name, what in vars(each).items()
@@ -106,7 +107,7 @@ def test_no_engine_runs_without_this_verb(owner: type, verb: str, monkeypatch: p
     def raises(*_: Any, **__: Any) -> Any:
         raise VerbRaisedError
 
-    is_property = isinstance(vars(owner)[verb], property)
+    is_property = isinstance(getattr_static(owner, verb), property)
     monkeypatch.setattr(owner, verb, property(raises) if is_property else raises)
     for run in RUNS:
         try:

@@ -15,7 +15,7 @@ from quire.testing.fuzz.choices import Choices
 class MambaMachine:
     """`queue` is what is free, in the order of reuse; `out` what was handed out; `group` what is set aside."""
 
-    OPERATIONS = ("alloc", "alloc", "free", "free", "wrong_free", "group", "block", "clear")
+    OPERATIONS = ("alloc", "alloc", "free", "free", "wrong_free", "group", "clear")
     EVENTS = ("out of slots", "group is empty", "group refused", "unused slots came back", "taken")
 
     def __init__(self, choices: Choices) -> None:
@@ -58,27 +58,6 @@ class MambaMachine:
             self.allocator.alloc_group_end()
             self._end()
 
-    def block(self, choices: Choices) -> None:
-        """The group as a block that ends in an error, a shortage or nothing."""
-        if self.group_slots is not None:
-            return
-        count = choices.between(0, 3)
-        if count > len(self.queue):
-            with pytest.raises(OutOfPages), self.allocator.alloc_group(count):
-                raise AssertionError("the block was entered")
-            return
-        ends_in_error = choices.chance(50)
-        try:
-            with self.allocator.alloc_group(count):
-                self.group_slots = deque(self.queue.popleft() for _ in range(count))
-                self.check()
-                self._alloc(choices.between(0, 2))
-                if ends_in_error:
-                    raise KeyError("a failure of the caller")
-        except KeyError:
-            assert ends_in_error
-        self._end()
-
     def clear(self, choices: Choices) -> None:
         if choices.chance(30):
             self.allocator.clear()
@@ -89,9 +68,9 @@ class MambaMachine:
     def check(self) -> None:
         allocator = self.allocator
         aside = 0 if self.group_slots is None else len(self.group_slots)
-        assert allocator.available_size() == allocator.num_free == len(self.queue)
+        assert allocator.available_size() == len(self.queue)
         assert allocator.num_set_aside == aside
-        assert allocator.num_frames == allocator.size == self.size
+        assert allocator.size == self.size
         assert np.flatnonzero(allocator.is_out(np.arange(self.size + 1))).tolist() == sorted(self.out)
         assert len(self.queue) + len(self.out) + aside == self.size, "a slot is lost"
 

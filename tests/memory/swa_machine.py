@@ -16,11 +16,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
-from quire.memory.allocator import (
-    PagedTokenToKVPoolAllocator,
-    SWATokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-)
+from quire.memory.allocator import SWATokenToKVPoolAllocator, token_allocator
 from quire.memory.residency import Column
 from quire.testing.fuzz.choices import Choices
 
@@ -261,15 +257,12 @@ class SWAMachine:
 
     def _over(self, choices: Choices, *, need_sort: bool) -> SWATokenToKVPoolAllocator:
         """With pages in the table that this allocator never sees."""
-
-        def side(num_pages: int, name: str) -> Any:
-            if self.size == 1:
-                return TokenToKVPoolAllocator(num_pages, need_sort=need_sort, name=name)
-            return PagedTokenToKVPoolAllocator(num_pages * self.size, self.size, need_sort=need_sort, name=name)
-
+        size = self.size
         table = Column("window", self.num_pages + choices.below(4), reclaims=True)
-        full, swa = side(self.num_pages, "full"), side(self.num_windows, "window")
-        return SWATokenToKVPoolAllocator.over(full, table, swa)
+        full = token_allocator(self.num_pages * size, size, need_sort=need_sort)
+        return SWATokenToKVPoolAllocator(
+            full.size, self.num_windows * size, size, need_sort=need_sort, full=full, table=table
+        )
 
     def _grow_all(self, choices: Choices, counts: list[int], grow: Callable[[Any, Any, Any], Any]) -> None:
         if choices.chance(60):  # otherwise some sequence may be unable to go on

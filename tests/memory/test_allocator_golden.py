@@ -216,9 +216,10 @@ def test_a_recorded_trace_of_states(case: dict[str, Any]) -> None:
             case "alloc_group":
                 reserve = entry["reserve"] if entry["reserve"] <= allocator.available_size() else 0
                 taken: list[list[int]] = []
-                with allocator.alloc_group(reserve):
-                    for _ in range(min(reserve, entry["used"])):
-                        taken += one()
+                allocator.alloc_group_begin(reserve)
+                for _ in range(min(reserve, entry["used"])):
+                    taken += one()
+                allocator.alloc_group_end()
                 for _ in range(entry["used"] - reserve):
                     taken += one()
                 assert taken == entry["out"]

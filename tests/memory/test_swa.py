@@ -132,8 +132,8 @@ def test_no_slot_translates_to_no_slot(page_size: int) -> None:
 
 def test_the_map_is_a_column_of_the_residency_table() -> None:
     table = Column("local", 6, reclaims=True)
-    full, swa = PagedTokenToKVPoolAllocator(12, 2), PagedTokenToKVPoolAllocator(8, 2, name="local")
-    allocator = SWATokenToKVPoolAllocator.over(full, table, swa)
+    full = PagedTokenToKVPoolAllocator(12, 2)
+    allocator = SWATokenToKVPoolAllocator(12, 8, 2, name="local", full=full, table=table)
     assert (allocator.name, allocator.page_size, allocator.size, allocator.size_swa) == ("local", 2, 12, 8)
     slots = allocator.alloc(4)
     assert np.shares_memory(allocator.full_to_swa_page_mapping, table.mapping)
@@ -144,7 +144,7 @@ def test_the_map_is_a_column_of_the_residency_table() -> None:
     with pytest.raises(OutOfPages, match="local"):
         allocator.take(others[2:])
     allocator.free(slots)
-    assert full.num_free_pages == 3 and swa.num_free_pages == 2
+    assert full.num_free_pages == 3 and allocator.num_free == 2
 
 
 # -- all or nothing

@@ -9,7 +9,6 @@ check had seen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from quire.memory.allocator import (
     PageFrames,
     SWATokenToKVPoolAllocator,
 )
-from quire.memory.allocator.free_list import FreeList, OutIds
+from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
 from quire.offload.tiered import Tiered
 from quire.plan import configurator
@@ -93,7 +92,7 @@ def padding_page_is_handed_out(patch: Patch) -> None:
 
     def clear(allocator: BaseTokenToKVPoolAllocator) -> None:
         real(allocator)
-        allocator._free = FreeList(np.arange(allocator.num_pages, dtype=np.int32), allocator.num_pages)
+        allocator.ids._ring -= 1
 
     patch.setattr(BaseTokenToKVPoolAllocator, "clear", clear)
 
@@ -117,15 +116,14 @@ def restored_state_is_a_view(patch: Patch) -> None:
 
     def restore_state(allocator: BaseTokenToKVPoolAllocator, state: Any) -> None:
         real(allocator, state)
-        allocator._out = state.out
+        allocator.ids._out = state._out
 
     patch.setattr(BaseTokenToKVPoolAllocator, "restore_state", restore_state)
 
 
 @mutant("allocators", "a page freed twice is handed out twice")
 def double_free_is_accepted(patch: Patch) -> None:
-    patch.setattr(OutIds, "check", lambda out, ids, *, group, noun="page": None)
-    patch.setattr(OutIds, "take_back", lambda out, ids, *, group, noun="page": out._stamps.__setitem__(ids, 0))
+    patch.setattr(IdPool, "check_out", lambda pool, ids: ids)
 
 
 @mutant("allocators", "slots of one page given back together count as several pages")
@@ -156,7 +154,7 @@ def group_frees_at_once(patch: Patch) -> None:
 def window_side_leaks_when_full_is_short(patch: Patch) -> None:
     def check_room(both: SWATokenToKVPoolAllocator, num_pages: int) -> None:
         taken = both.swa_attn_allocator.alloc_pages(num_pages)
-        both.full_attn_allocator.check_room(num_pages)
+        both.full_attn_allocator.ids.check_room(num_pages)
         both.swa_attn_allocator.free_pages(taken)
 
     patch.setattr(SWATokenToKVPoolAllocator, "_check_room", check_room)
@@ -183,16 +181,14 @@ def free_swa_frees_the_full_side_too(patch: Patch) -> None:
 
 
 @mutant("windows", "the map is cleared before anyone has read which window pages to free: they are lost for good")
-def full_side_is_freed_first(patch: Patch) -> None:
+def the_map_is_cleared_first(patch: Patch) -> None:
     real = SWATokenToKVPoolAllocator.drop
 
-    def free(both: SWATokenToKVPoolAllocator, free_index: Any) -> None:
-        pages = both._pages_out(free_index)
-        both.full_attn_allocator.free_pages(pages)
+    def drop(both: SWATokenToKVPoolAllocator, pages: Any) -> None:
         both.table.unbind(pages)
         real(both, pages)
 
-    patch.setattr(SWATokenToKVPoolAllocator, "free", free)
+    patch.setattr(SWATokenToKVPoolAllocator, "drop", drop)
 
 
 @mutant("windows", "a prompt that arrives with its tail only takes window pages for all of it")
@@ -219,7 +215,9 @@ def a_tail_is_rounded_down(patch: Patch) -> None:
 @mutant("windows", "a window freed twice is silently accepted, and some day it is another request's")
 def a_window_is_freed_twice(patch: Patch) -> None:
     def free_swa(both: SWATokenToKVPoolAllocator, free_index: Any) -> None:
-        both.drop(both._pages_out(free_index))
+        found = both.full_attn_allocator.pages_of(np.asarray(free_index, dtype=np.int64))
+        both.full_attn_allocator.ids.check_out(found)
+        both.drop(found.astype(np.int32))
 
     patch.setattr(SWATokenToKVPoolAllocator, "free_swa", free_swa)
 
@@ -239,8 +237,8 @@ def no_slot_is_a_slot(patch: Patch) -> None:
 @mutant("windows", "windows freed since a snapshot stay gone after it is restored, though their pages are out")
 def a_snapshot_forgets_the_map(patch: Patch) -> None:
     def restore_state(both: SWATokenToKVPoolAllocator, state: Any) -> None:
-        both.full_attn_allocator.restore_state(state.full)
-        both.swa_attn_allocator.restore_state(state.swa)
+        both.full_attn_allocator.restore_state(state[0])
+        both.swa_attn_allocator.restore_state(state[1])
 
     patch.setattr(SWATokenToKVPoolAllocator, "restore_state", restore_state)
 
@@ -273,24 +271,13 @@ def group_end_forgets_unused_slots(patch: Patch) -> None:
     patch.setattr(MambaSlotAllocator, "alloc_group_end", lambda slots: setattr(slots, "_group", None))
 
 
-@mutant("states", "when matching a batch fails, the slots that were set aside for it are never free again")
-def a_failed_block_leaves_its_group_open(patch: Patch) -> None:
-    @contextmanager
-    def alloc_group(slots: MambaSlotAllocator, num_requests: int) -> Any:
-        slots.alloc_group_begin(num_requests)
-        yield
-        slots.alloc_group_end()
-
-    patch.setattr(MambaSlotAllocator, "alloc_group", alloc_group)
-
-
 @mutant("states", "slot 0 is handed out, and padded sequences overwrite a state")
 def slot_zero_is_handed_out(patch: Patch) -> None:
     real = MambaSlotAllocator.clear
 
     def clear(slots: MambaSlotAllocator) -> None:
         real(slots)
-        slots._free = FreeList(np.arange(slots.size, dtype=np.int32), slots.size)
+        slots.ids._ring -= 1
 
     patch.setattr(MambaSlotAllocator, "clear", clear)
 
@@ -319,7 +306,7 @@ def a_group_takes_from_the_free_list(patch: Patch) -> None:
 
 @mutant("states", "slots that are only set aside count as free, and a second batch counts on them")
 def set_aside_counts_as_free(patch: Patch) -> None:
-    patch.setattr(MambaSlotAllocator, "available_size", lambda slots: len(slots._free) + slots.num_set_aside)
+    patch.setattr(MambaSlotAllocator, "available_size", lambda slots: slots.ids.num_free + slots.num_set_aside)
 
 
 # -- events and policies

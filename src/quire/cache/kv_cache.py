@@ -36,7 +36,7 @@ from quire.cache.running import Lengths, RunningBatch
 from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import PageFrames, page_allocator
+from quire.memory.allocator import PageFrames, token_allocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
@@ -103,7 +103,7 @@ class KVCache:
             placement=PagePlacement(table) if offload.below else None,
             num_named=num_pages if offload.below else 0,
         )
-        self.pages = page_allocator(num_pages, plan.page_size, "pages")
+        self.pages = token_allocator(num_pages * plan.page_size, plan.page_size, name="pages")
         self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self.rows = RunningTables(plan, table, following, follows=page_tables)

@@ -255,7 +255,7 @@ class Snapshot:
         books = (
             frames.table.books(),
             allocator.is_out(_ALL).tobytes(),
-            allocator.num_free,
+            frames.num_free,
             group.num_evictable,
             group.books(),
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.errors import MissingFrame
 from quire.lazy_queue import Entry, LazyQueue
-from quire.memory.runs import as_run
+from quire.memory.runs import as_index, counting
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 
@@ -56,6 +56,7 @@ class Column:
         -1, which is none, maps to -1. Read it, never write it."""
         self.frame: Ids = self.mapping[:-1]
         self.state = np.zeros(num_pages + 1, dtype=np.uint8)
+        self._up = counting(num_pages + 1)
         self.idle = _Idle(num_pages) if reclaims else None
         self.num_present = 0
         """Pages that have a frame here."""
@@ -88,7 +89,7 @@ class Column:
 
     def bind(self, pages: Ids, frames: Ids) -> None:
         """These pages, none of which has a frame here, have these."""
-        at = _index(pages)
+        at = as_index(pages, self._up)
         assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
         self.frame[at] = frames
         self.state[at] = State.RESIDENT
@@ -96,7 +97,7 @@ class Column:
 
     def unbind(self, pages: Ids) -> Ids:
         """These pages have no frame here any more; returns those they had. Pages without one are passed over."""
-        at = _index(pages)
+        at = as_index(pages, self._up)
         frames: Ids = self.frame[at]
         if np.count_nonzero(frames) != len(frames):
             at = pages = pages[frames != 0]
@@ -155,11 +156,6 @@ class Column:
     def books(self) -> tuple[object, ...]:
         """Everything it says, for comparison with what it said before."""
         return self.mapping.tobytes(), self.state.tobytes(), self.idle.books() if self.idle is not None else None
-
-
-def _index(pages: Ids) -> Ids | slice:
-    run = as_run(pages)
-    return pages if run is None else run
 
 
 def _nowhere(num_pages: int) -> Ids:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from quire.memory.allocator.group_frames import GroupFrames
+from quire.memory.allocator import GroupFrames
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State
 from quire.memory.runs import in_order

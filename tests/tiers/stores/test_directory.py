@@ -278,8 +278,8 @@ def test_a_transaction_that_is_undone(tmp_path: Path) -> None:
         ((slab, slot_bytes),) = medium.query("SELECT id, slot_bytes FROM slabs")
 
         def undone() -> None:
-            with store._index.writing() as index:
-                assert len(store._room.take(index, 8192, 3)) == 3
+            with store._index.writing(store._room.settle) as index:
+                assert len(store._room.take(index, 8192, 3, store._uses.flush)) == 3
                 store._room.drop(index, slab, slot_bytes)
                 raise KeyboardInterrupt
 

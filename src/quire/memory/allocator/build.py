@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, IntArray
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, token_allocator
+from quire.memory.allocator.frames import PageFrames, SlotFrames
 from quire.memory.allocator.mamba import MambaSlotAllocator
-from quire.memory.allocator.page_frames import PageFrames
-from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
-from quire.memory.allocator.slot_frames import SlotFrames
 from quire.memory.allocator.swa import SWATokenToKVPoolAllocator
-from quire.memory.allocator.token import TokenToKVPoolAllocator
 from quire.memory.residency import Column
-from quire.spec.ids import Ids
 
-
-def page_allocator(num_pages: int, page_size: int, name: str) -> BaseTokenToKVPoolAllocator:
-    """Hands out ids of pages, or of frames that hold one page each."""
-    if page_size == 1:
-        return TokenToKVPoolAllocator(num_pages, name=name)
-    return PagedTokenToKVPoolAllocator(num_pages * page_size, page_size, name=name)
-
-
-class GrowingAllocator(Protocol):
-    """What grows a batch of sequences, and takes back the pages of those that end: all or nothing, on all its sides."""
-
-    def available_size(self) -> int:
-        """Tokens that could be handed out now, in whole pages."""
-
-    def alloc(self, need_size: int) -> Ids:
-        """Slots of so many tokens in whole pages."""
-
-    def alloc_extend(self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray) -> Ids:
-        """Slots for sequences that grow from `prefix_lens` to `seq_lens` tokens, packed."""
-
-    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
-        """One more slot per sequence."""
-
-    def free(self, free_index: IntArray) -> None:
-        """Give back the pages of these slots."""
-
-    def free_group_begin(self) -> None:
-        """Collect the frees that follow."""
-
-    def free_group_end(self) -> None:
-        """Give back everything freed since."""
+GrowingAllocator = BaseTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
+"""What grows a batch of sequences, and takes back the pages of those that end: all or nothing, on all its sides."""
 
 
 def growing_allocator(pages: BaseTokenToKVPoolAllocator, frames: Sequence[object]) -> GrowingAllocator:
@@ -56,12 +22,14 @@ def growing_allocator(pages: BaseTokenToKVPoolAllocator, frames: Sequence[object
 
 def whole_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> PageFrames:
     """Frames of a group in which a page keeps its frame for as long as it exists."""
-    return PageFrames(table, page_allocator(num_frames, pages.page_size, table.name))
+    size = pages.page_size
+    return PageFrames(table, token_allocator(num_frames * size, size, name=table.name))
 
 
 def passing_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> SWATokenToKVPoolAllocator:
     """Frames of a group in which pages lose theirs early; `pages` is the side that hands out the pages."""
-    return SWATokenToKVPoolAllocator.over(pages, table, page_allocator(num_frames, pages.page_size, table.name))
+    size = pages.page_size
+    return SWATokenToKVPoolAllocator(pages.size, num_frames * size, size, name=table.name, full=pages, table=table)
 
 
 def carried_frames(table: Column, num_frames: int) -> SlotFrames:

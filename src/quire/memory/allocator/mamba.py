@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import InvalidFree, InvalidInput, OutOfPages
-from quire.memory.allocator.free_list import FreeList, OutIds
+from quire.errors import InvalidFree, InvalidInput
+from quire.memory.allocator.id_pool import IdPool
 from quire.spec.ids import Bools, Ids
 
 HOST = "cpu"
@@ -33,21 +30,9 @@ class MambaSlotAllocator:
         self.name = name
         self.clear()
 
-    # -- what there is
-
     def available_size(self) -> int:
         """Slots that are free now. Those set aside for an open group are not: they are spoken for."""
-        return len(self._free)
-
-    @property
-    def num_frames(self) -> int:
-        """Slots there are, slot 0 not counted."""
-        return self.size
-
-    @property
-    def num_free(self) -> int:
-        """As `available_size`."""
-        return self.available_size()
+        return self.ids.num_free
 
     @property
     def num_set_aside(self) -> int:
@@ -56,15 +41,12 @@ class MambaSlotAllocator:
 
     def is_out(self, slot_ids: Ids | slice) -> Bools:
         """Per slot id: whether it is handed out."""
-        return self._out.hold(slot_ids)
+        return self.ids.is_out(slot_ids)
 
     def clear(self) -> None:
         """Forget everything handed out: all slots are free, in ascending order, and no group is open."""
-        self._free = FreeList(np.arange(1, self.size + 1, dtype=np.int32), self.size)
-        self._out = OutIds(self.size)
+        self.ids = IdPool(self.size, "last", group=self.name, noun="slot")
         self._group: Ids | None = None
-
-    # -- handing out
 
     def alloc(self, need_size: int) -> Ids:
         """Take `need_size` slots, int32 `[need_size]`; the caller owns them.
@@ -72,11 +54,10 @@ class MambaSlotAllocator:
         Inside a group they come from those set aside, and from nowhere else. Raises OutOfPages, changing nothing.
         """
         if self._group is None:
-            slots = self._take(need_size)
-        else:
-            self._check_room(need_size, len(self._group))
-            slots, self._group = self._group[:need_size], self._group[need_size:]
-        self._out.mark(slots)
+            return self.ids.take(need_size)
+        self.ids.check_room(need_size, len(self._group))
+        slots, self._group = self._group[:need_size], self._group[need_size:]
+        self.ids.mark_out(slots)
         return slots
 
     def alloc_group_begin(self, num_requests: int) -> None:
@@ -85,25 +66,13 @@ class MambaSlotAllocator:
         Raises OutOfPages, and no group is open then.
         """
         assert self._group is None, "alloc groups do not nest"
-        self._group = self._take(num_requests)
+        self._group = self.ids.set_aside(num_requests)
 
     def alloc_group_end(self) -> None:
         """Close the group; what was set aside and not handed out is free again."""
         assert self._group is not None, "alloc_group_end without alloc_group_begin"
         group, self._group = self._group, None
-        self._free.push_back(group)
-
-    @contextmanager
-    def alloc_group(self, num_requests: int) -> Iterator[None]:
-        """A group for the length of a `with` block, closed on the way out of it, whatever happens inside."""
-        self.alloc_group_begin(num_requests)
-        try:
-            yield
-        finally:
-            if self._group is not None:  # `clear` has closed it already
-                self.alloc_group_end()
-
-    # -- giving back
+        self.ids.put(group)
 
     def free(self, free_index: npt.ArrayLike) -> None:
         """Give back distinct slots that are out: at once, inside a group too. Reads a list or an array on the host.
@@ -111,7 +80,8 @@ class MambaSlotAllocator:
         Raises InvalidFree, changing nothing, for slots that are not out or named twice, for what is no id, and for an
         array on another device: reading it there would make the host wait.
         """
-        where = _device(free_index)
+        device = getattr(free_index, "device", HOST)
+        where = getattr(device, "type", device)  # a tensor's device has a type, an array's is a string
         if where != HOST:
             raise InvalidFree(
                 f"group '{self.name}': slots given back as an array on '{where}', but ids live on the host.",
@@ -123,23 +93,5 @@ class MambaSlotAllocator:
         if slots.dtype.kind not in "iu":
             raise InvalidFree(f"group '{self.name}': slots given back as {slots.dtype}, but ids are integers.")
         slots = slots.astype(np.int64)
-        self._out.take_back(slots, group=self.name, noun="slot")
-        self._free.push_back(slots.astype(np.int32))
-
-    # -- inside
-
-    def _take(self, need_size: int) -> Ids:
-        self._check_room(need_size, len(self._free))
-        return self._free.take(need_size)
-
-    def _check_room(self, need_size: int, free: int) -> None:
-        if need_size < 0:
-            raise InvalidInput(f"cannot allocate {need_size} states.")
-        if need_size > free:
-            raise OutOfPages(group=self.name, wanted=need_size, free=free)
-
-
-def _device(index: object) -> str:
-    """Where an array-like lives; a tensor's device has a `type`, an array's is a string, a list has none."""
-    device = getattr(index, "device", HOST)
-    return str(getattr(device, "type", device))
+        self.ids.take_back(slots)
+        self.ids.put(slots.astype(np.int32))

@@ -8,22 +8,14 @@ table, so a window that is gone is gone for everybody at once.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
-from quire.memory.allocator.base import (
-    AllocatorState,
-    BaseTokenToKVPoolAllocator,
-    IntArray,
-    grown_slots,
-    num_new_pages,
-)
-from quire.memory.allocator.page_frames import PageFrames
-from quire.memory.allocator.paged import PagedTokenToKVPoolAllocator
-from quire.memory.allocator.token import TokenToKVPoolAllocator
+from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, token_allocator
+from quire.memory.allocator.frames import PageFrames
+from quire.memory.allocator.slots import IntArray, Longs, TokenSlots, slot_array
 from quire.memory.residency import Column
 from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
@@ -31,17 +23,11 @@ from quire.spec.ids import Ids
 UNLIMITED: Final = sys.maxsize
 """Tokens free on a full side that does not exist: it is never what an allocation waits for."""
 
-
-@dataclass(frozen=True, slots=True)
-class SWAState:
-    """What `backup_state` returns. Opaque: only for `restore_state` of the allocator that made it."""
-
-    full: AllocatorState
-    swa: AllocatorState
-    mapping: Ids
+SWAState: TypeAlias = tuple[AllocatorState, AllocatorState, Ids]
+"""What `backup_state` returns: both sides and the map. Opaque: only for the allocator that made it."""
 
 
-class SWATokenToKVPoolAllocator(PageFrames):
+class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     """Hands out token slots of the full side together with window pages for them, all or nothing.
 
     `size` and `size_swa` are tokens of either side, floored to whole pages; both have the same page size. Every slot
@@ -51,46 +37,35 @@ class SWATokenToKVPoolAllocator(PageFrames):
     With `size` 0 there is no full side, for models whose every layer has a window: a page has the id of its window
     page, the map is the identity for pages that are out, and a page without its window is no page, so that `free_swa`
     and `free` are the same.
+
+    Others may use the full side as well: it is given as `full`, with nothing out, and `table` is the column that is the
+    map. Pages that others took from `full` get their windows by `take`. `clear` and `restore_state` reset `full` too.
     """
 
     def __init__(
-        self, size: int, size_swa: int, page_size: int, *, need_sort: bool = False, name: str = "window"
-    ) -> None:
-        swa = _side(size_swa, page_size, need_sort=need_sort, name=name)
-        full = _side(size, page_size, need_sort=need_sort, name="full") if size else swa
-        self._join(full, Column(name, full.num_pages, reclaims=True), swa)
-
-    @classmethod
-    def over(
-        cls,
-        full: BaseTokenToKVPoolAllocator,
-        table: Column,
-        swa: BaseTokenToKVPoolAllocator,
-    ) -> SWATokenToKVPoolAllocator:
-        """An allocator whose full side, of which nothing is out yet, others use as well; the column and `swa` are its
-        own.
-
-        Pages that others took from `full` get their windows by `take`. `clear` and `restore_state` reset `full` too.
-        """
-        made = cls.__new__(cls)
-        made._join(full, table, swa)
-        return made
-
-    def _join(
         self,
-        full: BaseTokenToKVPoolAllocator,
-        table: Column,
-        swa: BaseTokenToKVPoolAllocator,
+        size: int,
+        size_swa: int,
+        page_size: int,
+        *,
+        need_sort: bool = False,
+        name: str = "window",
+        full: BaseTokenToKVPoolAllocator | None = None,
+        table: Column | None = None,
     ) -> None:
+        swa = token_allocator(size_swa, page_size, need_sort=need_sort, name=name)
+        if full is None:
+            full = token_allocator(size, page_size, need_sort=need_sort) if size else swa
+        super().__init__(Column(name, full.num_pages, reclaims=True) if table is None else table, swa)
         assert full.page_size == swa.page_size, "two sides with pages of different sizes"
-        assert full.num_pages <= table.num_pages, "pages beyond the table"
-        super().__init__(table, swa)
+        assert full.num_pages <= self.table.num_pages, "pages beyond the table"
         self.full_attn_allocator = full
         self.swa_attn_allocator = swa
-        self.page_size = full.page_size
+        self.page_size = page_size
         self.size_swa = swa.size
         self._windows_only = full is swa
         self.size = 0 if self._windows_only else full.size
+        self._sides = (swa,) if self._windows_only else (swa, full)
         self.clear()
 
     # -- what there is
@@ -117,58 +92,37 @@ class SWATokenToKVPoolAllocator(PageFrames):
 
     def clear(self) -> None:
         """Forget everything handed out, on both sides."""
-        self.table.unbind(self._every_page())
-        self.full_attn_allocator.clear()
-        self.swa_attn_allocator.clear()
+        self.table.unbind(self._mapped(self.column))
+        for side in self._sides:
+            side.clear()
 
     def backup_state(self) -> SWAState:
         """A snapshot of both sides and the map, for `restore_state`. O(pages). Not inside a free group."""
         full, swa = self.full_attn_allocator.backup_state(), self.swa_attn_allocator.backup_state()
-        return SWAState(full, swa, self.column.copy())
+        return full, swa, self.column.copy()
 
     def restore_state(self, state: SWAState) -> None:
         """Return to exactly what `backup_state` saw: everything handed out or freed since is undone."""
-        assert len(state.mapping) == len(self.column), "a snapshot of another allocator"
-        self.full_attn_allocator.restore_state(state.full)
-        self.swa_attn_allocator.restore_state(state.swa)
-        self.table.unbind(self._every_page())
-        mapped = np.flatnonzero(state.mapping).astype(np.int32)
-        self.table.bind(mapped, state.mapping[mapped])
+        full, swa, column = state
+        assert len(column) == len(self.column), "a snapshot of another allocator"
+        self.full_attn_allocator.restore_state(full)
+        self.swa_attn_allocator.restore_state(swa)
+        self.table.unbind(self._mapped(self.column))
+        pages = self._mapped(column)
+        self.table.bind(pages, column[pages])
 
     # -- handing out: both sides are checked before either gives anything
 
-    def alloc(self, need_size: int) -> Ids:
-        """Take `need_size` tokens in whole pages, with their windows; returns their slots, int32 `[need_size]`.
-
-        Raises OutOfPages that names the side which is short, changing nothing, and InvalidInput where `need_size` is
-        not a number of whole pages.
-        """
-        self._check_room(need_size // self.page_size)
-        slots = self.full_attn_allocator.alloc(need_size)
-        self._map_new(self._new_pages(slots))
-        return slots
-
-    def alloc_extend(
-        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
-    ) -> Ids:
-        """Slots for sequences that grow, packed, as from the full side's `alloc_extend`; new pages get windows.
-
-        Raises OutOfPages that names the side which is short, and InvalidInput also where a sequence would go on inside
-        a page whose window is gone; nothing has changed then.
-        """
-        full = self.full_attn_allocator
-        prefix, seq, last = full.check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
-        self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
-        return grown_slots(prefix, seq, last, self._alloc(num_new_pages(prefix, seq, self.page_size)), self.page_size)
-
-    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
-        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. Errors as above."""
-        slots, crosses = self.full_attn_allocator.check_decode(seq_lens, last_loc)
-        if len(crosses) < len(slots):
-            self._check_windows(np.delete(slots, crosses))
-        if len(crosses):
-            slots[crosses] = self._alloc(len(crosses)) * np.int32(self.page_size)
-        return slots
+    def alloc_pages(self, num_pages: int) -> Ids:
+        """So many pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
+        self._check_room(num_pages)
+        pages = self.full_attn_allocator.alloc_pages(num_pages)
+        try:
+            self._map(pages)
+        except OutOfPages:
+            self.full_attn_allocator.free_pages(pages)
+            raise
+        return pages
 
     def alloc_extend_swa_tail(
         self,
@@ -188,21 +142,23 @@ class SWATokenToKVPoolAllocator(PageFrames):
         padding page, and are not to be given back. Errors as for `alloc_extend`.
         """
         full, size = self.full_attn_allocator, self.page_size
-        prefix, seq, last = full.check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
+        prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         if len(prefix) != 1 or swa_tail_len < 0:
             raise InvalidInput(f"one sequence and its tail: got {len(prefix)} and a tail of {swa_tail_len} tokens.")
         start, end = int(prefix[0]), int(seq[0])
         tail = max(start, end - swa_tail_len)
         first_new, stop = -(-start // size), -(-end // size)
         first_mapped = max(first_new, tail // size if tail < end else stop)
-        in_old_page = min(end, first_new * size) - (start if self._windows_only else tail)
-        self._check_windows(last[:1] if in_old_page > 0 else last[:0])
-        full.check_room(stop - (first_mapped if self._windows_only else first_new))
-        self.swa_attn_allocator.check_room(stop - first_mapped)
+        if min(end, first_new * size) > (start if self._windows_only else tail):
+            self._check_windows(last)
+        if not self._windows_only:
+            full.ids.check_room(stop - first_new)
+        self.swa_attn_allocator.ids.check_room(stop - first_mapped)
         if self._windows_only:
             return self._extend_windows(start, end, int(last[0]), first_mapped)
         slots = full.alloc_extend(prefix, seq, last)
-        self._map(self._new_pages(slots)[first_mapped - first_new :])
+        pages = slots[slots % size == 0] // np.int32(size)  # those whose first slot was returned are new
+        self._map(pages[first_mapped - first_new :])
         return slots
 
     def _extend_windows(self, start: int, end: int, last: int, first_mapped: int) -> Ids:
@@ -219,22 +175,26 @@ class SWATokenToKVPoolAllocator(PageFrames):
     # -- giving back
 
     def free(self, free_index: IntArray) -> None:
-        """Give back the pages of these slots on both sides, the window side first; a page goes back whole.
+        """Give back the pages of these slots on both sides; a page goes back whole.
 
         A page whose window is gone already is given back as it is. Raises InvalidFree, changing nothing, if a page is
         not out.
         """
-        pages = self._pages_out(free_index)
-        self.drop(pages)
-        if not self._windows_only:
+        pages = self.full_attn_allocator.pages_of(slot_array(free_index))
+        if self._windows_only:
+            self.full_attn_allocator.ids.check_out(pages)
+        else:
             self.full_attn_allocator.free_pages(pages)
+        self.drop(pages.astype(np.int32))
 
     def free_swa(self, free_index: IntArray) -> None:
         """Give back the windows of the pages of these slots; the pages stay out and map to 0 from now on.
 
         Raises InvalidFree, changing nothing, if a page is not out or its window is gone already.
         """
-        pages = self._pages_out(free_index)
+        found = self.full_attn_allocator.pages_of(slot_array(free_index))
+        self.full_attn_allocator.ids.check_out(found)
+        pages = found.astype(np.int32)
         gone = pages[~self.resident(pages)]
         if len(gone):
             raise InvalidFree(
@@ -249,42 +209,18 @@ class SWATokenToKVPoolAllocator(PageFrames):
 
     def free_group_begin(self) -> None:
         """Collect the frees that follow on both sides. The map forgets a window when it is freed, not at the end."""
-        for side in self._sides():
+        for side in self._sides:
             side.free_group_begin()
 
     def free_group_end(self) -> None:
         """Give back everything freed since `free_group_begin`."""
-        for side in self._sides():
+        for side in self._sides:
             side.free_group_end()
 
     # -- inside
 
-    def _sides(self) -> tuple[BaseTokenToKVPoolAllocator, ...]:
-        both = (self.swa_attn_allocator, self.full_attn_allocator)
-        return both[:1] if self._windows_only else both
-
-    def _every_page(self) -> Ids:
-        return np.arange(1, self.table.num_pages + 1, dtype=np.int32)
-
-    def _alloc(self, num_pages: int) -> Ids:
-        """So many pages with their windows. Raises OutOfPages, changing nothing."""
-        self._check_room(num_pages)
-        pages = self.full_attn_allocator.alloc_pages(num_pages)
-        self._map_new(pages)
-        return pages
-
-    def _map_new(self, pages: Ids) -> None:
-        """Windows for pages that were just taken, which go back where there are none after all."""
-        try:
-            self._map(pages)
-        except OutOfPages:
-            self.full_attn_allocator.free_pages(pages)
-            raise
-
-    def _new_pages(self, slots: Ids) -> Ids:
-        """The pages that an allocation took: those whose first slot it returned."""
-        pages: Ids = slots[slots % self.page_size == 0] // np.int32(self.page_size)
-        return pages
+    def _mapped(self, column: Ids) -> Ids:
+        return np.flatnonzero(column).astype(np.int32)
 
     def _map(self, pages: Ids) -> None:
         if self._windows_only:
@@ -292,14 +228,12 @@ class SWATokenToKVPoolAllocator(PageFrames):
         else:
             self.take(pages)
 
-    def _pages_out(self, free_index: IntArray) -> Ids:
-        pages = self.full_attn_allocator.pages_of(np.asarray(free_index, dtype=np.int64).reshape(-1))
-        self.full_attn_allocator.check_out(pages)
-        return pages.astype(np.int32)
-
     def _check_room(self, num_pages: int) -> None:
         for side in (self.full_attn_allocator, self.swa_attn_allocator):
-            side.check_room(num_pages)
+            side.ids.check_room(num_pages)
+
+    def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:
+        self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
 
     def _check_windows(self, slots: IdArray) -> None:
         """The pages of these slots are gone on with, so each must have its window still."""
@@ -313,9 +247,3 @@ class SWATokenToKVPoolAllocator(PageFrames):
                 f"group '{self.name}': a sequence goes on inside page {int(wrong[0])}, which has no window.",
                 fix="free the windows of pages only that every token to come has left behind.",
             )
-
-
-def _side(size: int, page_size: int, *, need_sort: bool, name: str) -> BaseTokenToKVPoolAllocator:
-    if page_size == 1:
-        return TokenToKVPoolAllocator(size, need_sort=need_sort, name=name)
-    return PagedTokenToKVPoolAllocator(size, page_size, need_sort=need_sort, name=name)

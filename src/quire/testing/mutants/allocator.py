@@ -7,7 +7,7 @@ import numpy as np
 from quire.cache.carried import CarriedGroup
 from quire.cache.groups import WholeGroup
 from quire.memory.allocator import BaseTokenToKVPoolAllocator, PageFrames
-from quire.memory.allocator.free_list import FreeList
+from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
 from quire.spec.ids import Ids
 from quire.testing.mutants import field
@@ -21,7 +21,7 @@ def padding_page_is_handed_out(patch: Patch) -> None:
 
     def clear(allocator: BaseTokenToKVPoolAllocator) -> None:
         real(allocator)
-        allocator._free = FreeList(np.arange(allocator.num_pages, dtype=np.int32), allocator.num_pages)
+        allocator.ids._ring -= 1
 
     patch.setattr(BaseTokenToKVPoolAllocator, "clear", clear)
 
@@ -63,12 +63,14 @@ def a_frame_moves_and_stays(patch: Patch) -> None:
 def the_free_list_loses_its_place(patch: Patch) -> None:
     """The free list wraps around and hands the same pages out twice."""
 
-    def push_front(free: FreeList, ids: Ids) -> None:
-        free._count += len(ids)
-        free._write(free._head, ids)
+    real = IdPool.put
 
-    patch.setattr(FreeList, "push_front", push_front)
-    patch.setattr(FreeList, "push_back", push_front)
+    def put(pool: IdPool, ids: Ids) -> None:
+        head = pool._head
+        real(pool, ids)
+        pool._head = head
+
+    patch.setattr(IdPool, "put", put)
 
 
 @mutant("cache", field.LEAK)

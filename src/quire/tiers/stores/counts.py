@@ -9,9 +9,8 @@ from threading import Lock
 class Counts(Counter[str]):
     """Read it like a dictionary."""
 
-    def __init__(self, *names: str) -> None:
-        """With these names from the start, at zero."""
-        super().__init__(dict.fromkeys(names, 0))
+    def __init__(self) -> None:
+        super().__init__()
         self._lock = Lock()
 
     def add(self, name: str, count: int = 1) -> None:

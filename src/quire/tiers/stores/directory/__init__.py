@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.tiers.stores.directory.statistics import Statistics
 from quire.tiers.stores.directory.store import DirectoryStore
 
-__all__ = ["DirectoryStore"]
+__all__ = ["DirectoryStore", "Statistics"]

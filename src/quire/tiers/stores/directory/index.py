@@ -2,7 +2,7 @@
 
     slabs    files of equal slots; `fresh` is the first slot that was never handed out
     free     slots that were given back
-    records  what lies in a slot. With an owner: being written, not to be read. `id` is never used again, so a record
+    records  what lies in a slot. With an owner: being written, seen by nobody. `id` is never used again, so a record
              whose id is still there after its bytes were read has not been overwritten meanwhile
 
 Law: a slot of a slab is below `fresh` and in exactly one of `free` and `records`, or at or above it and in neither.
@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from quire.errors import StoreError
 
+Value = TypeVar("Value", int, bytes)
+
 VERSION = 1
 LOG_BYTES = 8 << 20
-"""What the index's log shrinks to once nothing reads what is older. While something does it grows; our own reads end at
+"""What the index's log shrinks to once nobody reads what is older. While somebody does it grows; our own reads end at
 once, and it is written back at every 4 MiB."""
+NOBODY = ""
+"""The owner of a record that is not there."""
 
 _APPLICATION = 0x51555231  # "QUR1"
 _BATCH = 256
@@ -71,20 +75,12 @@ class Busy(Exception):
 
 
 class Index:
-    """Two connections: readers never wait for a writer. Methods may be called from any thread.
+    """Two connections: readers never wait for a writer. Methods may be called from any thread."""
 
-    `left` are ids of own records to be dropped, which could not be yet: the next transaction drops them.
-    """
-
-    def __init__(self, path: Path, *, busy_seconds: float, durable: bool, ended: Callable[[bool], None]) -> None:
-        """Opens or makes the file. `ended(committed)` is called after each transaction, before another thread's.
-
-        Raises StoreError where the file is of another version or no index.
-        """
-        self.left: set[int] = set()
+    def __init__(self, path: Path, *, busy_seconds: float, durable: bool) -> None:
+        """Opens or makes the file. Raises StoreError where it is of another version or no index."""
         self._reads, self._writes = Lock(), Lock()
         self._busy_ms = int(busy_seconds * 1000)
-        self._ended = ended
         try:
             self._writer = _connect(path, busy_seconds, durable=durable)
             self._reader = _connect(path, busy_seconds, durable=durable)
@@ -95,8 +91,10 @@ class Index:
             ) from error
 
     @contextmanager
-    def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other process writes beside.
+    def writing(
+        self, settle: Callable[[bool], None] | None = None, *, wait: bool = True
+    ) -> Iterator[sqlite3.Connection]:
+        """A transaction that no other process writes beside, then `settle(committed)`.
 
         Raises Busy, having changed nothing; with `wait` False without waiting for others.
         """
@@ -107,17 +105,15 @@ class Index:
                 self._writer.execute("PRAGMA busy_timeout = 0")
             self._writer.execute("BEGIN IMMEDIATE")
             committed = False
-            left = tuple(self.left)
             try:
-                release(self._writer, left)
                 yield self._writer
                 self._writer.execute("COMMIT")
                 committed = True
-                self.left.difference_update(left)
             finally:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
-                self._ended(committed)
+                if settle is not None:
+                    settle(committed)
         except sqlite3.Error as error:
             raise Busy(str(error)) from error
         finally:
@@ -126,55 +122,82 @@ class Index:
                     self._writer.execute(f"PRAGMA busy_timeout = {self._busy_ms}")
             self._writes.release()
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection to read from, whose statements see what was committed before each. Raises Busy."""
+    def find(self, names: Sequence[bytes]) -> dict[bytes, Row]:
+        """The rows that there are, of visible records and others. Raises Busy."""
         with self._reads:
             try:
-                yield self._reader
+                return find_rows(self._reader, names)
             except sqlite3.Error as error:
                 raise Busy(str(error)) from error
 
+    def owners(self, names: Sequence[bytes]) -> list[str | None]:
+        """Who owns each record; None for what is visible, and NOBODY for what is not there. Raises Busy."""
+        found: dict[bytes, str | None] = {}
+        with self._reads:
+            try:
+                for some in _batches(names):
+                    marks = ", ".join("?" * len(some))
+                    found.update(self._reader.execute(f"SELECT name, owner FROM records WHERE name IN ({marks})", some))
+            except sqlite3.Error as error:
+                raise Busy(str(error)) from error
+        return [found.get(name, NOBODY) for name in names]
+
+    def still_there(self, ids: Sequence[int]) -> set[int]:
+        """Which of these records are visible, and lie where they lay. Raises Busy."""
+        with self._reads:
+            try:
+                found: set[int] = set()
+                for some in _batches(ids):
+                    marks = ", ".join("?" * len(some))
+                    rows = self._reader.execute(
+                        f"SELECT id FROM records WHERE id IN ({marks}) AND owner IS NULL", some
+                    ).fetchall()
+                    found.update(number for (number,) in rows)
+                return found
+            except sqlite3.Error as error:
+                raise Busy(str(error)) from error
+
+    def page(self, after: int, scope: bytes | None, count: int) -> list[Row]:
+        """Up to `count` visible records with larger ids than `after`, of one scope or all. Raises Busy."""
+        low, high = (b"", b"\xff" * 64) if scope is None else (scope, scope + b"\xff" * 64)
+        with self._reads:
+            try:
+                rows = self._reader.execute(
+                    f"SELECT {_COLUMNS} FROM records WHERE id > ? AND owner IS NULL AND name >= ? AND name <= ?"
+                    " ORDER BY id LIMIT ?",
+                    (after, low, high, count),
+                ).fetchall()
+            except sqlite3.Error as error:
+                raise Busy(str(error)) from error
+        return [Row(*row) for row in rows]
+
+    def one(self, query: str) -> tuple[int, ...]:
+        """The only row of a query that has one. Raises Busy."""
+        with self._reads:
+            try:
+                row: tuple[int, ...] = self._reader.execute(query).fetchone()
+            except sqlite3.Error as error:
+                raise Busy(str(error)) from error
+        return row
+
     def close(self) -> None:
-        """Close the file, which is not in use any more."""
+        """Let go of the file. Nobody may be at it."""
         for connection in (self._reader, self._writer):
             with suppress(sqlite3.Error):
                 connection.close()
 
 
-# -- reading
-
-
-def rows_where(connection: sqlite3.Connection, condition: str, values: Sequence[Any]) -> list[Row]:
-    """Records that meet a condition; it may end in an order and a limit."""
-    return list(map(Row._make, connection.execute(f"SELECT {_COLUMNS} FROM records WHERE {condition}", values)))
-
-
 def find_rows(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, Row]:
-    """The rows that there are of these names, of visible records and others."""
-    return {
-        row.name: row for some in _batches(names) for row in rows_where(connection, f"name IN {_marks(some)}", some)
-    }
-
-
-def find_owners(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, str | None]:
-    """The owners of the records that there are of these names; None for what is visible."""
-    found: dict[bytes, str | None] = {}
+    """The rows that there are of these names."""
+    found: dict[bytes, Row] = {}
     for some in _batches(names):
-        found.update(connection.execute(f"SELECT name, owner FROM records WHERE name IN {_marks(some)}", some))
+        marks = ", ".join("?" * len(some))
+        for row in connection.execute(f"SELECT {_COLUMNS} FROM records WHERE name IN ({marks})", some):
+            found[row[1]] = Row(*row)
     return found
 
 
-def find_visible(connection: sqlite3.Connection, ids: Sequence[int]) -> set[int]:
-    """Which of these records are visible, and lie where they lay."""
-    found: set[int] = set()
-    for some in _batches(ids):
-        query = f"SELECT id FROM records WHERE id IN {_marks(some)} AND owner IS NULL"
-        found.update(number for (number,) in connection.execute(query, some))
-    return found
-
-
-def _batches(values: Sequence[Any]) -> Iterator[list[Any]]:
+def _batches(values: Sequence[Value]) -> Iterator[list[Value]]:
     """Parts of a few sizes only, filled up with the last value, so that few statements are compiled."""
     for start in range(0, len(values), _BATCH):
         some = list(values[start : start + _BATCH])
@@ -182,11 +205,13 @@ def _batches(values: Sequence[Any]) -> Iterator[list[Any]]:
         yield some + [some[-1]] * (size - len(some))
 
 
-def _marks(some: list[Any]) -> str:
-    return f"({', '.join('?' * len(some))})"
-
-
 # -- steps of a transaction
+
+
+def rows_in(connection: sqlite3.Connection, slab: int, count: int = -1) -> list[Row]:
+    """Up to so many visible records of a slab, in the order of their slots; -1 is all."""
+    query = f"SELECT {_COLUMNS} FROM records WHERE slab = ? AND owner IS NULL ORDER BY slot LIMIT ?"
+    return [Row(*row) for row in connection.execute(query, (slab, count))]
 
 
 def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row]:
@@ -197,28 +222,21 @@ def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row
     return made
 
 
-def release(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Forget records, and give their slots back unless the slab is gone."""
-    numbers = [(number,) for number in ids]
+def release(connection: sqlite3.Connection, ids: Iterable[int], *, owner: str | None = None) -> None:
+    """Forget records, whoever owns them or only those of `owner`, and give their slots back unless the slab is gone."""
+    numbers = [(number, owner) for number in ids]
     connection.executemany(
         "INSERT OR IGNORE INTO free SELECT r.slot_bytes, r.slab, r.slot FROM records r JOIN slabs s ON s.id = r.slab"
-        " WHERE r.id = ? AND s.slot_bytes = r.slot_bytes",
+        " WHERE r.id = ?1 AND s.slot_bytes = r.slot_bytes AND (?2 IS NULL OR r.owner = ?2)",
         numbers,
     )
-    connection.executemany("DELETE FROM records WHERE id = ?", numbers)
+    connection.executemany("DELETE FROM records WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", numbers)
 
 
-def reclaim(connection: sqlite3.Connection, owner: str) -> int:
-    """Drop what an owner had prepared and not completed; returns how many records that were."""
-    rows = connection.execute("SELECT id FROM records WHERE owner = ?", (owner,)).fetchall()
-    release(connection, (number for (number,) in rows))
-    return len(rows)
-
-
-def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> int:
-    """Forget everything in a slab, written or being written; returns how many records that were."""
+def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
+    """Forget everything in a slab, written or being written."""
+    connection.execute("DELETE FROM records WHERE slab = ?", (slab,))
     connection.execute("DELETE FROM free WHERE slot_bytes = ? AND slab = ?", (slot_bytes, slab))
-    return connection.execute("DELETE FROM records WHERE slab = ?", (slab,)).rowcount
 
 
 # -- opening
@@ -233,10 +251,14 @@ def _connect(path: Path, busy_seconds: float, *, durable: bool) -> sqlite3.Conne
         connection.execute("PRAGMA cache_size = -16384")
         connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
-        _make_or_check(connection, path)
-        connection.execute("COMMIT")
+        try:
+            _make_or_check(connection, path)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
     except BaseException:
-        connection.close()  # and undo what was begun
+        connection.close()
         raise
     return connection
 

@@ -1,0 +1,140 @@
+"""IdPool: which ids of a pool are free, in the order in which they are handed out, and which are out."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Literal
+
+import numpy as np
+
+from quire.errors import InvalidFree, InvalidInput, OutOfPages
+from quire.memory.runs import IdArray, as_index, counting, in_order, is_ascending
+from quire.spec.ids import Bools, Ids
+
+Reuse = Literal["first", "last", "sorted"]
+"""When freed ids are handed out again: before those that are free, after them, or in ascending order, once an
+allocation would otherwise fall short."""
+
+
+class IdPool:
+    """Ids 1 to `size`, at first all free, in ascending order. Id 0 is never handed out.
+
+        free --set_aside--> nobody's --mark_out--> out --take_back--> nobody's --put--> free
+
+    The free ones stand in a ring; every operation costs what it moves. `group` and `noun` are for messages.
+    """
+
+    def __init__(self, size: int, reuse: Reuse, *, group: str, noun: str = "page") -> None:
+        self.size = size
+        self.num_free = size
+        self._reuse = reuse
+        self._group = group
+        self._noun = noun
+        self._up = counting(size + 1)
+        self._ring = self._up[1:].copy()
+        self._head = 0
+        self._num_ordered = size
+        self._unordered: list[Ids] = []  # free, and in no order yet
+        self._out = np.zeros(size + 1, dtype=np.bool_)
+
+    def copy(self) -> IdPool:
+        """An independent copy. O(size)."""
+        other = copy(self)
+        other._ring, other._out, other._unordered = self._ring.copy(), self._out.copy(), list(self._unordered)
+        return other
+
+    def is_out(self, ids: Ids | slice) -> Bools:
+        """Per id: whether it is out. A copy."""
+        return np.array(self._out[ids])
+
+    # -- handing out
+
+    def check_room(self, count: int, free: int | None = None) -> None:
+        """Raises OutOfPages where `take(count)` would, or where there are only so many `free`."""
+        if count < 0:
+            raise InvalidInput(f"cannot allocate {count} {self._noun}s.")
+        if count > (available := self.num_free if free is None else free):
+            raise OutOfPages(group=self._group, wanted=count, free=available)
+
+    def take(self, count: int) -> Ids:
+        """The next `count` ids are out; a fresh array. Raises OutOfPages, changing nothing."""
+        ids = self.set_aside(count)
+        self.mark_out(ids)
+        return ids
+
+    def set_aside(self, count: int) -> Ids:
+        """The next `count` ids are nobody's: neither free nor out. Raises OutOfPages, changing nothing."""
+        if not 0 <= count <= self._num_ordered:
+            self.check_room(count)
+            self._order()
+        ids = self._first(count)
+        self._head = (self._head + count) % self.size
+        self._num_ordered -= count
+        self.num_free -= count
+        return ids
+
+    def mark_out(self, ids: Ids) -> None:
+        """These, which are nobody's, are out."""
+        self._out[as_index(ids, self._up)] = True
+
+    # -- giving back
+
+    def check_out(self, ids: IdArray) -> IdArray | slice:
+        """These ids as an index. Raises InvalidFree where one is not out or is named twice."""
+        at = as_index(ids, self._up)
+        if isinstance(at, slice):
+            if self._out[at].tobytes().count(1) != len(ids):
+                raise self._wrong(ids)
+            return at
+        ordered = in_order(ids)
+        if len(ids) and (ordered.item(0) < 1 or ordered.item(-1) > self.size):
+            raise self._wrong(ids)
+        if np.count_nonzero(self._out[ordered]) != len(ids) or not (ordered is ids or is_ascending(ordered)):
+            raise self._wrong(ids)
+        return ids
+
+    def take_back(self, ids: IdArray) -> None:
+        """These distinct ids, which are out, are nobody's. Raises InvalidFree, changing nothing, if one is not out or
+        is named twice."""
+        self._out[self.check_out(ids)] = False
+
+    def put(self, ids: Ids) -> None:
+        """These, which are nobody's, are free."""
+        count, ring = len(ids), self._ring
+        self.num_free += count
+        if self._reuse == "sorted":
+            self._unordered.append(ids.copy())
+            return
+        if self._reuse == "first":
+            at = self._head = (self._head - count) % self.size
+        else:
+            at = (self._head + self._num_ordered) % self.size
+        self._num_ordered += count
+        fitting = self.size - at
+        if count <= fitting:
+            ring[at : at + count] = ids
+        else:
+            ring[at:], ring[: count - fitting] = ids[:fitting], ids[fitting:]
+
+    # -- inside
+
+    def _first(self, count: int) -> Ids:
+        ids = self._ring[self._head : self._head + count]
+        return ids.copy() if len(ids) == count else np.concatenate((ids, self._ring[: count - len(ids)]))
+
+    def _order(self) -> None:
+        everything = np.concatenate((self._first(self._num_ordered), *self._unordered))
+        everything.sort()
+        self._ring[: self.num_free] = everything
+        self._head, self._num_ordered, self._unordered = 0, self.num_free, []
+
+    def _wrong(self, ids: IdArray) -> InvalidFree:
+        ordered = np.sort(ids)
+        low, high = int(ordered[0]), int(ordered[-1])
+        if low < 1 or high > self.size:
+            why = f"{low if low < 1 else high} given back, but this pool hands out {self._noun}s 1 to {self.size}."
+        elif len(stray := ids[~self._out[ids]]):
+            why = f"{int(stray[0])} given back, but it is not out (freed twice?)."
+        else:
+            why = f"{int(ordered[1:][ordered[1:] == ordered[:-1]][0])} given back twice in one call."
+        return InvalidFree(f"group '{self._group}': {self._noun} {why}")

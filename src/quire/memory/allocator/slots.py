@@ -1,0 +1,175 @@
+"""Token slots out of whole pages: the verbs that every allocator of tokens has, and the arithmetic behind them.
+
+A page of `page_size` tokens has one id; a token's slot is `page * page_size + offset`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidInput
+from quire.memory.runs import IdArray
+from quire.spec.ids import Ids
+from quire.spec.pages import pages_for
+
+IntArray = npt.ArrayLike
+Longs = npt.NDArray[np.int64]
+
+
+class TokenSlots(ABC):
+    """Hands out token slots in whole pages, all or nothing. Every id is an int32 numpy array on the host."""
+
+    page_size: int
+
+    @abstractmethod
+    def alloc_pages(self, num_pages: int) -> Ids:
+        """Take `num_pages` free pages; the caller owns them. O(num_pages).
+
+        Raises OutOfPages, changing nothing.
+        """
+
+    def alloc(self, need_size: int) -> Ids:
+        """Take `need_size` tokens in whole pages and return their slots, int32 `[need_size]`.
+
+        Raises OutOfPages, changing nothing, and InvalidInput where `need_size` is not a number of whole pages.
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise InvalidInput(f"alloc takes whole pages of {self.page_size} tokens, got {need_size} tokens.")
+        return slots_of(self.alloc_pages(need_size // self.page_size), self.page_size)
+
+    def alloc_extend(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
+    ) -> Ids:
+        """Slots for sequences that grow from `prefix_lens` to `seq_lens` tokens, packed: int32 `[sum(seq - prefix)]`.
+
+        `last_loc` is the slot of each sequence's last token so far, -1 where it has none. A sequence first fills the
+        rest of its last page, then takes whole new pages, the last one possibly in part:
+
+            |-- prefix --|-- rest of its page --|-- new pages --|-- part of a new page --|
+                         last_loc + 1 ...
+
+        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens), no loop over sequences. Raises OutOfPages, and
+        InvalidInput where a sequence cannot go on like that, changing nothing.
+        """
+        prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
+        self._check_continued(prefix, seq, last)
+        size = self.page_size
+        if len(seq) == 1:
+            return self._extend_one(prefix.item(), seq.item(), last.item())
+        pages = self.alloc_pages(int((-(-seq // size)).sum() - (-(-prefix // size)).sum()))
+        return pages if size == 1 else _grown_slots(prefix, seq, last, pages, size)
+
+    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
+        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token.
+
+        Only sequences that cross into a new page (`seq % P == 1`) cost an id. Errors as for `alloc_extend`.
+        """
+        seq, last = _longs(seq_lens), _longs(last_loc)
+        prefix, following = seq - 1, last + 1
+        if (
+            len(last) != len(seq)
+            or np.count_nonzero(seq < 1)
+            or np.count_nonzero((following - prefix) % self.page_size)
+        ):
+            self._check_lengths(prefix, seq, last)  # raises
+        self._check_continued(prefix, seq, last)
+        slots: Ids = following.astype(np.int32)
+        inside = slots % np.int32(self.page_size)
+        num_new = len(slots) - int(np.count_nonzero(inside))
+        if num_new:
+            first = self.alloc_pages(num_new) * np.int32(self.page_size)
+            if num_new == len(slots):
+                return first
+            slots[inside == 0] = first
+        return slots
+
+    def _extend_one(self, prefix: int, seq: int, last: int) -> Ids:
+        size = self.page_size
+        pages = self.alloc_pages(pages_for(seq, size) - pages_for(prefix, size))
+        rest = min(seq - prefix, -prefix % size)
+        if not rest:
+            return slots_of(pages, size)[: seq - prefix]
+        old = np.arange(last + 1, last + 1 + rest, dtype=np.int32)
+        return np.concatenate((old, slots_of(pages, size)))[: seq - prefix]
+
+    def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - a page that is out is there
+        """Raises InvalidInput where a sequence goes on inside a page that has no place for it any more."""
+
+    def _check_lengths(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None
+    ) -> tuple[Longs, Longs, Longs]:
+        """The three as int64 arrays. Raises InvalidInput where `alloc_extend` would."""
+        prefix, seq, last = _longs(prefix_lens), _longs(seq_lens), _longs(last_loc)
+        if not len(prefix) == len(seq) == len(last):
+            raise InvalidInput(
+                f"one length and one last slot per sequence: got {len(prefix)} prefixes, {len(seq)} lengths and "
+                f"{len(last)} last slots."
+            )
+        if np.count_nonzero(prefix < 0) or np.count_nonzero(seq < prefix):
+            raise InvalidInput("a sequence cannot shrink: seq_lens must be at least prefix_lens, and those at least 0.")
+        if np.count_nonzero((last + 1 - prefix) % self.page_size):
+            raise InvalidInput(
+                f"last_loc does not continue its prefix: (last_loc + 1) % {self.page_size} must equal "
+                f"prefix_len % {self.page_size}."
+            )
+        if num_tokens is not None and num_tokens != (total := int((seq - prefix).sum())):
+            raise InvalidInput(f"extend_num_tokens is {num_tokens}, but the lengths add up to {total} tokens.")
+        return prefix, seq, last
+
+
+def slot_array(index: IntArray) -> IdArray:
+    """Slots that a caller names, flat; not narrowed, so that a foreign id stays foreign."""
+    slots = np.asarray(index)
+    return slots if slots.dtype == np.int32 and slots.ndim == 1 else slots.astype(np.int64).reshape(-1)
+
+
+def slots_of(pages: Ids, page_size: int) -> Ids:
+    """All slots of these pages, int32 `[len(pages) * page_size]`; of pages of one token, their ids themselves."""
+    if page_size == 1:
+        return pages
+    slots: Ids = np.add.outer(pages * np.int32(page_size), np.arange(page_size, dtype=np.int32)).reshape(-1)
+    return slots
+
+
+def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
+    """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`.
+
+    `ids` are the `counts[i]` pages (or frames) that hold them, packed too. Work is done for each page, and for tokens
+    only what it takes to write them out.
+    """
+    if not len(ids):
+        return np.empty(0, dtype=np.int32)
+    ends = np.cumsum(counts)
+    nonempty = counts > 0
+    first, last = (ends - counts)[nonempty], ends[nonempty] - 1
+    lengths = np.full(len(ids), page_size, dtype=np.int64)
+    skipped = starts[nonempty] % page_size
+    lengths[first] -= skipped
+    lengths[last] -= -stops[nonempty] % page_size
+    offsets = ids * page_size
+    offsets[first] += skipped
+    offsets -= np.cumsum(lengths) - lengths
+    slots = np.repeat(offsets.astype(np.int32), lengths)
+    slots += np.arange(len(slots), dtype=np.int32)
+    return slots
+
+
+def _grown_slots(prefix: Longs, seq: Longs, last: Longs, pages: Ids, page_size: int) -> Ids:
+    """Slots of sequences that grow from `prefix` to `seq` tokens, packed: behind `last`, then in these new pages."""
+    touched = np.where(seq > prefix, -(-seq // page_size) - prefix // page_size, 0)  # pages that get tokens
+    ends = np.cumsum(touched)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    old = np.zeros(len(ids), dtype=np.bool_)
+    in_old_page = (touched > 0) & (prefix % page_size > 0)
+    old[(ends - touched)[in_old_page]] = True
+    ids[old] = last[in_old_page] // page_size
+    ids[~old] = pages
+    return slots_in_pages(ids, touched, prefix, seq, page_size)
+
+
+def _longs(values: IntArray) -> Longs:
+    array = np.asarray(values, dtype=np.int64)
+    return array if array.ndim == 1 else array.reshape(-1)
