@@ -19,7 +19,6 @@ from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
     MambaSlotAllocator,
     PagedTokenToKVPoolAllocator,
-    PageFrames,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
@@ -88,7 +87,7 @@ RUNS: tuple[Callable[[], None], ...] = (
 def verbs() -> list[tuple[type, str]]:
     growing = (BaseTokenToKVPoolAllocator, SWATokenToKVPoolAllocator)
     inherited = [(each, name) for each in growing for name in ("alloc", "alloc_extend", "alloc_decode")]
-    return [(PageFrames, "translate"), *inherited] + [
+    return inherited + [
         (each, name)
         for each in CLASSES
         for name, what in vars(each).items()

@@ -36,6 +36,7 @@ from quire.memory.allocator import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from tests.memory.swa_machine import window_slots
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_ops_0.5.23.json.gz"
 
@@ -138,7 +139,7 @@ class ReplayTwoSides(Replay):
         match entry["op"]:
             case "free_swa":
                 slots = self._translate(entry["idx"])
-                gone = set(self.both.translate(slots).tolist())
+                gone = set(window_slots(self.both, slots).tolist())
                 self.both.free_swa(slots)
                 self._forget_windows(gone)
             case "free_full+free":
@@ -148,7 +149,7 @@ class ReplayTwoSides(Replay):
         return None
 
     def _free(self, slots: list[int]) -> None:
-        gone = set(self.both.translate(self._translate(slots)).tolist())
+        gone = set(window_slots(self.both, self._translate(slots)).tolist())
         pages = set((self._translate(slots) // self.size).tolist())
         super()._free(slots)
         self.tokens = {slot for slot in self.tokens if slot // self.size not in pages}
@@ -160,13 +161,13 @@ class ReplayTwoSides(Replay):
     def compare_windows(self, entry: dict[str, Any]) -> None:
         assert [self.both.full_available_size(), self.both.swa_available_size()] == entry["available"]
         if entry.get("swa_of_out"):
-            ours = self.both.translate(self._translate(entry["out"])).tolist()
+            ours = window_slots(self.both, self._translate(entry["out"])).tolist()
             self.windows |= dict(zip(entry["swa_of_out"], ours, strict=True))
             assert len(set(self.windows.values())) == len(self.windows), "two recorded windows are one of ours"
         if entry["op"].startswith("alloc") and entry["out"]:
             self.tokens |= set(self._translate(entry["out"]).tolist())
         if "mapping_nonzero" in entry:
-            mapped = self.both.translate(sorted(self.tokens)) >= self.size
+            mapped = window_slots(self.both, sorted(self.tokens)) >= self.size
             assert np.count_nonzero(mapped) == entry["mapping_nonzero"][0]
 
 

@@ -229,7 +229,7 @@ def tokens_without_a_window(patch: Patch) -> None:
     patch.setattr(SWATokenToKVPoolAllocator, "_check_windows", lambda both, last_loc: None)
 
 
-@mutant("windows", "no slot translates to the padding page, where it is read as if it were a token")
+@mutant("windows", "no slot maps to the padding page, where it is read as if it were a token")
 def no_slot_is_a_slot(patch: Patch) -> None:
     patch.setattr(residency, "_nowhere", lambda num_pages: np.zeros(num_pages + 2, dtype=np.int32))
 

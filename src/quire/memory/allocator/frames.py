@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
 from quire.memory.allocator.mamba import MambaSlotAllocator
@@ -50,21 +49,6 @@ class GroupFrames(Generic[A]):
 
 class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
     """Frames that are given to pages which exist already: pages of the allocator are the frames."""
-
-    def translate(self, slots: npt.ArrayLike) -> Ids:
-        """Token slots of pages -> those of their frames, int32, same shape.
-
-        -1 (no slot) maps to -1, and a slot of a page without a frame to its place on the padding page.
-        """
-        found = np.asarray(slots)
-        if found.dtype != np.int32:
-            found = found.astype(np.int32)
-        size = np.int32(self.allocator.page_size)
-        assert found.min(initial=-1) >= -1 and found.max(initial=-1) < (self.table.num_pages + 1) * int(size)
-        # Floor division takes -1 to page -1, the last entry, which maps to itself.
-        pages = found // size
-        translated: Ids = found + (self.table.mapping[pages] - pages) * size
-        return translated
 
     def take(self, pages: Ids) -> Ids:
         """Give each of these pages a frame, and return them; none has one. Raises OutOfPages, changing nothing."""

@@ -31,8 +31,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     """Hands out token slots of the full side together with window pages for them, all or nothing.
 
     `size` and `size_swa` are tokens of either side, floored to whole pages; both have the same page size. Every slot
-    taken or given back is one of the full side; `translate` gives those of the window side. As a `PageFrames` it is the
-    window group of its pages.
+    taken or given back is one of the full side; the map says where its window is. As a `PageFrames` it is the window group
+    of its pages.
 
     With `size` 0 there is no full side, for models whose every layer has a window: a page has the id of its window
     page, the map is the identity for pages that are out, and a page without its window is no page, so that `free_swa`
@@ -72,7 +72,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     @property
     def full_to_swa_page_mapping(self) -> Ids:
-        """Page of the full side -> page of the window side, int32 `[num_pages + 2]`, live. `translate` is for slots.
+        """Page of the full side -> page of the window side, int32 `[num_pages + 2]`, live.
 
         0 where there is none, and the last entry is -1, so that -1 (no page) maps to -1.
         """
