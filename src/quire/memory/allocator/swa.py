@@ -31,8 +31,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     """Hands out token slots of the full side together with window pages for them, all or nothing.
 
     `size` and `size_swa` are tokens of either side, floored to whole pages; both have the same page size. Every slot
-    taken or given back is one of the full side; the map says where its window is. As a `PageFrames` it is the window group
-    of its pages.
+    taken or given back is one of the full side; the map says where its window is. As a `PageFrames` it is the group of
+    the windows.
 
     With `size` 0 there is no full side, for models whose every layer has a window: a page has the id of its window
     page, the map is the identity for pages that are out, and a page without its window is no page, so that `free_swa`
