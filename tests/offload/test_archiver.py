@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.offload.archiver import Archiver
-from quire.offload.owed_paths import OwedPaths
+from quire.offload.archiver import Archiver, PendingPaths
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
@@ -49,7 +48,7 @@ def test_what_the_link_had_no_room_for_goes_later() -> None:
     world.finish(kv, tokens)
     world.drain()
     assert world.stored() == 48
-    assert not len(archiver_of(world).owed)
+    assert not len(archiver_of(world).pending)
     world.close()
 
 
@@ -82,7 +81,7 @@ def test_what_the_store_refused_goes_when_it_takes_it(method: str) -> None:
     assert archiver_of(world).is_due
     world.drain()
     assert world.stored() == 5
-    assert not len(archiver_of(world).owed)
+    assert not len(archiver_of(world).pending)
     world.close()
 
 
@@ -144,14 +143,14 @@ def test_what_was_flushed_is_owed_no_more() -> None:
     world.compute(tokens)
     store.refused["put"].update(keys_of(world, 5))
     world.drain()
-    assert len(archiver_of(world).owed) == 1
+    assert len(archiver_of(world).pending) == 1
     kv = world.begin(tokens[: 3 * PAGE])
     world.flush(ALICE)
     store.refused["put"].clear()
     for _ in range(3):
         world.drain()
         world.now += 100
-    assert world.stored() == 0 and not len(archiver_of(world).owed)
+    assert world.stored() == 0 and not len(archiver_of(world).pending)
     world.finish(kv)
     world.close()
 
@@ -177,12 +176,12 @@ def test_of_what_left_the_cache_the_rest_is_owed() -> None:
 def test_what_is_owed_is_bounded() -> None:
     world = TieredCache(12, 24, seconds=0.0)
     tree = world.cache.tree
-    owed = OwedPaths(tree)
+    owed = PendingPaths(tree)
     for number in range(4_300):
         world.compute(tokens_of((number, number)))
         owed.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
         world.drain()
-    assert len(owed) == 4_096 and owed.num_given_up == 4_300 - 4_096
+    assert len(owed) == 4_096
     owed.forgotten(5_000)
     assert len(owed) <= 24
     world.close()
@@ -302,7 +301,7 @@ def test_what_is_owed_may_go_while_it_is_read() -> None:
     """Who makes room on the host for one path evicts others, of which something is owed."""
     world = TieredCache(12, 24, seconds=0.0)
     tree = world.cache.tree
-    owed = OwedPaths(tree)
+    owed = PendingPaths(tree)
     for number in range(4):
         world.compute(tokens_of((number, number)))
         owed.add(tree.match(ALICE, tokens_of((number, number))).path[-1])

@@ -184,7 +184,7 @@ class EngineCore:
 
     def _tell_unstored(self) -> None:
         """Say what of the host could not be stored any more."""
-        owed = len(self.offload.tiers.archiver.owed) if self.offload.tiers is not None else 0
+        owed = len(self.offload.tiers.archiver.pending) if self.offload.tiers is not None else 0
         if owed:
             logger.warning("what is on the host of %d prompts was not all stored: the store took no more of it", owed)
 

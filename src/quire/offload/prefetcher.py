@@ -358,7 +358,7 @@ class Prefetcher(ReadAhead):
             del self._named[prefetch.name]
         has_come = prefetch.holds and prefetch.limit > prefetch.start
         if has_come:
-            self._tiers.archiver.owe(prefetch.lease.node)  # what is above it is of use, too
+            self._tiers.archiver.archive(prefetch.lease.node)  # what is above it is of use, too
         if has_come and prefetch.num_waiting and not prefetch.abandoned:
             prefetch.hold_frames(prefetch.sought.near())
         else:

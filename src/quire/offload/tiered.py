@@ -128,7 +128,7 @@ class Tiered:
         """What it leaves is copied where the policy says so, and archived after that."""
         if returns or self._write is not WritePolicy.SELECTIVE:
             self.tiers.save(kv.lease.node, pages, ends=(*kv.marks, len(pages)))
-        self.tiers.archiver.owe(kv.lease.node)
+        self.tiers.archiver.archive(kv.lease.node)
 
     # -- room
 

@@ -22,11 +22,10 @@ from quire.cache.hold import HeldFrames, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.resuming import needed_pages
 from quire.memory.residency import State
-from quire.offload.archiver import Archiver
+from quire.offload.archiver import Archiver, PendingPaths
 from quire.offload.below import Below, Moving, Part, worth_saving
 from quire.offload.deletion import DamagedPaths
 from quire.offload.host_groups import HostGroup
-from quire.offload.owed_paths import OwedPaths
 from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
@@ -53,7 +52,7 @@ class Tiering(Below):
         self.damaged_paths = DamagedPaths(parts.tree, parts.holds, parts.give_back)
         self.archiver = Archiver(self, parts.tree, parts.seconds)
         self._ended: list[Transfer] = []
-        self._unsaved = OwedPaths(parts.tree)  # of which a copy was wanted when too much was on its way
+        self._unsaved = PendingPaths(parts.tree)  # of which a copy was wanted when too much was on its way
         self._saves_wait = False  # until a save has ended
 
     # -- what was flushed
@@ -96,7 +95,7 @@ class Tiering(Below):
             "host": {host.name: host.statistics() for host in self.hosts},
             "host_pages": self._tree.num_below,
             "forgetting": len(self.deletion.scopes),
-            "owed_paths": len(self.archiver.owed),
+            "owed_paths": len(self.archiver.pending),
             "forget_failures": self.deletion.num_failed,
             "store_lost": list(health.lost),
             "store_refused": {lane.name: count for lane, count in health.refused.items()},
@@ -324,7 +323,7 @@ class Tiering(Below):
         self.counters.saved_bytes += move.moved_bytes
         for part in moving.parts:
             self._bind(part, moving.hold.path)
-        self.archiver.owe(moving.hold.path.node)
+        self.archiver.archive(moving.hold.path.node)
         self._holds.release(moving.hold)
 
     def _bind(self, part: Part, lease: Lease) -> None:

@@ -474,7 +474,12 @@ class TieredCache(FollowedCache, ReadAhead):
     def _check_all_is_stored(self) -> None:
         """With nothing on its way, what is on the host is stored, as far as all before it is on the host too."""
         tiers, names = self.tiers, self.names
-        if self.world.store is None or not self.world.is_faultless or tiers.deletion.scopes or len(tiers.archiver.owed):
+        if (
+            self.world.store is None
+            or not self.world.is_faultless
+            or tiers.deletion.scopes
+            or len(tiers.archiver.pending)
+        ):
             return
         whole = [host.index for host in tiers.hosts if host.whole]
         reached: set[int] = set()
