@@ -103,10 +103,8 @@ class RunningTables:
         lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
         following = [self._following[group] for group in groups]
         first = self.table.flat[rows[:lead] * self.table.width + starts[:lead] // size]
-        found = [each.translate(first * size + starts[:lead] % size) for each in following]
-        for each, slots in zip(following, found, strict=True):
-            if np.count_nonzero(slots < size):  # on the padding page
-                raise each.table.missing(first)
+        offsets = (starts[:lead] % size).astype(np.int32)
+        found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
         if lead == len(rows):
             return found
         rows, starts, ends = rows[lead:], starts[lead:], ends[lead:]
