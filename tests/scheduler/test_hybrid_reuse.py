@@ -165,7 +165,7 @@ def test_windows_go_before_pages_and_come_back() -> None:
     assert server.frames(1).dropped > 0
     assert server.cache.statistics().evicted_pages == 0
     found = server.cache.match(ids(first))
-    assert (found.num_tokens, found.num_matched, found.limited_by) == (0, 12, "window1")
+    assert (found.num_tokens, found.match.num_pages, found.choice.limited_by) == (0, 12, "window1")
     server.hit(first)
     assert server.frames(1).revived > 0
     assert server.hit(first) == 192

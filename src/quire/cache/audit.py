@@ -28,56 +28,54 @@ def audit(cache: Audited, before: Snapshot | None = None) -> Snapshot:
     Laws about what is as it was in `before`, a snapshot that has passed, are not checked again. O(pages + nodes).
     """
     snapshot = Snapshot(cache, before)
-    pages = before is None or snapshot.out is not before.out  # whether each has changed
-    rows = before is None or snapshot.requests is not before.requests
-    tree = before is None or snapshot.tree is not before.tree
-    waits = before is None or snapshot.waits is not before.waits
-    broken: list[str] = []
-    if pages or rows or tree or waits:
-        broken += _page_owners(snapshot)
-    if rows or tree:
-        broken += _requests(snapshot)
-    if tree:
-        broken += _tree(snapshot)
-        broken += _leases(snapshot)
-    broken += _queue(snapshot)
-    if snapshot.num_free + len(snapshot.out) != cache.pages.num_pages:
-        broken.append(
-            f"{snapshot.num_free} pages are free, but {cache.pages.num_pages - len(snapshot.out)} are not out"
-        )
-    for at, found in enumerate(snapshot.groups):
-        group = before is None or found is not before.groups[at]
-        if group or pages:
-            broken += _frames(snapshot, found)
-        if not found.whole and (group or tree):
-            broken += _idle(found, snapshot.tree.cached)
-        if not found.whole and (group or rows):
-            broken += _reads(snapshot, found)
-    for law in cache.parts.laws:
-        broken += law(snapshot)
-    if broken:
+    if broken := list(_broken(snapshot, before)):
         raise AuditFailure("; ".join(broken) + ".")
     return snapshot
 
 
-def _page_owners(snapshot: Snapshot) -> Iterator[str]:
+def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
+    pages = before is None or now.out is not before.out  # whether each has changed
+    rows = before is None or now.requests is not before.requests
+    tree = before is None or now.tree is not before.tree
+    waits = before is None or now.waits is not before.waits
+    if pages or rows or tree or waits:
+        yield from _page_owners(now)
+    if rows or tree:
+        yield from _requests(now)
+    if tree:
+        yield from _tree(now)
+        yield from _leases(now)
+    yield from _queue(now)
+    for at, found in enumerate(now.groups):
+        group = before is None or found is not before.groups[at]
+        if group or pages:
+            yield from _frames(now, found)
+        if not found.group.reach.whole and (group or tree):
+            yield from _idle(found, now.tree.cached)
+        if not found.group.reach.whole and (group or rows):
+            yield from _reads(now, found)
+    for law in now.cache.parts.laws:
+        yield from law(now)
+
+
+def _page_owners(now: Snapshot) -> Iterator[str]:
     """Every page id is free, private, cached or moving, and only one of them."""
-    cached, private, moving = snapshot.tree.cached, snapshot.requests.private, snapshot.waits.pages
-    owned = sorted(cached + private + moving)
-    num_pages = snapshot.cache.pages.num_pages
-    if owned != snapshot.out:
-        out = set(snapshot.out)
+    cached, private, moving = now.tree.cached, now.requests.private, now.waits.pages
+    owned, num_pages = sorted(cached + private + moving), now.cache.pages.num_pages
+    if owned != now.out:
+        out = set(now.out)
         free = [page for page in range(1, num_pages + 1) if page not in out]
         owners = {"free": free, "private": private, "cached": cached, "moving": moving}
         for page, count in sorted(Counter(owned + free).items()):
             if count > 1 or not 1 <= page <= num_pages:
                 yield f"page {page} has {count} owners ({', '.join(n for n, pages in owners.items() if page in pages)})"
-        missing = sorted(out - set(owned))
-        if missing:
+        if missing := sorted(out - set(owned)):
             yield f"{len(missing)} pages have no owner: {missing[:8]}"
+    if now.num_free + len(now.out) != num_pages:
+        yield f"{now.num_free} pages are free, but {num_pages - len(now.out)} are not out"
 
 
-def _frames(snapshot: Snapshot, found: GroupSnapshot) -> Iterator[str]:
+def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """No frame serves two, frames out are those of pages and of requests, and pages have what they must."""
     group, column, name = found.group, found.column, f"group '{found.group.name}'"
     resident = [page for page, frame in enumerate(column) if frame]
@@ -93,30 +91,26 @@ def _frames(snapshot: Snapshot, found: GroupSnapshot) -> Iterator[str]:
         yield f"{name} counts less than nothing: {found.num_evictable} evictable, {group.num_cached} cached"
     if column[0]:
         yield f"{name}: the padding page is bound to frame {column[0]}"
-    if resident != snapshot.out:
-        extra = sorted(set(resident) - set(snapshot.out) - {0})
-        if extra:
-            yield f"{name}: page {extra[0]} is free and has a frame"
-        missing = sorted(set(snapshot.out) - set(resident))
-        if snapshot.is_tiered:
-            here = snapshot.cache.tree.is_here
-            gone = {page for node, pages in snapshot.tree.edges if not here(node) for page in pages}
+    if resident != now.out:
+        if extra := set(resident) - set(now.out) - {0}:
+            yield f"{name}: page {min(extra)} is free and has a frame"
+        missing = set(now.out) - set(resident)
+        if now.is_tiered:
+            here = now.cache.tree.is_here
+            gone = {page for node, pages in now.tree.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            gone.update(snapshot.waits.pages)  # a duplicate may have given its frame to a page that was below only
-            missing = [page for page in missing if page not in gone]
+            missing -= gone.union(now.waits.pages)  # a duplicate's frame may be that of a page that was below only
         if missing and group.reach.whole:
-            yield f"{name}: page {missing[0]} is out and has no frame"
+            yield f"{name}: page {min(missing)} is out and has no frame"
 
 
-def _reads(snapshot: Snapshot, found: GroupSnapshot) -> Iterator[str]:
+def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """What a request reads of a group that is read in part is there."""
-    group, column, size = found.group, found.column, snapshot.cache.page_size
-    if group.reach.carried:
-        return
-    for row in snapshot.rows:
+    group, size = found.group, now.cache.page_size
+    for row in now.requests.rows if not group.reach.carried else ():
         first = group.reach.needed(row.committed // size).start
-        if 0 in [column[page] for page in row.pages[first:]]:
+        if 0 in [found.column[page] for page in row.pages[first:]]:
             yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
 
 
@@ -131,24 +125,21 @@ def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
         page = next(page for page, count in enumerate(readers) if count != pins[page])
         yield f"{name}: page {page} has {pins[page]} pins and {readers[page]} readers"
     idle = sorted([page for page in cached if column[page] and not readers[page]])
-    if idle != found.shelved:
-        page = min(set(idle) ^ set(found.shelved))
+    if idle != found.idle:
+        page = min(set(idle) ^ set(found.idle))
         yield f"{name}: page {page} is {'not ' if page in idle else ''}idle"
     if found.num_evictable != len(idle) or found.num_pinned != len(readers) - readers.count(0):
         yield f"{name} miscounts: {found.num_evictable} evictable, {found.num_pinned} pinned"
 
 
-def _requests(snapshot: Snapshot) -> Iterator[str]:
+def _requests(now: Snapshot) -> Iterator[str]:
     """protected <= committed <= allocated; the protected part is page-aligned and is the leased path."""
-    size = snapshot.cache.page_size
-    pages = dict(snapshot.tree.edges)
-    for row in snapshot.rows:
-        protected, committed, allocated = row.shared * size, row.committed, row.allocated
-        if not 0 <= protected <= committed <= allocated:
-            yield (
-                f"row {row.kv.row}: protected {protected}, committed {committed}, allocated {allocated} are out of "
-                "order"
-            )
+    pages = dict(now.tree.edges)
+    for row in now.requests.rows:
+        name, protected = f"row {row.kv.row}", row.shared * now.cache.page_size
+        if not 0 <= protected <= row.committed <= row.allocated:
+            lengths = f"protected {protected}, committed {row.committed}, allocated {row.allocated}"
+            yield f"{name}: {lengths} are out of order"
         end = row.shared
         node: Node | None = row.kv.lease.node
         while node is not None and node.parent is not None and end >= 0:
@@ -158,65 +149,60 @@ def _requests(snapshot: Snapshot) -> Iterator[str]:
             end -= len(edge)
             node = node.parent
         if end or node is None or node.parent is not None:
-            yield f"row {row.kv.row}: its first {row.shared} pages are not its lease's path"
+            yield f"{name}: its first {row.shared} pages are not its lease's path"
 
 
-def _tree(snapshot: Snapshot) -> Iterator[str]:
+def _tree(now: Snapshot) -> Iterator[str]:
     """Edges hold whole pages, children hang under their first page, parents point back; counters are sums."""
-    tree, page_bytes = snapshot.cache.tree, snapshot.cache.page_size * TOKEN_BYTES
-    num_pages = num_protected = num_shared = num_below = num_children = 0
-    for node, pages in snapshot.tree.edges:
-        length = len(pages)
+    tree, page_bytes = now.cache.tree, now.cache.page_size * TOKEN_BYTES
+    sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
+    num_children = sum(len(root.children) for root in now.tree.roots)
+    for node, pages in now.tree.edges:
+        length, parent = len(pages), node.parent
         if not length or len(node.key) != length * page_bytes:
             yield f"an edge of {length} pages has {len(node.key)} bytes of tokens"
-        parent = node.parent
         if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
             yield "a child hangs in the wrong place"
         num_children += len(node.children)
-        if not tree.is_here(node):
-            num_below += length
+        if tree.is_here(node):
+            sums["num_pages"] += length
+            sums["num_protected"] += length if node.level else 0
+            sums["num_shared"] += length if node.level > 1 else 0
         else:
-            num_pages += length
-            num_protected += length if node.level else 0
-            num_shared += length if node.level > 1 else 0
+            sums["num_below"] += length
         if parent is not None and node.depth != parent.depth + parent.num_pages:
             yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
-    for root in snapshot.tree.roots:
-        num_children += len(root.children)
-        if not root.children and not root.ghosts and not root.level:
-            yield "a root is kept that nothing needs"
-    if num_children != len(snapshot.tree.edges):
+    if any(not root.children and not root.ghosts and not root.level for root in now.tree.roots):
+        yield "a root is kept that nothing needs"
+    if num_children != len(now.tree.edges):
         yield "a child hangs in the wrong place"
-    sums = {"num_pages": num_pages, "num_protected": num_protected, "num_shared": num_shared, "num_below": num_below}
     for name, total in sums.items():
         if getattr(tree, name) != total:
             yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
 
 
-def _queue(snapshot: Snapshot) -> Iterator[str]:
+def _queue(now: Snapshot) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
-    tree = snapshot.cache.tree
-    for node, pages in snapshot.tree.edges:
+    tree, queued = now.cache.tree, now.cache.tree.queued()
+    for node, pages in now.tree.edges:
         leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
-        if not node.level and leaf and node not in snapshot.queued:
+        if not node.level and leaf and node not in queued:
             yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 
-def _leases(snapshot: Snapshot) -> Iterator[str]:
+def _leases(now: Snapshot) -> Iterator[str]:
     """A node counts exactly the leases that end at it, those that wait for a fence among them, and its level is that of
     the leases at it and below it."""
-    here: dict[Node, int] = {}
-    below: dict[Node, int] = {}
-    for end in snapshot.tree.ends:
-        here[end] = here.get(end, 0) + 1
+    here, below = Counter(now.tree.ends), Counter[Node]()
+    for end in now.tree.ends:
         node: Node | None = end
         while node is not None:
-            below[node] = below.get(node, 0) + 1
+            below[node] += 1
             node = node.parent
-    for node in (*snapshot.tree.roots, *[node for node, _ in snapshot.tree.edges]):
-        if node.leases != here.get(node, 0):
-            yield f"a node counts {node.leases} leases and has {here.get(node, 0)}"
-        if node.level != min(2, below.get(node, 0)):
-            yield f"a node with {below.get(node, 0)} leases at it or below it has level {node.level}"
+    for node in (*now.tree.roots, *(node for node, _ in now.tree.edges)):
+        if node.leases != here[node]:
+            yield f"a node counts {node.leases} leases and has {here[node]}"
+        if node.level != min(2, below[node]):
+            yield f"a node with {below[node]} leases at it or below it has level {node.level}"
         if node.held != node.leases + sum([child.level for child in node.children.values()]):
             yield f"a node is held {node.held} times, which its leases and children do not make"

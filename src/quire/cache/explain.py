@@ -20,7 +20,7 @@ def explain_prompt(num_tokens: int, page_size: int, hit: PrefixHit, divergence: 
             reasons.append(Reason(cause, at, stop - at, detail, by, ago))
             at = stop
 
-    choice, limited_by = hit.choice, hit.limited_by
+    choice, limited_by = hit.choice, hit.choice.limited_by
     near = choice.num_pages - choice.host_pages
     until(near * page_size, Cause.HIT)
     until((choice.num_pages - choice.storage_pages) * page_size, Cause.HIT, "from host memory")

@@ -48,18 +48,16 @@ class HeldFrames:
     pages: Ids
 
 
+@dataclass(slots=True, eq=False)
 class Hold:
     """Made by `Holds.add`. `lease` is the path it keeps, if any; `private` are pages of a running request."""
 
-    __slots__ = ("frames", "label", "lease", "private", "reason", "released")
-
-    def __init__(self, reason: Reason, label: str, lease: Lease | None, private: Ids) -> None:
-        self.reason = reason
-        self.label = label
-        self.lease = lease
-        self.private = private
-        self.frames: tuple[HeldFrames, ...] = ()
-        self.released = False
+    reason: Reason
+    label: str
+    lease: Lease | None
+    private: Ids
+    frames: tuple[HeldFrames, ...] = ()
+    released: bool = False
 
     @property
     def path(self) -> Lease:

@@ -142,8 +142,8 @@ class KVCache:
         """
         found, size = self.tree.match(namespace, tokens), self.page_size
         choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
-        held_back = (found.num_pages - choice.num_pages) * size
-        return PrefixHit(found, size, held_back, self.admission.num_dropped, self.num_changes, choice)
+        num_pages = choice.num_pages
+        return PrefixHit(found, choice, num_pages, num_pages * size, self.admission.num_dropped, self.num_changes)
 
     def begin(
         self,
@@ -178,18 +178,26 @@ class KVCache:
             self.tree.release(lease)
             raise
         row = self._table.free.pop()
+        num_storage = hit.choice.storage_pages * self.page_size
         kv = RequestKV(
-            row, namespace, lease, hit.num_tokens, len(tokens), label, explanation, shares=self.share_prefixes
+            row=row,
+            namespace=namespace,
+            lease=lease,
+            num_cached=hit.num_tokens,
+            num_host=hit.choice.host_pages * self.page_size - num_storage,
+            num_storage=num_storage,
+            num_prompt=len(tokens),
+            label=label,
+            explanation=explanation,
+            shares=self.share_prefixes,
+            loads=loads,
         )
-        kv.loads = loads
-        kv.num_storage = hit.choice.storage_pages * self.page_size
-        kv.num_host = hit.choice.host_pages * self.page_size - kv.num_storage
         self._table.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)
         self.offload.begun(kv, hit, resumed=resumed)
         if self._partial:
-            kv.mark_ends(hit.num_pages, hit.num_matched, max(0, len(tokens) - 1) // self.page_size)
+            kv.mark_ends(hit.num_pages, hit.match.num_pages, max(0, len(tokens) - 1) // self.page_size)
         self._table.allocated[row] = self._table.committed[row] = hit.num_tokens
         self.rows.enter(kv)
         counters = self.counters

@@ -33,47 +33,26 @@ class Choice:
     stands: Callable[[], bool] = _always
 
 
+@dataclass(slots=True, eq=False)
 class PrefixHit:
     """How much of a prompt is cached, in whole pages, and why not more. A snapshot; `begin` makes it last.
 
-    `num_tokens` can be reused. `held_back` tokens matched too and are computed again: the last token of a prompt
-    always is, and `limited_by` names a group that could not resume further on ("" where none stood in the way).
-    `num_dropped` counts the frames that cached pages had lost until then, `num_changes` those of `KVCache.num_changes`.
+    Of what matches, the first `num_tokens` tokens, `num_pages` pages, can be reused. The rest is computed again: the
+    last token of a prompt always is, and `choice` may name a group that could not resume further on. `num_dropped`
+    counts the frames that cached pages had lost until then, `num_changes` those of `KVCache.num_changes`.
     """
 
-    __slots__ = ("choice", "held_back", "match", "num_changes", "num_dropped", "num_pages", "num_tokens")
-
-    def __init__(
-        self,
-        match: Match,
-        page_size: int,
-        held_back: int,
-        num_dropped: int,
-        num_changes: int,
-        choice: Choice,
-    ) -> None:
-        self.match = match
-        self.num_pages = choice.num_pages
-        self.num_tokens = choice.num_pages * page_size
-        self.held_back = held_back
-        self.num_dropped = num_dropped
-        self.num_changes = num_changes
-        self.choice = choice
-
-    @property
-    def limited_by(self) -> str:
-        """The group that could not resume further on, "" where none stood in the way."""
-        return self.choice.limited_by
+    match: Match
+    choice: Choice
+    num_pages: int
+    num_tokens: int
+    num_dropped: int
+    num_changes: int
 
     @property
     def pages(self) -> Ids:
         """Ids of the pages that can be reused, in order, not to be written."""
         return self.match.pages[: self.num_pages]
-
-    @property
-    def num_matched(self) -> int:
-        """Pages of the prompt that are cached in one group or another."""
-        return self.match.num_pages
 
     @property
     def num_evictable(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from quire.observe.explain import Explanation
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
@@ -9,6 +11,7 @@ from quire.spec.rank import Rank
 from quire.tiers.transfer import Transfer
 
 
+@dataclass(slots=True, eq=False)
 class RequestKV:
     """A row of page ids in the cache's table, the lengths of its parts, and the lease on its shared part.
 
@@ -19,44 +22,19 @@ class RequestKV:
     step that wrote them has finished. Made by `KVCache.begin`, ended by `KVCache.finish`, and dead after that.
     """
 
-    __slots__ = (
-        "explanation",
-        "label",
-        "lease",
-        "loads",
-        "marks",
-        "namespace",
-        "num_cached",
-        "num_host",
-        "num_prompt",
-        "num_storage",
-        "row",
-        "shares",
-    )
-
-    def __init__(
-        self,
-        row: int,
-        namespace: Namespace,
-        lease: Lease,
-        num_cached: int,
-        num_prompt: int,
-        label: str = "",
-        explanation: Explanation | None = None,
-        *,
-        shares: bool = True,
-    ) -> None:
-        self.row = row
-        self.namespace = namespace
-        self.lease = lease
-        self.num_cached = num_cached  # tokens of the hit it began with
-        self.num_host = self.num_storage = 0  # tokens of these that came from host memory, and from storage
-        self.num_prompt = num_prompt  # tokens that it began with; what it commits beyond them was generated
-        self.label = label  # what others call it
-        self.shares = shares  # whether what it computes becomes reusable: not any more once its namespace is flushed
-        self.explanation = explanation  # why it was no more, where the cache explains
-        self.loads: list[Transfer] = []  # that bring pages of its prefix to the device
-        self.marks: dict[int, Rank] = {}  # where it leaves resume points, in pages from its start, and how good ones
+    row: int
+    namespace: Namespace
+    lease: Lease
+    num_cached: int  # tokens of the hit it began with
+    num_host: int  # of these, tokens that came from host memory
+    num_storage: int  # and from storage
+    num_prompt: int  # tokens that it began with; what it commits beyond them was generated
+    label: str  # what others call it
+    explanation: Explanation | None  # why it was no more, where the cache explains
+    shares: bool  # whether what it computes becomes reusable: not any more once its namespace is flushed
+    loads: list[Transfer]  # that bring pages of its prefix to the device
+    marks: dict[int, Rank] = field(default_factory=dict)
+    """Where it leaves resume points, in pages from its start, and how good ones."""
 
     @property
     def alive(self) -> bool:

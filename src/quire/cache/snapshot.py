@@ -4,16 +4,17 @@ The only code beside the cache that knows how its parts keep their books. Pools 
 costs a tenth of an array. A snapshot shares nothing with the cache but its nodes, leases and request records, so two of
 them say what has changed in between. O(pages + nodes).
 
-Whoever takes one snapshot after the other gives the last one as `before`: what is byte for byte as it was is not turned
-into lists again, and is the same object in both, so that it need not be checked again either.
+Each part has `books`: all that it was read from, for comparison. Where a part's books are as in the snapshot `before`,
+both have the same object, so that it need not be checked again either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.cache.fences import Fences, Retired
+from quire.cache.fences import Fences
 from quire.cache.groups import GroupCache
 from quire.cache.hold import Holds
 from quire.cache.request_kv import RequestKV
@@ -25,12 +26,12 @@ from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Tier
 
 _ALL = slice(None)
-GivenSnapshot = tuple[int, list[int], list[int], list[int]]
-"""A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
-
 
 Law = Callable[["Snapshot"], Iterator[str]]
 """Says of a snapshot what is broken."""
+
+GivenSnapshot = tuple[int, list[int], list[int], list[int]]
+"""A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
 
 
 class _Parts(Protocol):
@@ -58,186 +59,124 @@ class Audited(Protocol):
     def parts(self) -> _Parts: ...
 
 
+@dataclass(slots=True)
 class RequestSnapshot:
     """One running request: lengths in tokens, `pages` from the first on, `shared` of them cached."""
 
-    __slots__ = ("allocated", "committed", "kv", "pages", "shared")
-
-    def __init__(self, kv: RequestKV, allocated: int, committed: int, pages: list[int]) -> None:
-        self.kv = kv
-        self.allocated = allocated
-        self.committed = committed
-        self.pages = pages
-        self.shared = kv.lease.num_pages
+    kv: RequestKV
+    allocated: int
+    committed: int
+    pages: list[int]
+    shared: int
 
 
+@dataclass(slots=True)
 class Requests:
     """What running requests hold: `rows` in the order in which they began, and in `private` the pages that they own
     alone."""
 
-    __slots__ = ("books", "private", "rows")
-
-    def __init__(self, cache: Audited, books: tuple[object, ...]) -> None:
-        size = cache.page_size
-        self.books = books
-        self.rows: list[RequestSnapshot] = []
-        self.private: list[int] = []
-        for kv in cache.rows.live.values():
-            allocated = cache.rows.allocated(kv)
-            pages: list[int] = cache.rows.table.pages[kv.row, : -(-allocated // size)].tolist()
-            self.rows.append(RequestSnapshot(kv, allocated, cache.rows.committed(kv), pages))
-            self.private += pages[kv.lease.num_pages :]
+    books: object
+    rows: list[RequestSnapshot]
+    private: list[int]
 
 
+@dataclass(slots=True)
 class Waits:
-    """What was given up and waits for a step in flight: page ids, leases, and what was given up in single groups."""
+    """What was given up and waits for a step in flight: page ids, what was given up in single groups, and leases."""
 
-    __slots__ = ("books", "leases", "pages", "parts")
-
-    def __init__(self, retired: tuple[Retired, ...], held: list[int]) -> None:
-        self.pages: list[int] = list(held)
-        self.parts: list[GivenSnapshot] = []
-        self.leases: list[Lease] = []
-        for each in retired:
-            self.pages += each.pages.tolist()
-            self.parts += [(g.group, g.unpinned.tolist(), g.dropped.tolist(), g.frames.tolist()) for g in each.given]
-            if each.lease is not None:
-                self.leases.append(each.lease)
-        self.books = (self.pages, self.parts, self.leases)
+    books: object
+    pages: list[int]
+    given: list[GivenSnapshot]
+    leases: list[Lease]
 
 
+@dataclass(slots=True)
 class Tree:
     """The nodes but the roots, parents first, and the page ids of each; `cached` has them all, `roots` the roots.
+    `ends` are the nodes that leases pin."""
 
-    `ends` are the nodes that leases pin, those of running requests first.
-    """
-
-    __slots__ = ("books", "cached", "edges", "ends", "roots")
-
-    def __init__(self, books: tuple[object, ...], nodes: Sequence[Node], roots: list[Node], ends: list[Node]) -> None:
-        self.books = books
-        self.edges: list[tuple[Node, list[int]]] = [(node, node.pages.tolist()) for node in nodes]
-        self.cached: list[int] = [page for _, pages in self.edges for page in pages]
-        self.roots = roots
-        self.ends = ends
+    books: object
+    edges: list[tuple[Node, list[int]]]
+    cached: list[int]
+    roots: list[Node]
+    ends: list[Node]
 
 
+@dataclass(slots=True)
 class GroupSnapshot:
     """One group: `column[page]` is the page's frame, 0 where it has none; `out` are the frames handed out, ascending.
 
-    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `shelved` are the pages
-    whose frames are idle, ascending, and `readers` has a page once for each request and each step in flight that reads
-    it; all three are empty where no frame goes before its page.
+    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `idle` are the pages whose
+    frames are idle, ascending, and `readers` has a page once for each request, hold and step in flight that reads it;
+    all are empty where no frame goes before its page.
     """
 
-    __slots__ = (
-        "books",
-        "carried",
-        "column",
-        "group",
-        "num_evictable",
-        "num_free",
-        "num_pinned",
-        "out",
-        "pins",
-        "readers",
-        "shelved",
-        "whole",
-    )
-
-    def __init__(
-        self,
-        cache: Audited,
-        group: GroupCache,
-        books: tuple[object, ...],
-        rows: Sequence[RequestSnapshot],
-        waits: Waits,
-    ) -> None:
-        self.group = group
-        self.whole = group.reach.whole
-        self.books = books
-        self.carried: list[int] = []
-        self.readers: list[int] = []
-        self.column: list[int] = group.frames.column.tolist()
-        self.out: list[int] = group.frames.is_out(_ALL).nonzero()[0].tolist()
-        self.num_free = group.num_free
-        self.num_evictable = group.num_evictable
-        self.pins: list[int] = []
-        self.shelved: list[int] = []
-        self.num_pinned = 0
-        idle = group.table.idle
-        if idle is not None:
-            for index, unpinned, _, given in waits.parts:
-                if index == group.index:
-                    self.carried += given
-                    self.readers += unpinned
-            for row in rows:
-                self.readers += group.pinned(row.kv.row, cache.rows.table.pages[row.kv.row, : row.shared]).tolist()
-                if group.reach.carried:
-                    self.carried += group.frames_of(row.kv.row).tolist()
-            self.readers += cache.parts.holds.readers(group.index, Tier.DEVICE).tolist()
-            self.pins = idle.pins.tolist()
-            self.shelved = idle.ticket.nonzero()[0].tolist()
-            self.num_pinned = idle.num_pinned
+    books: object
+    group: GroupCache
+    column: list[int]
+    out: list[int]
+    num_free: int
+    num_evictable: int
+    num_pinned: int = 0
+    carried: list[int] = field(default_factory=list)
+    pins: list[int] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
+    readers: list[int] = field(default_factory=list)
 
 
 class Snapshot:
     """See above. `out` are the page ids handed out, ascending, `num_free` those that the free list counts."""
 
-    __slots__ = (
-        "cache",
-        "groups",
-        "is_tiered",
-        "num_free",
-        "out",
-        "out_books",
-        "queued",
-        "requests",
-        "tree",
-        "waits",
-    )
-
     def __init__(self, cache: Audited, before: Snapshot | None = None) -> None:
         self.cache = cache
         self.is_tiered = bool(cache.parts.laws)
-        waits = Waits(cache.fences.waiting, cache.parts.holds.waiting)
-        self.waits: Waits = before.waits if before is not None and before.waits.books == waits.books else waits
-        self.requests = self._requests(cache, before)
-        self.tree = self._tree(cache, before)
-        self.queued = cache.tree.queued()
+        self.waits = self._waits(before)
+        self.requests = self._requests(before)
+        self.tree = self._tree(before)
         self.num_free = cache.pages.num_free_pages
-        self.out_books = cache.pages.is_out(_ALL).tobytes()
-        self.out: list[int]
-        if before is not None and self.out_books == before.out_books:
-            self.out = before.out
-        else:
-            self.out = cache.pages.is_out(_ALL).nonzero()[0].tolist()
-        self.groups: list[GroupSnapshot] = [self._group(cache, group, before) for group in cache.groups]
-
-    @property
-    def rows(self) -> list[RequestSnapshot]:
-        """Running requests, in the order in which they began."""
-        return self.requests.rows
+        out = cache.pages.is_out(_ALL)
+        self.out_books = out.tobytes()
+        same = before is not None and before.out_books == self.out_books
+        self.out: list[int] = before.out if before is not None and same else out.nonzero()[0].tolist()
+        self.groups = [self._group(group, before) for group in cache.groups]
 
     def held(self) -> tuple[object, ...]:
         """What an operation that must change nothing leaves as it is, for comparison. Clocks and counters are not."""
         groups = [group.books for group in self.groups]
         return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
 
-    def _requests(self, cache: Audited, before: Snapshot | None) -> Requests:
-        live, table = tuple(cache.rows.live.values()), cache.rows.table
-        lengths = table.allocated.tobytes(), table.committed.tobytes()
-        books = (live, [kv.lease.num_pages for kv in live], table.pages.tobytes(), lengths)
+    def _waits(self, before: Snapshot | None) -> Waits:
+        retired = self.cache.fences.waiting
+        pages = [*self.cache.parts.holds.waiting, *(page for each in retired for page in each.pages.tolist())]
+        given = [
+            (part.group, part.unpinned.tolist(), part.dropped.tolist(), part.frames.tolist())
+            for each in retired
+            for part in each.given
+        ]
+        leases = [each.lease for each in retired if each.lease is not None]
+        books = (pages, given, leases)
+        return (
+            before.waits if before is not None and before.waits.books == books else Waits(books, pages, given, leases)
+        )
+
+    def _requests(self, before: Snapshot | None) -> Requests:
+        live, table = list(self.cache.rows.live.values()), self.cache.rows.table
+        shared = [kv.lease.num_pages for kv in live]
+        books = (live, shared, table.pages.tobytes(), table.allocated.tobytes(), table.committed.tobytes())
         if before is not None and before.requests.books == books:
             return before.requests
-        return Requests(cache, books)
+        rows = []
+        for kv in live:
+            allocated = int(table.allocated[kv.row])
+            pages = table.pages[kv.row, : -(-allocated // self.cache.page_size)].tolist()
+            rows.append(RequestSnapshot(kv, allocated, int(table.committed[kv.row]), pages, kv.lease.num_pages))
+        return Requests(books, rows, [page for row in rows for page in row.pages[row.shared :]])
 
-    def _tree(self, cache: Audited, before: Snapshot | None) -> Tree:
-        tree = cache.tree
-        nodes = list(tree.nodes())
-        roots = tree.all_roots()
-        ends = [row.kv.lease.node for row in self.requests.rows] + [lease.node for lease in self.waits.leases]
-        ends += [lease.node for lease in cache.parts.holds.leases()]
+    def _tree(self, before: Snapshot | None) -> Tree:
+        tree = self.cache.tree
+        nodes, roots = list(tree.nodes()), tree.all_roots()
+        leases = [row.kv.lease for row in self.requests.rows] + self.waits.leases + self.cache.parts.holds.leases()
+        ends = [lease.node for lease in leases]
         edges = [
             (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
             for n in nodes
@@ -247,23 +186,32 @@ class Snapshot:
         books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
         if before is not None and before.tree.books == books:
             return before.tree
-        return Tree(books, nodes, roots, ends)
+        found = [(node, node.pages.tolist()) for node in nodes]
+        return Tree(books, found, [page for _, pages in found for page in pages], roots, ends)
 
-    def _group(self, cache: Audited, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
-        frames = group.frames
-        allocator = frames.allocator
-        books = (
-            frames.table.books(),
-            allocator.is_out(_ALL).tobytes(),
-            frames.num_free,
-            group.num_evictable,
-            group.books(),
-        )
-        if before is not None:
-            old = before.groups[group.index]
-            read_in_part = not group.reach.whole  # then what it holds depends on what rows and steps in flight do
-            same = not read_in_part or (self.requests is before.requests and self.waits is before.waits)
-            same &= not self.is_tiered and not (read_in_part and len(cache.parts.holds))
-            if same and old.books == books:
-                return old
-        return GroupSnapshot(cache, group, books, self.requests.rows, self.waits)
+    def _group(self, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
+        frames, table, holds = group.frames, self.cache.rows.table, self.cache.parts.holds
+        out, idle = frames.allocator.is_out(_ALL), group.table.idle
+        held = holds.readers(group.index, Tier.DEVICE).tolist()
+        counts = frames.num_free, group.num_evictable
+        books = (frames.table.books(), out.tobytes(), counts, group.books(), held)
+        if before is not None and before.groups[group.index].books == books and not self.is_tiered:
+            owners = self.requests is before.requests and self.waits is before.waits
+            if group.reach.whole or owners:  # what is read in part depends on rows and on steps in flight
+                return before.groups[group.index]
+        column, is_out = frames.column.tolist(), out.nonzero()[0].tolist()
+        found = GroupSnapshot(books, group, column, is_out, group.num_free, group.num_evictable)
+        if idle is None:
+            return found
+        found.readers += held
+        for index, unpinned, _, given in self.waits.given:
+            if index == group.index:
+                found.carried += given
+                found.readers += unpinned
+        for row in self.requests.rows:
+            found.readers += group.pinned(row.kv.row, table.pages[row.kv.row, : row.shared]).tolist()
+            if group.reach.carried:
+                found.carried += group.frames_of(row.kv.row).tolist()
+        found.pins, found.num_pinned = idle.pins.tolist(), idle.num_pinned
+        found.idle = idle.ticket.nonzero()[0].tolist()
+        return found

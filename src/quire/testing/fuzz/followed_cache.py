@@ -267,11 +267,11 @@ class FollowedCache:
         unpinned = len(set(self.names.ends[name][:usable]) - model.leased()) if usable else 0
         found = (hit.num_pages, hit.num_tokens)
         assert found == (usable, usable * size), f"match finds (pages, tokens) {found}, and {usable} pages can be used"
-        found = (hit.held_back, hit.match.num_evictable(usable))
-        expected = ((matched - usable) * size, unpinned)
-        assert found == expected, f"match says (tokens held back, pages pinned) {found}: {expected}"
-        assert bool(hit.limited_by) == (usable < limit), f"match is limited by '{hit.limited_by}'"
-        self.happened["short of the match"] += bool(hit.limited_by)
+        found = (hit.match.num_pages, hit.match.num_evictable(usable))
+        assert found == (matched, unpinned), f"match says (pages, pages pinned) {found}: {(matched, unpinned)}"
+        limited_by = hit.choice.limited_by
+        assert bool(limited_by) == (usable < limit), f"match is limited by '{limited_by}'"
+        self.happened["short of the match"] += bool(limited_by)
         return hit
 
     def _resumable(self, name: int, limit: int) -> int:
@@ -312,9 +312,9 @@ class FollowedCache:
     def _idle(self, g: int) -> int:
         """Resident pages of the tree that no request and no step in flight reads."""
         size, snapshot = self.page_size, self.watch.snapshot
-        held = {page for group, unpinned, _, _ in snapshot.waits.parts if group == g for page in unpinned}
+        held = {page for group, unpinned, _, _ in snapshot.waits.given if group == g for page in unpinned}
         group = self.cache.groups[g]
-        for row, s in zip(snapshot.rows, self.model.live, strict=True):
+        for row, s in zip(snapshot.requests.rows, self.model.live, strict=True):
             if not group.reach.carried:
                 held.update(row.pages[self.device.first_page(g, s.committed // size * size) : s.pinned])
             elif s.launched == s.begun > 0 and len(group.pinned(row.kv.row, self.names.tokens(0))):
@@ -330,7 +330,7 @@ class FollowedCache:
             return None
 
         def check(snapshot: Snapshot) -> None:
-            rows = {row.kv: row.pages for row in snapshot.rows}
+            rows = {row.kv: row.pages for row in snapshot.requests.rows}
             for s, first in zip(batch, firsts, strict=True):
                 pages = rows[s.kv][first:]
                 assert moving.isdisjoint(pages), "a page was handed out while a step could touch it"

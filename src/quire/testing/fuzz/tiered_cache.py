@@ -519,7 +519,8 @@ class TieredCache(FollowedCache, ReadAhead):
         assert usable in expected, (
             f"match finds {usable} pages, {near} could be used on the device, and {far} with what is on the host"
         )
-        assert hit.held_back == (matched - usable) * size, f"match says that {hit.held_back} tokens are held back"
+        found = (hit.match.num_pages, hit.num_tokens)
+        assert found == (matched, usable * size), f"match finds (pages, tokens to reuse) {found}, of {matched} pages"
         loads = self._missing(here, usable)
         assert list(hit.choice.loads or [0] * len(loads)) == loads, (
             f"match loads {hit.choice.loads}, {loads} are missing"

@@ -57,7 +57,7 @@ class Watch:
             if not changed and group is before.groups[at]:
                 continue
             if group.group.reach.carried:
-                self._check_carried(group, snapshot.rows)
+                self._check_carried(group, snapshot.requests.rows)
             else:
                 self._check_pages(group, self._known)
 
@@ -105,7 +105,7 @@ class Watch:
                 f"{self._shown(self.ends.keys() - self._model.cached)}"
             )
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
-        requests = [*[row.kv.lease for row in snapshot.rows], *snapshot.waits.leases]
+        requests = [*[row.kv.lease for row in snapshot.requests.rows], *snapshot.waits.leases]
         leased = sorted([self.name_of(lease.node) for lease in requests if lease.node.parent is not None])
         if leased != expected:
             raise AssertionError(
@@ -119,7 +119,7 @@ class Watch:
     def _check_requests(self, snapshot: Snapshot, wanted: list[Page | None]) -> None:
         """Lengths are the model's, and what the device has executed of private pages is the request's own."""
         size, names = self._cache.page_size, self._names
-        for row, s in zip(snapshot.rows, self._model.live, strict=True):
+        for row, s in zip(snapshot.requests.rows, self._model.live, strict=True):
             assert row.kv is s.kv, "live requests are not in the order in which they began"
             lengths = (row.allocated, row.committed, row.shared, len(row.pages))
             expected = (s.allocated, s.committed, s.pinned, -(-s.allocated // size))
