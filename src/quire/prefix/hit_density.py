@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -32,15 +33,13 @@ _BLOCK = 4  # ages whose worth is computed at once
 _NOT_LATER = np.where(np.arange(len(AGES)) >= np.arange(_BLOCK)[:, None], 0.0, np.inf)
 
 
+@dataclass(slots=True, eq=False)
 class Stay:
     """From the last use of a path's end until its next. Nodes and ghosts of one path share it."""
 
-    __slots__ = ("kind", "open", "since")
-
-    def __init__(self, kind: int, since: int) -> None:
-        self.kind = kind
-        self.since = since
-        self.open = True
+    kind: int
+    since: int
+    open: bool = True
 
 
 class HitDensity(EvictionPolicy):
@@ -68,7 +67,6 @@ class HitDensity(EvictionPolicy):
         self._rank_at = self._learn_at = 0
         self._ticket = 0
         self._table = worth(self._begun, self._reused)
-        self._worth: list[list[float]] = self._table.tolist()
 
     # -- learning
 
@@ -116,13 +114,15 @@ class HitDensity(EvictionPolicy):
                 self._merge_runs()
                 where = (stay.kind, stay.since // self._epoch)
             run = self._runs.setdefault(where, LazyQueue(live, newest_first=True))
-            insort(self._ranked, (-self._worth[stay.kind][self._age(stay.since)], where))
+            insort(self._ranked, (-float(self._table[stay.kind, self._age(stay.since)]), where))
         run.push(self._ticket, node)
         if self._untidy and self._untidy[-1].tidy(TIDIED):
             self._untidy.pop()
 
     def victim(self) -> Node | None:
-        if self._now >= self._rank_at:
+        if self._now >= self._learn_at and self._ranked:
+            self._learn()
+        elif self._now >= self._rank_at:
             self._rank()
         while self._ranked:
             where = self._ranked[-1][1]
@@ -137,22 +137,22 @@ class HitDensity(EvictionPolicy):
     def candidates(self) -> Iterator[Node]:
         return chain(*self._runs.values())
 
+    def _learn(self) -> None:
+        """Compute what leaves are worth; runs are ranked by it a little later, so that no step waits for both."""
+        self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
+        self._rank_at = self._now + 1
+        self._table = worth(self._begun, self._reused)
+        if self._num_reused > MEMORY // 8:
+            self._num_reused = 0
+            self._begun *= 0.5**0.125
+            self._reused *= 0.5**0.125
+
     def _rank(self) -> None:
-        if self._now >= self._learn_at:
-            self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
-            self._table = worth(self._begun, self._reused)
-            self._worth = self._table.tolist()
-            if self._num_reused > MEMORY // 8:
-                self._num_reused = 0
-                self._begun *= 0.5**0.125
-                self._reused *= 0.5**0.125
         self._rank_at = self._now + 4 + len(self._runs) // 4
         where = list(self._runs)
         kinds, epochs = np.array(where, dtype=np.int64).reshape(-1, 2).T
-        ages = (
-            np.searchsorted(AGES, np.maximum(1, self._now - epochs * self._epoch - self._epoch // 2), side="right") - 1
-        )
-        worths = -self._table[kinds, ages]
+        middles = np.maximum(1, self._now - epochs * self._epoch - self._epoch // 2)
+        worths = -self._table[kinds, np.searchsorted(AGES, middles, side="right") - 1]
         self._ranked = sorted(zip(worths.tolist(), where, strict=True))
 
     def _merge_runs(self) -> None:
@@ -190,8 +190,9 @@ def worth(begun: Table, reused: Table) -> Table:
         mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
         stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)
-    first, which = _alike(begun)
-    guess = guess[first]
+    rows: dict[bytes, int] = {}  # most kinds have no record, and are alike
+    which = [rows.setdefault(row.tobytes(), len(rows)) for row in guess]
+    guess = np.frombuffer(b"".join(rows)).reshape(len(rows), -1)
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
     hits, held = np.zeros((2, len(ends), len(AGES) + 1))
     np.cumsum(ends, 1, out=hits[:, 1:])
@@ -205,23 +206,3 @@ def worth(begun: Table, reused: Table) -> Table:
         gained /= spent
         best[:, at] = np.maximum.reduce(gained, axis=2)
     return best[which]
-
-
-def _alike(begun: Table) -> tuple[list[int], list[int]]:
-    """One kind of each sort of kinds that are worth the same, and per kind its sort. Kinds without a record are all
-    like the same relatives, and most have none."""
-    sorts: dict[int, int] = {}
-    first: list[int] = []
-    which: list[int] = []
-    stays = begun.tolist()
-    for kind in range(KINDS):
-        relatives = kind - kind % ANSWERS
-        if stays[kind]:
-            sort = kind
-        else:
-            sort = KINDS + relatives if any(stays[relatives : relatives + ANSWERS]) else -1
-        if sort not in sorts:
-            sorts[sort] = len(first)
-            first.append(kind)
-        which.append(sorts[sort])
-    return first, which
