@@ -599,7 +599,7 @@ def test_behind_a_piece_that_does_not_come_nothing_is_kept(place: int, single: p
     world = stored_only((FULL, WINDOW))
     prefetch = begun(world, TOKENS)
     assert world.advance() and len(prefetch.pieces) == 5
-    page = prefetch.sought.keys(np.array([place]))[0]
+    page = prefetch.prefix.keys(np.array([place]))[0]
     del world.store.visible[StoreKey(tiers_of(world).names.scope(ALICE), page, 0)]
     world.drain()
     world.cache.audit()

@@ -14,7 +14,7 @@ from quire.cache.offload import CacheParts
 from quire.errors import OutOfPages
 from quire.memory.residency import State
 from quire.offload.host_groups import HostGroup
-from quire.offload.sought import Places, Sought
+from quire.offload.requested_prefix import Places, RequestedPrefix
 from quire.offload.tiering import Tiering
 from quire.prefix.node import Lease
 from quire.spec.events import Namespace
@@ -60,15 +60,15 @@ class Prefetch:
         namespace: Namespace,
         tokens: Ids,
         name: bytes,
-        sought: Sought,
+        prefix: RequestedPrefix,
         hold: Hold,
     ) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.name = name  # the key of the first page that is in no tier here, or of the last page
-        self.sought = sought
+        self.prefix = prefix
         self.hold = hold
-        self.start = self.limit = self.wanted = sought.start
+        self.start = self.limit = self.wanted = prefix.start
         self.num_waiting = 1  # requests, which begin with the same pages
         self.shared = False  # whether there ever were several
         self.stop_at = 0.0  # when waiting stops being worth it
@@ -116,7 +116,7 @@ class Prefetch:
         own prompt ends elsewhere than that request's."""
         if not self.shared or not self.done:
             return False
-        return self.limit > self.start or (self.sought.branches() and not np.array_equal(tokens, self.tokens))
+        return self.limit > self.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
     def stop(self) -> None:
         """No more pieces; those on their way are kept if they come. What the store has is still heard: it says how long
@@ -127,7 +127,7 @@ class Prefetch:
     def hold_frames(self, end: int) -> None:
         """Keep what the host has of single frames that are needed behind `end` pages: making room must not take
         them."""
-        held, path = [], self.sought.path
+        held, path = [], self.prefix.path
         for group in self._parts.groups:
             if not group.reach.whole:
                 needed = group.reach.needed(end)
@@ -153,13 +153,13 @@ class Prefetch:
         ]
         if not fetching:
             return Piece(last)  # a request that begins behind these pages reads nothing of them
-        units = [Units(host.index, NO_PAGES, frames, self.sought.keys(at)) for host, at, frames in fetching]
+        units = [Units(host.index, NO_PAGES, frames, self.prefix.keys(at)) for host, at, frames in fetching]
         num_bytes = sum(len(at) * self._record_bytes[host.index] for host, at, _ in fetching)
         return Piece(last, fetching, Transfer(Lane.FETCH, units, self._tiers.names.scope(self.namespace), num_bytes))
 
     def _cut(self) -> tuple[int, list[Places]]:
         """The page behind the next piece, and by group the places of what has to come, for which there is room."""
-        places = [at[at >= self.last] for at in self.sought.lacking(self.wanted)]
+        places = [at[at >= self.last] for at in self.prefix.lacking(self.wanted)]
         num_bytes = np.zeros(self.wanted, dtype=np.int64)
         for at, size in zip(places, self._record_bytes, strict=True):
             num_bytes[at] += size
@@ -189,7 +189,7 @@ class Prefetch:
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
         elif any(not host.whole for host in self._tiers.hosts):  # what has come in part is reused as a whole
-            self._tiers.on_host.mark(self.sought.path[self.start : self.limit], State.FETCHED)
+            self._tiers.on_host.mark(self.prefix.path[self.start : self.limit], State.FETCHED)
 
     def _keep(self, end: int) -> int:
         """The first `end` pages of the prompt are cached from now on; returns the first of those that were not, which
@@ -214,7 +214,7 @@ class Prefetch:
     def _bind(self, piece: Piece, end: int, counted: int, grafted: int) -> None:
         """What has come of pages before `end` counts (in groups that are read as a whole, before `counted`), but for
         what the cache has got elsewhere meanwhile. Pages from `grafted` on are cached since now."""
-        tiers, cached = self._tiers, self.sought.path
+        tiers, cached = self._tiers, self.prefix.path
         for host, at, frames, suspect in piece.parts():
             good = at < min(counted if host.whole else end, len(cached))
             pages = cached[at[good]]
@@ -243,7 +243,7 @@ class Prefetch:
         elif not self.stopped:
             for host, at, _ in piece.fetching:
                 if end in at:
-                    self.sought.lost(host.index, end)
+                    self.prefix.lost(host.index, end)
         self._stop_pieces()
 
     def _stop_pieces(self) -> None:

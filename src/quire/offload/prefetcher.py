@@ -1,6 +1,6 @@
 """Prefetcher: pages of waiting requests come from storage to the host, so that they are there when their turn comes.
 
-    look      what of the prompt is stored and nowhere else, and how far a request could begin with it (`Sought`)
+    look      what of the prompt is stored and nowhere else, and how far that would help (`RequestedPrefix`)
     fetch     that, in pieces in the order of the prompt; each piece counts as soon as it and those before it are whole
               and checked. So many are on their way at once that the link is not idle until the next look at them
     stop      when computing would have been quicker, or the policy has enough; what has come is kept
@@ -23,8 +23,8 @@ from quire.cache.offload import CacheParts
 from quire.cache.resuming import resume_point
 from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch
 from quire.offload.read_ahead import ReadAhead
+from quire.offload.requested_prefix import RequestedPrefix
 from quire.offload.retention import Retention
-from quire.offload.sought import Sought
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
@@ -128,15 +128,15 @@ class Prefetcher(ReadAhead):
         if tries and not self._is_tried(start, limit):
             return None
         lease = parts.tree.pin_path(found, known)
-        sought = Sought(tiers, parts.groups, lease, start, keys)
+        prefix = RequestedPrefix(tiers, parts.groups, lease, start, keys)
         hold = parts.holds.add(Reason.READ_AHEAD, lease=lease)
-        prefetch = Prefetch(tiers, parts, namespace, tokens, name, sought, hold)
+        prefetch = Prefetch(tiers, parts, namespace, tokens, name, prefix, hold)
         prefetch.tries, prefetch.at_once, prefetch.since = tries, self._at_once, parts.seconds()
         share = max(_LEAST_PATIENCE, self._found) if self._policy is PrefetchPolicy.BREAK_EVEN else 1.0
         prefetch.stop_at = prefetch.since + share * self._patience((limit - start) * self._size, 0)
         self._holding[prefetch] = None
         whole = [group.index for group in parts.groups if group.reach.whole]
-        look = Transfer(Lane.LOOK, sought.units(), scope, whole=whole)
+        look = Transfer(Lane.LOOK, prefix.units(), scope, whole=whole)
         if not tiers.mover.submit(look):
             self._release(prefetch)
             tiers.break_even.untried(Lane.FETCH)
@@ -192,7 +192,7 @@ class Prefetcher(ReadAhead):
     def lose(self, damaged: DamagedPages) -> None:
         """Hold nothing that begins with damaged pages, so that they can be forgotten."""
         for prefetch in list(self._holding):
-            if prefetch.done and damaged.are(prefetch.sought.path).any():
+            if prefetch.done and damaged.are(prefetch.prefix.path).any():
                 self._release(prefetch)
 
     # -- for audits
@@ -237,14 +237,14 @@ class Prefetcher(ReadAhead):
 
     def _decide(self, prefetch: Prefetch) -> None:
         """How far to fetch: behind the last page where every group could resume, if that is worth it."""
-        tiers, sought = self._tiers, prefetch.sought
-        near, wanted = sought.near(), sought.far()
+        tiers, prefix = self._tiers, prefetch.prefix
+        near, wanted = prefix.near(), prefix.far()
         prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
-        if wanted <= near or tiers.damaged.are(sought.path).any() or tiers.is_too_much(sought.loads(wanted)):
+        if wanted <= near or tiers.damaged.are(prefix.path).any() or tiers.is_too_much(prefix.loads(wanted)):
             return
         tokens = (wanted - near) * self._size
         num_bytes = sum(
-            len(places) * size for places, size in zip(sought.lacking(wanted), self._record_bytes, strict=True)
+            len(places) * size for places, size in zip(prefix.lacking(wanted), self._record_bytes, strict=True)
         )
         if not num_bytes:
             return
@@ -294,9 +294,9 @@ class Prefetcher(ReadAhead):
             return
         self._tiers.break_even.looked(move.seconds)
         if answers:
-            sought = prefetch.sought
-            sought.answered(move.answers)
-            share = max(0, sought.far() - prefetch.start) / (sought.limit - prefetch.start)
+            prefix = prefetch.prefix
+            prefix.answered(move.answers)
+            share = max(0, prefix.far() - prefetch.start) / (prefix.limit - prefetch.start)
             self._found += _LEARNS * (share - self._found)
             self._decide(prefetch)
 
@@ -360,7 +360,7 @@ class Prefetcher(ReadAhead):
         if has_come:
             self._tiers.archiver.archive(prefetch.lease.node)  # what is above it is of use, too
         if has_come and prefetch.num_waiting and not prefetch.abandoned:
-            prefetch.hold_frames(prefetch.sought.near())
+            prefetch.hold_frames(prefetch.prefix.near())
         else:
             self._release(prefetch)
 

@@ -18,7 +18,7 @@ from quire.offload.below import Below
 from quire.offload.host_groups import HostGroup
 from quire.offload.prefetch import Prefetch
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.sought import Sought
+from quire.offload.requested_prefix import RequestedPrefix
 from quire.offload.tier_counters import LinkCounters, TierCounters
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
@@ -261,25 +261,25 @@ def keys_do_not_cover_what_came_before(patch: Patch) -> None:
 @mutant("tiers", field.OFF_BY_ONE)
 def what_a_cached_page_lacks_is_its_neighbours(patch: Patch) -> None:
     """A window or a state that comes from storage to a page that is cached is that of the page before it."""
-    real = Sought.keys
+    real = RequestedPrefix.keys
 
-    def keys(sought: Sought, places: Any) -> Any:
-        return real(sought, np.where((places < sought.known) & (places > 0), places - 1, places))
+    def keys(prefix: RequestedPrefix, places: Any) -> Any:
+        return real(prefix, np.where((places < prefix.known) & (places > 0), places - 1, places))
 
-    patch.setattr(Sought, "keys", keys)
+    patch.setattr(RequestedPrefix, "keys", keys)
 
 
 @mutant("tiers", field.DEAD)
 def storage_is_asked_behind_cached_pages_only(patch: Patch) -> None:
     """Once its window or state has gone, a cached prefix is computed again for ever, though storage has all of it."""
-    real = Sought.answered
+    real = RequestedPrefix.answered
 
-    def answered(sought: Sought, answers: Any) -> None:
-        real(sought, answers)
-        for stored in sought._stored:
-            stored[: sought.known] = False
+    def answered(prefix: RequestedPrefix, answers: Any) -> None:
+        real(prefix, answers)
+        for stored in prefix._stored:
+            stored[: prefix.known] = False
 
-    patch.setattr(Sought, "answered", answered)
+    patch.setattr(RequestedPrefix, "answered", answered)
 
 
 @mutant("tiers", field.STALE)

@@ -1,4 +1,4 @@
-"""Sought: what of one prompt is on neither device nor host, and how far a request could begin with what is stored.
+"""RequestedPrefix: what of a prompt is neither on the device nor on the host, and how far what is stored would help.
 
     pages of the prompt     0       start        known         limit
     in the tree             |----------------------|
@@ -26,16 +26,15 @@ Places = np.ndarray
 """Which pages of the prompt, int64."""
 
 
-class Sought:
+class RequestedPrefix:
     """See the module. `lease` pins the known pages, and others that come to be cached behind them; `keys` are those of
     pages from `known` on."""
 
     def __init__(
-        self, tiering: Tiering, groups: Sequence[GroupCache], lease: Lease, start: int, keys: Sequence[bytes]
+        self, tiers: Tiering, groups: Sequence[GroupCache], lease: Lease, start: int, keys: Sequence[bytes]
     ) -> None:
-        self._tiering = tiering
+        self._tiers = tiers
         self._groups = groups
-        self._partial = tuple(group for group in groups if not group.reach.whole)
         self._lease = lease
         self._keys = keys
         self.start = start
@@ -49,13 +48,14 @@ class Sought:
         """The pages that are in the tree by now."""
         return pages_to(self._lease.node)
 
+    # -- the store
+
     def units(self) -> list[Units]:
         """What the store is asked for."""
-        path = self.path
-        behind = np.arange(self.known, self.limit)
+        path, behind = self.path, np.arange(self.known, self.limit)
         for group in self._groups:
             first = self.known if group.reach.whole else group.reach.needed(self.start + 1).start
-            lacking = first + np.flatnonzero(~self._resident(group, path[first:]))
+            lacking = first + np.flatnonzero(~resident(group, path[first:], self._tiers.hosts))
             places = np.concatenate((lacking, behind))
             if len(places):
                 self._asked.append((group.index, places))
@@ -67,16 +67,24 @@ class Sought:
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
             gone = places[[answer is Answer.MISS for answer in found]]
-            self._tiering.archiver.not_stored(group, path[gone[gone < len(path)]])
+            self._tiers.archiver.not_stored(group, path[gone[gone < len(path)]])
 
     def lost(self, group: int, place: int) -> None:
         """The store does not have this after all."""
         self._stored[group][place] = False
-        self._tiering.archiver.not_stored(group, self.path[place : place + 1])
+        self._tiers.archiver.not_stored(group, self.path[place : place + 1])
+
+    def keys(self, places: Places) -> tuple[bytes, ...]:
+        """Under which the store has these pages."""
+        known = self._tiers.names.keys_of(self.path[places[places < self.known]])
+        return (*known, *(self._keys[place - self.known] for place in places[len(known) :].tolist()))
+
+    # -- how far
 
     def near(self) -> int:
         """The most pages behind which a request could begin now."""
-        return resume_point(self._partial, self.path, self._tiering.hosts)[0]
+        partial = [group for group in self._groups if not group.reach.whole]
+        return resume_point(partial, self.path, self._tiers.hosts)[0]
 
     def far(self) -> int:
         """The same, once what is stored has come."""
@@ -84,7 +92,7 @@ class Sought:
         usable: Bools = np.ones(self.limit, dtype=np.bool_)
         for group, stored in zip(self._groups, self._stored, strict=True):
             there = stored.copy()
-            there[: len(path)] |= self._resident(group, path)
+            there[: len(path)] |= resident(group, path, self._tiers.hosts)
             usable &= group.reach.resumable(there)
         ends = np.flatnonzero(usable)
         return int(ends[-1]) + 1 if len(ends) else 0
@@ -100,25 +108,16 @@ class Sought:
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)
-            places = np.arange(needed.start, needed.stop)
-            there = self._resident(group, path[needed.start : needed.stop])
-            places = np.concatenate((places[: len(there)][~there], places[len(there) :]))
-            found.append(places)
+            lacks = np.ones(len(needed), dtype=np.bool_)
+            known = path[needed.start : needed.stop]
+            lacks[: len(known)] = ~resident(group, known, self._tiers.hosts)
+            found.append(needed.start + np.flatnonzero(lacks))
         return found
 
     def loads(self, wanted: int) -> list[int]:
         """By group, the frames that the device lacks for a request that begins behind `wanted` pages."""
-        path, found = self.path, []
-        for group in self._groups:
-            needed = group.reach.needed(wanted)
-            there = group.frames.resident(path[needed.start : needed.stop])
-            found.append(len(needed) - int(np.count_nonzero(there)))
-        return found
-
-    def keys(self, places: Places) -> tuple[bytes, ...]:
-        """Under which the store has these pages."""
-        known = self._tiering.names.keys_of(self.path[places[places < self.known]])
-        return (*known, *(self._keys[place - self.known] for place in places[len(known) :].tolist()))
-
-    def _resident(self, group: GroupCache, pages: Ids) -> Bools:
-        return resident(group, pages, self._tiering.hosts)
+        path, needed = self.path, [group.reach.needed(wanted) for group in self._groups]
+        return [
+            len(places) - int(np.count_nonzero(group.frames.resident(path[places.start : places.stop])))
+            for group, places in zip(self._groups, needed, strict=True)
+        ]
