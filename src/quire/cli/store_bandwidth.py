@@ -47,29 +47,27 @@ def measure_store(store: Store, record_bytes: int, total_bytes: int, batch: int)
     scope = secrets.token_bytes(16)
     keys = [StoreKey(scope, number.to_bytes(32, "little"), 0) for number in range(count + _ALONE)]
     order = np.random.default_rng(0).permutation(count).tolist()
-    with _Memory(batch, record_bytes) as memory:
+    rows = _rows(batch, record_bytes)
 
-        def put(some: Sequence[StoreKey]) -> None:
-            rows = memory.rows[: len(some)]
-            sizes = [record_bytes] * len(some)
-            done = store.prepare(some, sizes) == [Answer.MISS] * len(some)
-            done = done and store.put(some, rows) == [Answer.HIT] * len(some)
-            if not store.complete(some, [done] * len(some)) == [Answer.HIT] * len(some):
-                raise StoreError(f"the store does not take {len(some)} records of {record_bytes} bytes.")
+    def put(some: Sequence[StoreKey]) -> None:
+        done = store.prepare(some, [record_bytes] * len(some)) == [Answer.MISS] * len(some)
+        done = done and store.put(some, rows[: len(some)]) == [Answer.HIT] * len(some)
+        if not store.complete(some, [done] * len(some)) == [Answer.HIT] * len(some):
+            raise StoreError(f"the store does not take {len(some)} records of {record_bytes} bytes.")
 
-        def get(some: Sequence[StoreKey]) -> None:
-            if store.get(some, memory.rows[: len(some)]) != [Answer.HIT] * len(some):
-                raise StoreError(f"the store does not return records of {record_bytes} bytes, just written.")
+    def get(some: Sequence[StoreKey]) -> None:
+        if store.get(some, rows[: len(some)]) != [Answer.HIT] * len(some):
+            raise StoreError(f"the store does not return records of {record_bytes} bytes, just written.")
 
-        try:
-            put_seconds = _seconds(put, [keys[at : at + batch] for at in range(0, count, batch)])
-            get_seconds = _seconds(
-                get, [[keys[number] for number in order[at : at + batch]] for at in range(0, count, batch)]
-            )
-            put_alone = _median(put, [[key] for key in keys[count:]])
-            get_alone = _median(get, [[key] for key in keys[count:]])
-        finally:
-            store.remove(keys)
+    try:
+        put_seconds = _seconds(put, [keys[at : at + batch] for at in range(0, count, batch)])
+        get_seconds = _seconds(
+            get, [[keys[number] for number in order[at : at + batch]] for at in range(0, count, batch)]
+        )
+        put_alone = _median(put, [[key] for key in keys[count:]])
+        get_alone = _median(get, [[key] for key in keys[count:]])
+    finally:
+        store.remove(keys)
     moved = count * record_bytes
     return Bandwidth(record_bytes, count, moved / put_seconds, moved / get_seconds, put_alone, get_alone)
 
@@ -86,12 +84,13 @@ def measure_disk(folder: Path, record_bytes: int, total_bytes: int, threads: int
         try:
             os.posix_fallocate(file, 0, count * size)
             num_rows = max(threads, _MEMORY // size)  # as much as a batch takes: few rows would stay in the CPU's cache
-            with _Memory(num_rows, size) as memory, ThreadPoolExecutor(threads) as pool:
+            rows = _rows(num_rows, size)
+            with ThreadPoolExecutor(threads) as pool:
 
                 def run(move: Callable[[int, list[memoryview], int], int], numbers: Sequence[int]) -> float:
                     def work(thread: int) -> None:
                         for at in range(thread, count, threads):
-                            move(file, [memory.rows[at % num_rows]], numbers[at] * size)
+                            move(file, [rows[at % num_rows]], numbers[at] * size)
 
                     list(pool.map(bool, range(threads)))  # its threads are there
                     started = time.perf_counter()
@@ -99,7 +98,7 @@ def measure_disk(folder: Path, record_bytes: int, total_bytes: int, threads: int
                     return time.perf_counter() - started
 
                 put_seconds, get_seconds = run(os.pwritev, range(count)), run(os.preadv, order)
-                row = [memory.rows[0]]
+                row = rows[:1]
                 put_alone = _median(lambda n: os.pwritev(file, row, n * size), range(min(count, _ALONE)))
                 get_alone = _median(lambda n: os.preadv(file, row, n * size), range(min(count, _ALONE)))
         finally:
@@ -112,24 +111,14 @@ def measure_disk(folder: Path, record_bytes: int, total_bytes: int, threads: int
     return Bandwidth(size, count, moved / put_seconds, moved / get_seconds, put_alone, get_alone)
 
 
-class _Memory:
+def _rows(count: int, num_bytes: int) -> list[memoryview]:
     """Rows of random bytes, each on a block boundary."""
-
-    def __init__(self, count: int, num_bytes: int) -> None:
-        stride = -(-num_bytes // _BLOCK) * _BLOCK
-        self._map = mmap.mmap(-1, count * stride)
-        view = memoryview(self._map)
-        some = np.random.default_rng(0).bytes(min(count * stride, 8 << 20))
-        for at in range(0, count * stride, len(some)):
-            view[at : at + len(some)] = some[: count * stride - at]
-        self.rows = [view[row * stride : row * stride + num_bytes] for row in range(count)]
-        self._view = view
-
-    def __enter__(self) -> _Memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.rows.clear()
+    stride = -(-num_bytes // _BLOCK) * _BLOCK
+    view = memoryview(mmap.mmap(-1, count * stride))
+    some = np.random.default_rng(0).bytes(min(count * stride, 8 << 20))
+    for at in range(0, count * stride, len(some)):
+        view[at : at + len(some)] = some[: count * stride - at]
+    return [view[row * stride : row * stride + num_bytes] for row in range(count)]
 
 
 def _seconds(step: Callable[[list[StoreKey]], None], batches: list[list[StoreKey]]) -> float:
@@ -146,15 +135,6 @@ def _median(step: Callable[..., object], each: Sequence[object]) -> float:
         step(item)
         times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def lookups_per_second(store: Store, num_keys: int, calls: int = 50) -> float:
-    """Keys a second of `exists` in batches of `num_keys`, of records that are not there."""
-    keys = [StoreKey(bytes(16), number.to_bytes(32, "little"), 0) for number in range(num_keys)]
-    started = time.perf_counter()
-    for _ in range(calls):
-        store.exists(keys)
-    return num_keys * calls / (time.perf_counter() - started)
 
 
 def measure_directory(

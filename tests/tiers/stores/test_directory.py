@@ -278,8 +278,8 @@ def test_a_transaction_that_is_undone(tmp_path: Path) -> None:
         ((slab, slot_bytes),) = medium.query("SELECT id, slot_bytes FROM slabs")
 
         def undone() -> None:
-            with store._index.writing(store._room.settle) as index:
-                assert len(store._room.take(index, 8192, 3, store._uses.flush)) == 3
+            with store._index.writing() as index:
+                assert len(store._room.take(index, 8192, 3)) == 3
                 store._room.drop(index, slab, slot_bytes)
                 raise KeyboardInterrupt
 
@@ -422,20 +422,6 @@ def test_last_use_outlives_the_process(tmp_path: Path) -> None:
     with closing(open_in(tmp_path, 128 << 10)) as store:
         assert write(store, [make_key(9)], [make_record(9, 30_000)]) == [Answer.HIT]
         assert store.exists(keys) == [Answer.HIT, Answer.HIT, Answer.HIT, Answer.MISS]
-
-
-def test_durable(tmp_path: Path) -> None:
-    """It waits for the disk, and a slab that is gone then is a RETRY."""
-    with closing(open_in(tmp_path, durable=True)) as store:
-        keys = filled(store, 2)
-        assert read(store, keys[1], 30_000) == make_record(1, 30_000)
-        late = make_key(5)
-        assert store.prepare([late], [500]) == [Answer.MISS]
-        assert store.put([late], [make_record(5, 500)]) == [Answer.HIT]
-        for path in (tmp_path / "slabs").iterdir():
-            path.unlink()
-        assert store.complete([late], [True]) == [Answer.RETRY]
-        assert store.exists([late]) != [Answer.HIT]
 
 
 def test_facts(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from quire.testing.contracts.records import make_key, make_keys, make_record, re
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores import mooncake as mooncake_store
-from quire.tiers.stores.bounce import Bounce
 from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import NotHere, Server, free_port, mooncake, mooncake_master, mooncake_node
 
@@ -301,7 +300,7 @@ def test_two_sizes() -> None:
 
 def test_lanes_hold_their_batches() -> None:
     """Batches are as large as a lane and a call allow, in order, and what never fits is in none."""
-    bounce = Bounce(1 << 20, 2)
+    bounce = mooncake_store.Bounce(1 << 20, 2)
     assert bounce.lane_bytes == 1 << 19
     sizes = [1 << 19, 100, 65, (1 << 19) + 1, (1 << 19) - 200, 64, 64, 64]
     assert list(bounce.batches(sizes, 9, 200)) == [[0], [1], [2], [4], [5, 6, 7]]

@@ -6,59 +6,26 @@ two more copies of every page. `ReplyReader` takes a parser's place, and reads v
 
 from __future__ import annotations
 
-import math
 import select
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from queue import Empty, LifoQueue
 from socket import SocketIO, socket
 from typing import Any, ClassVar, Literal, TypeAlias
-from urllib.parse import urlencode
 
 import redis
-from redis.connection import parse_url
 from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
-from quire.errors import InvalidInput, StoreError
+from quire.errors import StoreError
 from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.gate import Gate
-from quire.tiers.stores.options import Options, not_understood
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ResponseError | None"
 Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"
 
-_SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}
 _AHEAD_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a URL says: where the server is, without its secrets; redis-py's arguments; and options of our own."""
-
-    where: str
-    connection: dict[str, Any] = field(repr=False)
-    timeout: float
-    connections: int
-    pending: float
-
-    @classmethod
-    def parse(cls, url: str) -> Settings:
-        """Understand a URL, or raise InvalidInput."""
-        options = Options(url, ("timeout", "connections", "pending", "db", "ssl_*"))
-        parts, where = options.parts, options.where
-        if parts.scheme not in _SCHEMES:
-            raise InvalidInput(f"a Valkey URL begins with valkey://, redis:// or unix://, not {parts.scheme!r}.")
-        timeout, connections = options.number("timeout", 2.0), math.ceil(options.number("connections", 8))
-        pending = options.number("pending", 30.0)
-        theirs = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path}?{urlencode(options.rest())}"
-        try:
-            connection = parse_url(theirs)  # type: ignore[no-untyped-call]
-        except ValueError:
-            raise not_understood(where) from None
-        return cls(where=where, connection=connection, timeout=timeout, connections=connections, pending=pending)
 
 
 class Connections:
@@ -68,15 +35,16 @@ class Connections:
     connects again. `failures` counts by kind: the name of an exception, or the first word of a refusal.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises StoreError where no server answers."""
-        self.where = settings.where
+    def __init__(self, where: str, arguments: Mapping[str, Any], timeout: float, count: int) -> None:
+        """At most `count` connections made with redis-py's arguments, each answer within `timeout` seconds; `where` is
+        what people are told of the server. Raises StoreError where none answers."""
+        self.where = where
         self.failures = Counts()
-        self._settings = settings
+        self._timeout = timeout
         self._gate = Gate()
-        self._idle: LifoQueue[_Line] = LifoQueue()
-        for _ in range(settings.connections):
-            self._idle.put(_Line(settings))
+        self._idle: LifoQueue[_Line] = LifoQueue(count)
+        for _ in range(count):
+            self._idle.put(_Line(arguments, timeout))
         (reply,) = self.call([(b"PING",)])
         if reply != b"PONG":
             self.close()
@@ -95,13 +63,13 @@ class Connections:
         if not commands:
             return []
         replies: list[Reply] = []
-        with self._gate.entered() as is_open:
+        with self._gate as is_open:
             if not is_open:
                 return self._lost(len(commands), "Closed", "the store was closed")
             try:
-                line = self._idle.get(timeout=self._settings.timeout)
+                line = self._idle.get(timeout=self._timeout)
             except Empty:
-                return self._lost(len(commands), "Busy", f"all {self._settings.connections} connections are in use")
+                return self._lost(len(commands), "Busy", f"all {self._idle.maxsize} connections are in use")
             try:
                 line.call(commands, targets, replies)
             except (RedisError, OSError) as error:
@@ -132,17 +100,12 @@ class Lost(ResponseError):
 class _Line:
     """One connection, made when first used, made again after it was lost."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, arguments: Mapping[str, Any], timeout: float) -> None:
         self._reader = ReplyReader()
-        arguments = dict(settings.connection)
-        make = arguments.pop("connection_class", redis.Connection)
-        self.connection = make(
-            **arguments,
-            parser_class=lambda socket_read_size: self._reader,
-            protocol=2,
-            socket_timeout=settings.timeout,
-            socket_connect_timeout=settings.timeout,
-        )
+        more = dict(arguments)
+        make = more.pop("connection_class", redis.Connection)
+        more |= {"protocol": 2, "socket_timeout": timeout, "socket_connect_timeout": timeout}
+        self.connection = make(**more, parser_class=lambda socket_read_size: self._reader)
 
     def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
         """Send and append the replies. Raises RedisError or OSError; what was appended by then is good."""

@@ -9,11 +9,15 @@ from threading import Lock
 class Counts(Counter[str]):
     """Read it like a dictionary."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *names: str) -> None:
+        """With these names from the start, at zero."""
+        super().__init__(dict.fromkeys(names, 0))
         self._lock = Lock()
 
-    def add(self, name: str, count: int = 1) -> None:
-        """So many more."""
+    def add(self, *names: str, **counts: int) -> None:
+        """One more of some, and so many more of others."""
         with self._lock:
-            self[name] += count
+            for name in names:
+                self[name] += 1
+            for name, count in counts.items():
+                self[name] += count

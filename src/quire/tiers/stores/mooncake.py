@@ -29,28 +29,32 @@ What the pool does not tell, and what this store does about it:
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from queue import LifoQueue
 from typing import Any
 
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
-from quire.tiers.stores.bounce import Bounce
 from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.gate import Gate
 from quire.tiers.stores.options import Options
-from quire.tiers.stores.remote import RemoteStore, bytes_of, in_parts, key_of
+from quire.tiers.stores.remote import RemoteStore, batches, bytes_of, in_parts, key_of
 
 _PREFIX = "quire/"
 _MOST_PIECES = 1024  # the transport refuses a batch of more than 2048, and for a while everything after it
 _BATCH_BYTES = 4 << 20  # what passes through a lane at once: more leaves the caches before it is copied
+_ALIGNED = 64
 _LOCAL_BYTES = 16 << 20  # the library's own buffer, for verbs that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
@@ -201,7 +205,7 @@ class MooncakeStore(RemoteStore):
     @contextmanager
     def _usable(self) -> Iterator[bool]:
         """Whether the client may be called in the block: it is open and did not just find the master gone."""
-        with self._gate.entered() as is_open:
+        with self._gate as is_open:
             yield is_open and time.monotonic() >= self._rests_until
 
     def _ask(self, count: int, verb: Callable[..., Sequence[int]], *arguments: object) -> list[int]:
@@ -279,6 +283,55 @@ class MooncakeStore(RemoteStore):
             key = key_of(name.removeprefix(_PREFIX))
             if copies and key is not None:
                 yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
+
+
+class Lane:
+    """A piece of a bounce buffer for one batch at a time."""
+
+    def __init__(self, memory: memoryview, address: int) -> None:
+        self.memory = memory
+        self.address = address
+
+    def places(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets, one behind the other, of records of these sizes. They fit: `Bounce.batches` saw to it."""
+        return list(accumulate(map(_room, sizes), initial=0))[:-1]
+
+
+class Bounce:
+    """Memory that records pass through, cut into lanes, each for one thread at a time. It outlives all that are out."""
+
+    def __init__(self, num_bytes: int, num_lanes: int) -> None:
+        self.lane_bytes = num_bytes // num_lanes // mmap.PAGESIZE * mmap.PAGESIZE
+        self.num_bytes = self.lane_bytes * num_lanes
+        self._map = mmap.mmap(-1, self.num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        memory = memoryview(self._map)
+        self._idle: LifoQueue[Lane] = LifoQueue()
+        for start in range(0, self.num_bytes, self.lane_bytes):
+            self._idle.put(Lane(memory[start : start + self.lane_bytes], self.address + start))
+
+    @contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """A lane of one's own for the block; waits for one."""
+        lane = self._idle.get()
+        try:
+            yield lane
+        finally:
+            self._idle.put(lane)
+
+    def batches(self, sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[list[int]]:
+        """Indices of records that pass through one lane together: at most so many, and bytes unless it is one alone.
+
+        Records that fit into no lane are in no batch.
+        """
+        fitting = [index for index, size in enumerate(sizes) if _room(size) <= self.lane_bytes]
+        rooms = [_room(sizes[index]) for index in fitting]
+        for batch in batches(rooms, most, min(self.lane_bytes, most_bytes)):
+            yield [fitting[at] for at in batch]
+
+
+def _room(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _answer(code: int, num_bytes: int) -> Answer:

@@ -19,16 +19,21 @@ Everything that goes wrong is RETRY and counted in `failures`.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import urlencode
 
+from redis.connection import parse_url
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
-from quire.tiers.stores.connections import Command, Connections, Lost, Reply, Settings
+from quire.tiers.stores.connections import Command, Connections, Lost, Reply
+from quire.tiers.stores.options import Options, not_understood
 from quire.tiers.stores.remote import RemoteStore, batches, bytes_of, in_parts, key_of
 
+_SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}
 _RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
 _BATCH_KEYS = 256
 _SENT_BYTES = 8 << 20  # in one pipeline
@@ -92,8 +97,18 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> V
             f"a Valkey server bounds itself, so {capacity} bytes cannot be asked of it.",
             fix="set `maxmemory` and `maxmemory-policy allkeys-lru` in the server, and leave the capacity out.",
         )
-    settings = Settings.parse(url)
-    return ValkeyStore(Connections(settings), pending_seconds=settings.pending, counts_use=counts_use)
+    options = Options(url, ("timeout", "connections", "pending", "db", "ssl_*"))
+    parts, where = options.parts, options.where
+    if parts.scheme not in _SCHEMES:
+        raise InvalidInput(f"a Valkey URL begins with valkey://, redis:// or unix://, not {parts.scheme!r}.")
+    timeout, count = options.number("timeout", 2.0), math.ceil(options.number("connections", 8))
+    pending = options.number("pending", 30.0)
+    theirs = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path}?{urlencode(options.rest())}"
+    try:
+        arguments = parse_url(theirs)  # type: ignore[no-untyped-call]
+    except ValueError:
+        raise not_understood(where) from None
+    return ValkeyStore(Connections(where, arguments, timeout, count), pending_seconds=pending, counts_use=counts_use)
 
 
 class ValkeyStore(RemoteStore):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quire.tiers.stores.directory.statistics import Statistics
 from quire.tiers.stores.directory.store import DirectoryStore
 
-__all__ = ["DirectoryStore", "Statistics"]
+__all__ = ["DirectoryStore"]

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import StoreError
-from quire.tiers.stores.directory.index import Busy, Index
+from quire.tiers.stores.directory.index import Index
 from quire.tiers.stores.directory.owners import Owners
 from quire.tiers.stores.directory.slab_files import SlabFiles
 
@@ -42,23 +41,19 @@ SELECT
 
 
 def facts_of(path: Path, files: SlabFiles, owners: Owners, index: Index) -> Facts:
-    """Gathered now. Raises StoreError where the index cannot be read."""
-    try:
-        capacity, slab_bytes, taken, num_slabs, num_prepared = index.one(_QUERY)
-        disk = os.statvfs(path)
-        num_owners = owners.count()
-    except (Busy, OSError) as error:
-        raise StoreError(f"the store '{path}' cannot be looked into: {error}.") from error
-    index_bytes = sum(file.stat().st_size for file in path.glob("index.sqlite*"))
+    """Gathered now. Raises Busy and OSError."""
+    with index.reading as connection:
+        capacity, slab_bytes, taken, num_slabs, num_prepared = connection.execute(_QUERY).fetchone()
+    disk = os.statvfs(path)
     return Facts(
         path=str(path),
         direct=files.direct,
         capacity=capacity,
         slab_bytes=slab_bytes,
         free_bytes=capacity - taken,
-        index_bytes=index_bytes,
+        index_bytes=sum(file.stat().st_size for file in path.glob("index.sqlite*")),
         disk_free_bytes=disk.f_bavail * disk.f_frsize,
         num_slabs=num_slabs,
         num_prepared=num_prepared,
-        num_owners=num_owners,
+        num_owners=owners.count(),
     )

@@ -2,7 +2,7 @@
 
     slabs    files of equal slots; `fresh` is the first slot that was never handed out
     free     slots that were given back
-    records  what lies in a slot. With an owner: being written, seen by nobody. `id` is never used again, so a record
+    records  what lies in a slot. With an owner: being written, not to be read. `id` is never used again, so a record
              whose id is still there after its bytes were read has not been overwritten meanwhile
 
 Law: a slot of a slab is below `fresh` and in exactly one of `free` and `records`, or at or above it and in neither.
@@ -16,18 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from quire.errors import StoreError
 
-Value = TypeVar("Value", int, bytes)
-
 VERSION = 1
 LOG_BYTES = 8 << 20
-"""What the index's log shrinks to once nobody reads what is older. While somebody does it grows; our own reads end at
+"""What the index's log shrinks to once nothing reads what is older. While something does it grows; our own reads end at
 once, and it is written back at every 4 MiB."""
-NOBODY = ""
-"""The owner of a record that is not there."""
 
 _APPLICATION = 0x51555231  # "QUR1"
 _BATCH = 256
@@ -74,16 +70,41 @@ class Busy(Exception):
     """The index cannot be read or written now: another process is at it, the disk is full, the file is damaged."""
 
 
-class Index:
-    """Two connections: readers never wait for a writer. Methods may be called from any thread."""
+class _Reading:
+    """In a `with` block a connection to read from; each statement sees what was committed before. Raises Busy."""
 
-    def __init__(self, path: Path, *, busy_seconds: float, durable: bool) -> None:
-        """Opens or makes the file. Raises StoreError where it is of another version or no index."""
-        self._reads, self._writes = Lock(), Lock()
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self._lock = Lock()
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._lock.acquire()
+        return self.connection
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._lock.release()
+        if isinstance(error, sqlite3.Error):
+            raise Busy(str(error)) from error
+
+
+class Index:
+    """Two connections: `reading` never waits for a writer. Methods may be called from any thread.
+
+    `left` are ids of own records to be dropped, which could not be yet: the next transaction drops them.
+    """
+
+    def __init__(self, path: Path, *, busy_seconds: float, ended: Callable[[bool], None]) -> None:
+        """Opens or makes the file. `ended(committed)` is called after each transaction, before another thread's.
+
+        Raises StoreError where the file is of another version or no index.
+        """
+        self.left: set[int] = set()
+        self._writes = Lock()
         self._busy_ms = int(busy_seconds * 1000)
+        self._ended = ended
         try:
-            self._writer = _connect(path, busy_seconds, durable=durable)
-            self._reader = _connect(path, busy_seconds, durable=durable)
+            self._writer = _connect(path, busy_seconds)
+            self.reading = _Reading(_connect(path, busy_seconds))
         except sqlite3.Error as error:
             raise StoreError(
                 f"the index '{path}' cannot be opened: {error}.",
@@ -91,10 +112,8 @@ class Index:
             ) from error
 
     @contextmanager
-    def writing(
-        self, settle: Callable[[bool], None] | None = None, *, wait: bool = True
-    ) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other process writes beside, then `settle(committed)`.
+    def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
+        """A transaction that no other process writes beside.
 
         Raises Busy, having changed nothing; with `wait` False without waiting for others.
         """
@@ -105,15 +124,17 @@ class Index:
                 self._writer.execute("PRAGMA busy_timeout = 0")
             self._writer.execute("BEGIN IMMEDIATE")
             committed = False
+            left = tuple(self.left)
             try:
+                release(self._writer, left)
                 yield self._writer
                 self._writer.execute("COMMIT")
                 committed = True
+                self.left.difference_update(left)
             finally:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
-                if settle is not None:
-                    settle(committed)
+                self._ended(committed)
         except sqlite3.Error as error:
             raise Busy(str(error)) from error
         finally:
@@ -122,82 +143,46 @@ class Index:
                     self._writer.execute(f"PRAGMA busy_timeout = {self._busy_ms}")
             self._writes.release()
 
-    def find(self, names: Sequence[bytes]) -> dict[bytes, Row]:
-        """The rows that there are, of visible records and others. Raises Busy."""
-        with self._reads:
-            try:
-                return find_rows(self._reader, names)
-            except sqlite3.Error as error:
-                raise Busy(str(error)) from error
-
-    def owners(self, names: Sequence[bytes]) -> list[str | None]:
-        """Who owns each record; None for what is visible, and NOBODY for what is not there. Raises Busy."""
-        found: dict[bytes, str | None] = {}
-        with self._reads:
-            try:
-                for some in _batches(names):
-                    marks = ", ".join("?" * len(some))
-                    found.update(self._reader.execute(f"SELECT name, owner FROM records WHERE name IN ({marks})", some))
-            except sqlite3.Error as error:
-                raise Busy(str(error)) from error
-        return [found.get(name, NOBODY) for name in names]
-
-    def still_there(self, ids: Sequence[int]) -> set[int]:
-        """Which of these records are visible, and lie where they lay. Raises Busy."""
-        with self._reads:
-            try:
-                found: set[int] = set()
-                for some in _batches(ids):
-                    marks = ", ".join("?" * len(some))
-                    rows = self._reader.execute(
-                        f"SELECT id FROM records WHERE id IN ({marks}) AND owner IS NULL", some
-                    ).fetchall()
-                    found.update(number for (number,) in rows)
-                return found
-            except sqlite3.Error as error:
-                raise Busy(str(error)) from error
-
-    def page(self, after: int, scope: bytes | None, count: int) -> list[Row]:
-        """Up to `count` visible records with larger ids than `after`, of one scope or all. Raises Busy."""
-        low, high = (b"", b"\xff" * 64) if scope is None else (scope, scope + b"\xff" * 64)
-        with self._reads:
-            try:
-                rows = self._reader.execute(
-                    f"SELECT {_COLUMNS} FROM records WHERE id > ? AND owner IS NULL AND name >= ? AND name <= ?"
-                    " ORDER BY id LIMIT ?",
-                    (after, low, high, count),
-                ).fetchall()
-            except sqlite3.Error as error:
-                raise Busy(str(error)) from error
-        return [Row(*row) for row in rows]
-
-    def one(self, query: str) -> tuple[int, ...]:
-        """The only row of a query that has one. Raises Busy."""
-        with self._reads:
-            try:
-                row: tuple[int, ...] = self._reader.execute(query).fetchone()
-            except sqlite3.Error as error:
-                raise Busy(str(error)) from error
-        return row
-
     def close(self) -> None:
-        """Let go of the file. Nobody may be at it."""
-        for connection in (self._reader, self._writer):
+        """Close the file, which is not in use any more."""
+        for connection in (self.reading.connection, self._writer):
             with suppress(sqlite3.Error):
                 connection.close()
 
 
+# -- reading
+
+
+def rows_where(connection: sqlite3.Connection, condition: str, values: Sequence[Any]) -> list[Row]:
+    """Records that meet a condition; it may end in an order and a limit."""
+    return list(map(Row._make, connection.execute(f"SELECT {_COLUMNS} FROM records WHERE {condition}", values)))
+
+
 def find_rows(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, Row]:
-    """The rows that there are of these names."""
-    found: dict[bytes, Row] = {}
+    """The rows that there are of these names, of visible records and others."""
+    return {
+        row.name: row for some in _batches(names) for row in rows_where(connection, f"name IN {_marks(some)}", some)
+    }
+
+
+def find_owners(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, str | None]:
+    """The owners of the records that there are of these names; None for what is visible."""
+    found: dict[bytes, str | None] = {}
     for some in _batches(names):
-        marks = ", ".join("?" * len(some))
-        for row in connection.execute(f"SELECT {_COLUMNS} FROM records WHERE name IN ({marks})", some):
-            found[row[1]] = Row(*row)
+        found.update(connection.execute(f"SELECT name, owner FROM records WHERE name IN {_marks(some)}", some))
     return found
 
 
-def _batches(values: Sequence[Value]) -> Iterator[list[Value]]:
+def find_visible(connection: sqlite3.Connection, ids: Sequence[int]) -> set[int]:
+    """Which of these records are visible, and lie where they lay."""
+    found: set[int] = set()
+    for some in _batches(ids):
+        query = f"SELECT id FROM records WHERE id IN {_marks(some)} AND owner IS NULL"
+        found.update(number for (number,) in connection.execute(query, some))
+    return found
+
+
+def _batches(values: Sequence[Any]) -> Iterator[list[Any]]:
     """Parts of a few sizes only, filled up with the last value, so that few statements are compiled."""
     for start in range(0, len(values), _BATCH):
         some = list(values[start : start + _BATCH])
@@ -205,13 +190,11 @@ def _batches(values: Sequence[Value]) -> Iterator[list[Value]]:
         yield some + [some[-1]] * (size - len(some))
 
 
+def _marks(some: list[Any]) -> str:
+    return f"({', '.join('?' * len(some))})"
+
+
 # -- steps of a transaction
-
-
-def rows_in(connection: sqlite3.Connection, slab: int, count: int = -1) -> list[Row]:
-    """Up to so many visible records of a slab, in the order of their slots; -1 is all."""
-    query = f"SELECT {_COLUMNS} FROM records WHERE slab = ? AND owner IS NULL ORDER BY slot LIMIT ?"
-    return [Row(*row) for row in connection.execute(query, (slab, count))]
 
 
 def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row]:
@@ -222,43 +205,46 @@ def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row
     return made
 
 
-def release(connection: sqlite3.Connection, ids: Iterable[int], *, owner: str | None = None) -> None:
-    """Forget records, whoever owns them or only those of `owner`, and give their slots back unless the slab is gone."""
-    numbers = [(number, owner) for number in ids]
+def release(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+    """Forget records, and give their slots back unless the slab is gone."""
+    numbers = [(number,) for number in ids]
     connection.executemany(
         "INSERT OR IGNORE INTO free SELECT r.slot_bytes, r.slab, r.slot FROM records r JOIN slabs s ON s.id = r.slab"
-        " WHERE r.id = ?1 AND s.slot_bytes = r.slot_bytes AND (?2 IS NULL OR r.owner = ?2)",
+        " WHERE r.id = ? AND s.slot_bytes = r.slot_bytes",
         numbers,
     )
-    connection.executemany("DELETE FROM records WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", numbers)
+    connection.executemany("DELETE FROM records WHERE id = ?", numbers)
 
 
-def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
-    """Forget everything in a slab, written or being written."""
-    connection.execute("DELETE FROM records WHERE slab = ?", (slab,))
+def reclaim(connection: sqlite3.Connection, owner: str) -> int:
+    """Drop what an owner had prepared and not completed; returns how many records that were."""
+    rows = connection.execute("SELECT id FROM records WHERE owner = ?", (owner,)).fetchall()
+    release(connection, (number for (number,) in rows))
+    return len(rows)
+
+
+def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> int:
+    """Forget everything in a slab, written or being written; returns how many records that were."""
     connection.execute("DELETE FROM free WHERE slot_bytes = ? AND slab = ?", (slot_bytes, slab))
+    return connection.execute("DELETE FROM records WHERE slab = ?", (slab,)).rowcount
 
 
 # -- opening
 
 
-def _connect(path: Path, busy_seconds: float, *, durable: bool) -> sqlite3.Connection:
+def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, check_same_thread=False)
     try:
         _to_wal(connection, busy_seconds)
-        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA cache_size = -16384")
         connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
-        try:
-            _make_or_check(connection, path)
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
+        _make_or_check(connection, path)
+        connection.execute("COMMIT")
     except BaseException:
-        connection.close()
+        connection.close()  # and undo what was begun
         raise
     return connection
 

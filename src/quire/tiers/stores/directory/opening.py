@@ -1,44 +1,57 @@
-"""Opening: a directory becomes a store, or is found to be one, and is put in order after whoever died in it."""
+"""Opening: a directory becomes a store, or is found to be one, and is put in order after processes that died in it.
+
+An index that is not open anywhere has no log, and to open it takes a new one, even to read. So a closed store keeps a
+file that is worth some logs, the reserve. It is removed where the disk is full, and made again when there is room.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sqlite3
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from quire.errors import InvalidInput, StoreError
+from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.directory.index import Busy, Index, release
 from quire.tiers.stores.directory.owners import Owners
-from quire.tiers.stores.directory.reserve import give_up_reserve, is_full, keep_reserve
-from quire.tiers.stores.directory.room import Room, reclaim
-from quire.tiers.stores.directory.slab_files import SlabFiles
+from quire.tiers.stores.directory.room import Room
+from quire.tiers.stores.directory.slab_files import SlabFiles, make_file
+from quire.tiers.stores.directory.uses import Uses
 
 logger = logging.getLogger(__name__)
 
-INDEX = "index.sqlite"
-RESERVE = f"{INDEX}-reserve"
-_OURS = {INDEX, RESERVE, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal", "slabs", "owners", "lost+found"}
+_INDEX = "index.sqlite"
+_RESERVE = f"{_INDEX}-reserve"
+_RESERVE_BYTES = 1 << 20
+_OURS = {_INDEX, _RESERVE, f"{_INDEX}-wal", f"{_INDEX}-shm", f"{_INDEX}-journal", "slabs", "owners", "lost+found"}
+
+COUNTED = (
+    "hits",
+    "misses",
+    "stored",
+    "evicted",
+    "retries",  # answers, not calls
+    "lost",  # records that the medium no longer held
+    "overtaken",  # records whose place went to another one while they were being read
+    "reclaimed",  # records that a writer which died had not completed
+    "read_bytes",
+    "written_bytes",
+)
+"""What an opened store counts."""
+
+TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
 
 
-_FIX = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The parts of an opened store, and how many records of dead writers were dropped."""
-
-    files: SlabFiles
-    owners: Owners
-    index: Index
-    room: Room
-    reclaimed: int
+Opened: TypeAlias = "tuple[Counts, SlabFiles, Owners, Uses, Room, Index]"
+"""The parts of an opened store."""
 
 
 def open_directory(
-    path: Path, capacity: int | None, *, slab_bytes: int | None, direct: bool | None, durable: bool, busy_seconds: float
+    path: Path, capacity: int | None, slab_bytes: int | None, direct: bool | None, busy_seconds: float
 ) -> Opened:
     """Open or make it; see DirectoryStore. On a full disk what is stored is read, and it is said so.
 
@@ -48,16 +61,13 @@ def open_directory(
         raise InvalidInput(
             f"a store of {capacity} bytes in slabs of {slab_bytes} holds nothing.", fix="give sizes above zero."
         )
-
-    def attempt(*, full: bool) -> Opened:
-        return _open(path, capacity, slab_bytes, direct, durable, busy_seconds, full=full)
-
+    attempt = partial(_open, path, capacity, slab_bytes, direct, busy_seconds)
     try:
         opened = attempt(full=False)
     except StoreError:
-        if not holds_store(path) or not is_full(path):
+        if not holds_store(path) or not _is_full(path):
             raise
-        give_up_reserve(path / RESERVE)
+        (path / _RESERVE).unlink(missing_ok=True)
         try:
             opened = attempt(full=True)
         except StoreError as error:
@@ -65,80 +75,91 @@ def open_directory(
                 f"the disk of '{path}' is full, and the store cannot be opened: {error.message}",
                 fix="make room for some MiB on it; what is stored is not lost.",
             ) from error
-    if not keep_reserve(path / RESERVE):
+    if not keep_reserve(path):
         logger.warning("the disk of '%s' is full: what is stored is read, and no more stored than has room", path)
     return opened
 
 
+def holds_store(path: Path) -> bool:
+    """Whether a directory is a store already; a new one can be made where nothing is, or only what a disk brings."""
+    return (path / _INDEX).exists()
+
+
+def keep_reserve(path: Path) -> bool:
+    """Whether a store has its reserve; it is made if need be."""
+    try:
+        make_file(path / _RESERVE, _RESERVE_BYTES)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether as much as a reserve cannot be written here. Asked of the disk, as a quota may be full before it is."""
+    probe = folder / f"{_INDEX}-probe-{os.urandom(8).hex()}"
+    try:
+        make_file(probe, _RESERVE_BYTES)
+    except OSError:
+        return True
+    probe.unlink()
+    return False
+
+
 def _open(
-    path: Path,
-    capacity: int | None,
-    slab_bytes: int | None,
-    direct: bool | None,
-    durable: bool,
-    busy_seconds: float,
-    *,
-    full: bool,
+    path: Path, capacity: int | None, slab_bytes: int | None, direct: bool | None, busy_seconds: float, *, full: bool
 ) -> Opened:
     """With `full`, what cannot be put in order now is left as it is. Raises StoreError."""
-    try:
-        _check_folder(path, may_be_new=capacity is not None)
-        _make_private(path / INDEX)
-        files = SlabFiles(path / "slabs", direct=direct)
-        owners = Owners(path / "owners")
-    except OSError as error:
-        raise StoreError(
-            f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
-        ) from error
-    try:
-        index = Index(path / INDEX, busy_seconds=busy_seconds, durable=durable)
-        room = Room(files, slab_bytes)
-        reclaimed = 0
+    with ExitStack() as undo:
         try:
-            with index.writing(room.settle) as connection:
-                reclaimed = _put_in_order(connection, path, files, owners, room, capacity)
+            _check_folder(path, may_be_new=capacity is not None)
+            _make_private(path / _INDEX)
+            files = SlabFiles(path / "slabs", direct=direct)
+            undo.callback(files.close)
+            owners = Owners(path / "owners")
+            undo.callback(owners.close)
+        except OSError as error:
+            raise StoreError(
+                f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
+            ) from error
+        uses, statistics = Uses(), Counts(*COUNTED)
+        room = Room(files, owners, uses, statistics, slab_bytes)
+        index = Index(path / _INDEX, busy_seconds=busy_seconds, ended=room.settle)
+        undo.callback(index.close)
+        try:
+            with index.writing() as connection:
+                _put_in_order(connection, path, files, room, capacity)
             owners.bury()
         except Busy as error:
             if not full:
-                index.close()
-                raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=_FIX) from error
-        except BaseException:
-            index.close()
-            raise
-    except BaseException:
-        files.close()
-        owners.close()
-        raise
-    return Opened(files, owners, index, room, reclaimed)
-
-
-def holds_store(path: Path) -> bool:
-    """Whether a directory is a store already; a new one can be made where nothing is, or only what a disk brings."""
-    return (path / INDEX).exists()
-
-
-def reclaim_dead(connection: sqlite3.Connection, owners: Owners) -> int:
-    """Drop what dead writers had prepared; returns how many records that were. Inside a transaction."""
-    names = connection.execute("SELECT DISTINCT owner FROM records WHERE owner IS NOT NULL").fetchall()
-    return sum(reclaim(connection, name) for (name,) in names if name != owners.name and owners.is_dead(name))
+                raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=TRY_AGAIN) from error
+        undo.pop_all()
+    return statistics, files, owners, uses, room, index
 
 
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
-    if may_be_new and path.exists() and not path.is_dir():
-        raise StoreError(f"the store '{path}' cannot be used: it is not a directory.", fix="give a directory.")
-    if may_be_new:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-    if not may_be_new and not holds_store(path):
+    if holds_store(path):
+        return
+    if path.is_dir():
+        found = sorted(entry.name for entry in path.iterdir())
+        what = f"it holds '{found[0]}' and no index" if found else "it is empty"
+    else:
+        found = []
+        what = "it is not a directory" if path.exists() else "nothing is there"
+    if not may_be_new:
         raise StoreError(
-            f"there is no store in '{path}': {_what_is(path)}.",
+            f"there is no store in '{path}': {what}.",
             fix="give a directory that was served with --storage; one is made where --storage-size is given.",
         )
-    foreign = sorted({entry.name for entry in path.iterdir()} - _OURS)
-    if foreign and not holds_store(path):
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"the store '{path}' cannot be used: {what}.", fix="give a directory.")
+    foreign = [name for name in found if name not in _OURS]
+    if foreign:
         raise StoreError(
             f"'{path}' is not empty and is no store: it holds '{foreign[0]}'.", fix="give an empty directory."
         )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _make_private(path: Path) -> None:
@@ -151,25 +172,16 @@ def _make_private(path: Path) -> None:
         )
 
 
-def _what_is(path: Path) -> str:
-    if not path.exists():
-        return "nothing is there"
-    if not path.is_dir():
-        return "it is not a directory"
-    found = sorted(entry.name for entry in path.iterdir())
-    return f"it holds '{found[0]}' and no index" if found else "it is empty"
-
-
 def _put_in_order(
-    connection: sqlite3.Connection, path: Path, files: SlabFiles, owners: Owners, room: Room, capacity: int | None
-) -> int:
-    """What died or was damaged while nobody looked is dropped; then the store fits its capacity."""
+    connection: sqlite3.Connection, path: Path, files: SlabFiles, room: Room, capacity: int | None
+) -> None:
+    """What died or was damaged while nothing looked is dropped; then the store fits its capacity."""
     before = connection.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
     if capacity is not None and before != (capacity,):
         connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))
     if capacity is None and before is None:
         raise StoreError(f"the store in '{path}' was never given a capacity.", fix="give one (--storage-size).")
-    reclaimed = reclaim_dead(connection, owners)
+    room.reclaim_dead(connection)
     slabs = connection.execute("SELECT id, slot_bytes, num_bytes FROM slabs").fetchall()
     for slab, slot_bytes, num_bytes in slabs:
         size = files.size(slab)
@@ -185,4 +197,3 @@ def _put_in_order(
         files.drop(slab)  # made in a transaction that never ended
     if capacity is not None:
         room.shrink(connection, capacity)
-    return reclaimed

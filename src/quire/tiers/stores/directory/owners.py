@@ -1,11 +1,12 @@
-"""Owners: who has the directory open. Each holds a lock on a file of its own, which ends with its process."""
+"""Owners: the processes that have the directory open. Each locks a file of its own, and the lock ends with it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -37,31 +38,22 @@ class Owners:
             os.close(file)
 
     def is_dead(self, name: str) -> bool:
-        """Whether the process of that owner has ended, or closed the store."""
-        try:
-            file = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        except OSError:  # cannot tell
+        """Whether the process of that owner has ended, or closed the store; False where that cannot be told."""
+        if name == self.name:
             return False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _locked(self._folder / name):
+                return True
+        except FileNotFoundError:
             return True
         except OSError:
             return False
-        finally:
-            os.close(file)
 
     def bury(self) -> None:
         """Remove the files of dead owners. Only after what they had prepared was dropped."""
         for path in list(self._folder.iterdir()):
-            with suppress(OSError):
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                finally:
-                    os.close(file)
+            with suppress(OSError), _locked(path):
+                path.unlink()
 
     def count(self) -> int:
         """How many have the directory open, this one included."""
@@ -72,3 +64,14 @@ class Owners:
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
             os.close(self._file)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock of an owner's file, for the block. Raises OSError where its owner has it."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)

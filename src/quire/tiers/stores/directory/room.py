@@ -1,8 +1,9 @@
 """Room: where new records go. Hands out slots, makes slabs up to the capacity, and forgets what was used least lately.
 
 Records lie in slots of equal size within a slab. A size that has no slot left takes a new slab while there is capacity;
-then the slots of its own records that were not used for longest; and a slab of another size if all of it is colder than
-those. So what is forgotten follows use, and a size that is no longer written gives its bytes back.
+then the slots of its own records that were not used for longest; a slab of another size if all of it is colder than
+those; and at last what dead writers had prepared. So what is forgotten follows use, and a size that is no longer
+written gives its bytes back.
 
 Every method but `settle` runs inside a transaction of the index, which no other process writes beside. Files are
 removed by `settle`, after it: a transaction that is rolled back has lost nothing.
@@ -13,11 +14,13 @@ from __future__ import annotations
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.tiers.stores.directory.index import empty_slab, release
-from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles
+from quire.tiers.stores.counts import Counts
+from quire.tiers.stores.directory.index import empty_slab, reclaim
+from quire.tiers.stores.directory.owners import Owners
+from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles, make_file
+from quire.tiers.stores.directory.uses import Uses
 
 Place = tuple[int, int]
 """A slab and a slot in it."""
@@ -41,47 +44,48 @@ class _Slab(NamedTuple):
 
 
 class Room:
-    """Takes slots for one opened store. `evicted` counts what it has forgotten."""
+    """Takes slots for one opened store."""
 
-    def __init__(self, files: SlabFiles, slab_bytes: int | None) -> None:
+    def __init__(
+        self, files: SlabFiles, owners: Owners, uses: Uses, statistics: Counts, slab_bytes: int | None
+    ) -> None:
         """`slab_bytes` None: a 64th of the capacity; of a small one up to an 8th, for slabs of 1 MiB."""
         self._files = files
+        self._owners = owners
+        self._uses = uses
+        self._statistics = statistics
         self._slab_bytes = slab_bytes
         self._since_look: Counter[int] = Counter()
         self._made: list[int] = []
         self._dropped: list[int] = []
-        self.evicted = 0
 
     @property
     def has_dropped(self) -> bool:
         """Whether there is room after this transaction that could not be taken in it."""
         return bool(self._dropped)
 
-    def take(
-        self, index: sqlite3.Connection, slot_bytes: int, count: int, flush: Callable[[sqlite3.Connection], None]
-    ) -> list[Place]:
-        """Up to `count` slots, fewer where everything else is being written or the disk is full.
-
-        `flush` writes down what was used lately, before something is forgotten.
-        """
+    def take(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
+        """Up to `count` slots, fewer where everything else is being written or the disk is full."""
         (capacity,) = index.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
         if slot_bytes > capacity:
             return []
-        taken = self._ready(index, slot_bytes, count)
+        taken = self.take_unused(index, slot_bytes, count)
         while len(taken) < count and self._grow(index, slot_bytes, capacity):
-            taken += self._ready(index, slot_bytes, count - len(taken))
+            taken += self.take_unused(index, slot_bytes, count - len(taken))
         if len(taken) < count:
-            flush(index)
+            self._uses.flush(index)
         while len(taken) < count:
             slab = self._colder_slab(index, slot_bytes, capacity)
             if slab is None:
-                evicted = self._evict(index, slot_bytes, count - len(taken))
-                if not evicted:
+                if evicted := self._evict(index, slot_bytes, count - len(taken)):
+                    taken += evicted
+                elif self.reclaim_dead(index):
+                    taken += self.take_unused(index, slot_bytes, count - len(taken))
+                else:
                     break
-                taken += evicted
             elif slab.num_bytes >= slot_bytes:
                 self._convert(index, slab, slot_bytes)
-                taken += self._ready(index, slot_bytes, count - len(taken))
+                taken += self.take_unused(index, slot_bytes, count - len(taken))
             else:
                 self.drop(index, slab.id, slab.slot_bytes)
                 if capacity - _sum(index) >= slot_bytes:
@@ -96,19 +100,21 @@ class Room:
         for slab in dropped if committed else made:
             self._files.drop(slab)
 
+    def reclaim_dead(self, index: sqlite3.Connection) -> int:
+        """Drop what dead writers had prepared; returns how many records that were."""
+        names = index.execute("SELECT DISTINCT owner FROM records WHERE owner IS NOT NULL").fetchall()
+        count = sum(reclaim(index, name) for (name,) in names if self._owners.is_dead(name))
+        self._statistics.add(reclaimed=count)
+        return count
+
     def shrink(self, index: sqlite3.Connection, capacity: int) -> None:
         """Drop the coldest slabs until what is left fits."""
-        while _sum(index) > capacity:
-            slab = _coldest(index, "1")
-            if slab is None:
-                break
+        while _sum(index) > capacity and (slab := _coldest(index)) is not None:
             self.drop(index, slab.id, slab.slot_bytes)
 
     def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
         """Forget a slab and everything in it."""
-        (count,) = index.execute("SELECT COUNT(*) FROM records WHERE slab = ?", (slab,)).fetchone()
-        self.evicted += count
-        empty_slab(index, slab, slot_bytes)
+        self._statistics.add(evicted=empty_slab(index, slab, slot_bytes))
         index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
         self._dropped.append(slab)
 
@@ -121,14 +127,9 @@ class Room:
             self.drop(index, slab, *row)
         return row is not None
 
-    def take_elsewhere(self, index: sqlite3.Connection, slot_bytes: int, count: int, slab: int) -> list[Place]:
-        """Up to `count` slots that hold nothing, of other slabs than this."""
-        return self._ready(index, slot_bytes, count, slab)
-
-    # -- from what there is
-
-    def _ready(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Place]:
-        """Slots that hold nothing: given back ones first, in order, so that batches lie side by side."""
+    def take_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Place]:
+        """Up to `count` slots that hold nothing, of other slabs than `beside`: given back ones first, in order, so that
+        batches lie side by side."""
         free: list[Place] = index.execute(
             "SELECT slab, slot FROM free WHERE slot_bytes = ? AND slab != ? ORDER BY slab, slot LIMIT ?",
             (slot_bytes, beside, count),
@@ -160,14 +161,12 @@ class Room:
         num_bytes = num_slots * slot_bytes
         slab = secrets.randbits(48)  # no counter, which a transaction that is rolled back would give out again
         try:
-            self._files.make(slab, num_bytes)
+            make_file(self._files.path(slab), num_bytes)
         except OSError:
             return False
         self._made.append(slab)
         index.execute("INSERT INTO slabs VALUES (?, ?, ?, ?, 0)", (slab, slot_bytes, num_slots, num_bytes))
         return True
-
-    # -- from what is used least
 
     def _evict(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
         """The slots of this size that were not used for longest."""
@@ -176,7 +175,7 @@ class Room:
             (slot_bytes, count),
         ).fetchall()
         index.executemany("DELETE FROM records WHERE id = ?", [(row[0],) for row in rows])
-        self.evicted += len(rows)
+        self._statistics.add(evicted=len(rows))
         self._since_look[slot_bytes] += len(rows)
         return sorted((slab, slot) for _, slab, slot in rows)
 
@@ -189,7 +188,7 @@ class Room:
         ).fetchone()
         if oldest is not None and 0 < self._since_look[slot_bytes] < max(slots, _LOOK_EVERY):
             return None  # looking at all records is for once in a slab's worth of them
-        coldest = _coldest(index, f"s.slot_bytes != {slot_bytes}")
+        coldest = _coldest(index, beside=slot_bytes)
         if coldest is None or (oldest is not None and coldest.used >= oldest):
             self._since_look[slot_bytes] = 1
             return None
@@ -202,20 +201,11 @@ class Room:
 
     def _convert(self, index: sqlite3.Connection, slab: _Slab, slot_bytes: int) -> None:
         """The file stays, so that this cannot run out of disk."""
-        (count,) = index.execute("SELECT COUNT(*) FROM records WHERE slab = ?", (slab.id,)).fetchone()
-        self.evicted += count
-        empty_slab(index, slab.id, slab.slot_bytes)
+        self._statistics.add(evicted=empty_slab(index, slab.id, slab.slot_bytes))
         index.execute(
             "UPDATE slabs SET slot_bytes = ?, num_slots = ?, fresh = 0 WHERE id = ?",
             (slot_bytes, slab.num_bytes // slot_bytes, slab.id),
         )
-
-
-def reclaim(index: sqlite3.Connection, owner: str) -> int:
-    """Drop what an owner had prepared and not completed; returns how many records that were."""
-    rows = index.execute("SELECT id FROM records WHERE owner = ?", (owner,)).fetchall()
-    release(index, (number for (number,) in rows))
-    return len(rows)
 
 
 def _sum(index: sqlite3.Connection) -> int:
@@ -223,11 +213,12 @@ def _sum(index: sqlite3.Connection) -> int:
     return int(num_bytes)
 
 
-def _coldest(index: sqlite3.Connection, condition: str) -> _Slab | None:
-    """The slab whose newest use is the oldest, and that nobody writes to. O(records)."""
+def _coldest(index: sqlite3.Connection, beside: int = 0) -> _Slab | None:
+    """The slab of other slots than `beside` whose newest use is the oldest, unless it is written to. O(records)."""
     row = index.execute(
         "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
-        f" LEFT JOIN records r ON r.slab = s.id WHERE {condition}"
-        " GROUP BY s.id HAVING COUNT(r.owner) = 0 ORDER BY used LIMIT 1"
+        " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?"
+        " GROUP BY s.id HAVING COUNT(r.owner) = 0 ORDER BY used LIMIT 1",
+        (beside,),
     ).fetchone()
     return None if row is None else _Slab(*row)

@@ -58,17 +58,6 @@ class SlabFiles:
         """All slab files in the folder."""
         return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
 
-    def make(self, slab: int, num_bytes: int) -> None:
-        """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""
-        file = os.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _allocate(file, num_bytes)
-        except OSError:
-            self.path(slab).unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(file)
-
     def size(self, slab: int) -> int | None:
         """Bytes of the file; None where it is gone."""
         try:
@@ -94,8 +83,8 @@ class SlabFiles:
             return file
 
     def drop(self, slab: int) -> None:
-        """Remove the file, in which nobody looks for anything any more. Its bytes are the disk's at once, even while
-        others have it open."""
+        """Remove the file, in which nothing is looked for any more. Its bytes are the disk's at once, even while other
+        processes have it open."""
         with suppress(OSError):
             os.truncate(self.path(slab), 0)
         with suppress(OSError):
@@ -103,7 +92,7 @@ class SlabFiles:
         with self._lock:
             self._files.pop(slab, None)
 
-    def let_go(self) -> None:
+    def close_removed(self) -> None:
         """Forget files that another process has removed, whose blocks the disk keeps for as long as they are open."""
         with self._lock:
             for slab in [slab for slab, file in self._files.items() if file.is_gone]:
@@ -118,76 +107,48 @@ class SlabFiles:
             os.fdatasync(file.descriptor)
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files that are not on their way."""
         with self._lock:
             self._files.clear()
 
 
-class OpenSlabs(dict[int, SlabFile | None]):
-    """Slabs of one batch, each opened when it is first asked for."""
-
-    def __init__(self, files: SlabFiles) -> None:
-        super().__init__()
-        self._files = files
-
-    def __missing__(self, slab: int) -> SlabFile | None:
-        file = self[slab] = self._files.open(slab)
-        return file
-
-
-def _allocate(file: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, num_bytes)
-    else:
-        os.ftruncate(file, num_bytes)
+def make_file(path: Path, num_bytes: int) -> None:
+    """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, num_bytes)
+        else:
+            for start in range(0, num_bytes, 1 << 20):
+                os.pwrite(file, bytes(min(1 << 20, num_bytes - start)), start)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
 
 
 def _can_be_direct(folder: Path) -> bool:
     """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse. On a
-    full disk a slab that is there is read instead."""
+    full disk a slab that is there is read instead. Raises OSError where no file can be made."""
+    probe = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        return _probe(folder)
+        make_file(probe, BLOCK)
+        return _moves_direct(probe, writes=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return any(map(_reads_direct, islice(folder.glob("*.slab"), 1)))
+        return any(_moves_direct(slab, writes=False) for slab in islice(folder.glob("*.slab"), 1))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
-def _reads_direct(slab: Path) -> bool:
-    with mmap.mmap(-1, BLOCK) as block:
+def _moves_direct(path: Path, *, writes: bool) -> bool:
+    with mmap.mmap(-1, BLOCK) as block, suppress(OSError):
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
         try:
-            file = os.open(slab, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
-        except OSError:
-            return False
-        try:
-            return bool(_DIRECT) and os.preadv(file, [block], 0) == BLOCK
-        except OSError:
-            return False
+            is_written = not writes or os.pwrite(file, block, 0) == BLOCK
+            return bool(_DIRECT) and is_written and os.preadv(file, [block], 0) == BLOCK
         finally:
             os.close(file)
-
-
-def _probe(folder: Path) -> bool:
-    path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
-    block = mmap.mmap(-1, BLOCK)
-    if not _DIRECT:
-        path.touch()
-        path.unlink()
-        return False
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | _DIRECT, 0o600)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    finally:
-        path.unlink(missing_ok=True)
-    try:
-        return os.pwritev(file, [block], 0) == BLOCK and os.preadv(file, [block], 0) == BLOCK
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        raise
-    finally:
-        os.close(file)
-        block.close()
+    return False

@@ -9,10 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from typing import Any
+from threading import local
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +25,17 @@ Bytes = npt.NDArray[np.uint8]
 Place = tuple[SlabFile, int, Bytes]
 """A file, where in it, and the memory to move."""
 
-PIECE = 1 << 20
+_PIECE = 1 << 20
 """The most bytes of one call. Larger records are cut, so that several threads are at them."""
 
 
-@dataclass(slots=True)
-class Piece:
-    """A run of bytes in memory and its place in a file. `done` once it has moved in full."""
+class _Piece(NamedTuple):
+    """A run of bytes in memory, its place in a file, and the index of its record."""
 
-    file: SlabFile
+    descriptor: int
     offset: int
     memory: Bytes
-    done: bool = field(default=False)
+    record: int
 
     @property
     def length(self) -> int:
@@ -47,59 +46,57 @@ class Piece:
 def as_bytes(buffer: Buffer) -> Bytes:
     """A buffer as a flat array of its bytes, without a copy."""
     view = memoryview(buffer)
-    if not view.nbytes:
-        return np.empty(0, dtype=np.uint8)
-    return np.frombuffer(view, dtype=np.uint8)
+    return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 
 class Transfer:
     """Threads and the buffers they use. The calling thread works too, and returns when everything has moved or failed.
 
-    Buffers: one of 1 MiB for each thread at work.
+    Buffers: one of 1 MiB for each thread.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="quire-directory")
-        self._bounces: deque[_Bounce] = deque()
+        self._of_thread = local()
 
     def read(self, places: Sequence[Place]) -> list[bool]:
         """Fill memory from (file, offset) each. False: the file was shorter than that, or could not be read."""
-        return self._move(places, _read)
+        return self._move(places, writes=False)
 
     def write(self, places: Sequence[Place]) -> list[bool]:
         """Write memory to (file, offset) each, in whole blocks. False: not, or not all of it."""
-        return self._move(places, _write)
+        return self._move(places, writes=True)
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._pool.shutdown()
-        self._bounces.clear()
 
-    def _move(self, places: Sequence[Place], move: Callable[..., None]) -> list[bool]:
-        cut = [list(_cut(*place)) for place in places]
-        runs = deque(_runs([piece for pieces in cut for piece in pieces]))
+    def _move(self, places: Sequence[Place], *, writes: bool) -> list[bool]:
+        runs = deque(_runs(places))
+        failed: set[int] = set()
 
         def drain() -> None:
-            try:
-                bounce = self._bounces.pop()
-            except IndexError:
-                bounce = _Bounce()
+            bounce = self._bounce()
             while runs:
                 try:
                     run = runs.popleft()
                 except IndexError:
                     break
-                move(run, bounce)
-            if len(self._bounces) < 2 * self._threads:
-                self._bounces.append(bounce)
+                _move_run(run, bounce, failed, writes=writes)
 
         others = self._ask(drain, min(self._threads, len(runs)) - 1)
         drain()
         wait([other for other in others if not other.cancel()])
-        return [all(piece.done for piece in pieces) for pieces in cut]
+        return [record not in failed for record in range(len(places))]
 
-    def _ask(self, work: Callable[[], None], threads: int) -> list[Future[None]]:
+    def _bounce(self) -> Bytes:
+        if not hasattr(self._of_thread, "bounce"):
+            self._of_thread.bounce = np.frombuffer(mmap.mmap(-1, _PIECE), dtype=np.uint8)  # on a block boundary
+        bounce: Bytes = self._of_thread.bounce
+        return bounce
+
+    def _ask(self, work: Any, threads: int) -> list[Future[None]]:
         """So many threads begin to work; none where the interpreter ends and starts no more, and the caller does it."""
         try:
             return [self._pool.submit(work) for _ in range(threads)]
@@ -107,86 +104,58 @@ class Transfer:
             return []
 
 
-class _Bounce:
-    """An aligned buffer."""
-
-    def __init__(self) -> None:
-        self._map = mmap.mmap(-1, PIECE)  # goes with the last array on it
-        self.memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
-
-
-def _cut(file: SlabFile, offset: int, memory: Bytes) -> list[Piece]:
-    if len(memory) <= PIECE:
-        return [Piece(file, offset, memory)]
-    return [Piece(file, offset + at, memory[at : at + PIECE]) for at in range(0, len(memory), PIECE)]
-
-
-def _runs(pieces: list[Piece]) -> list[list[Piece]]:
-    """Pieces that lie side by side, together as long as they fit one call."""
-    runs: list[list[Piece]] = []
+def _runs(places: Sequence[Place]) -> list[list[_Piece]]:
+    """The places in pieces, and pieces that lie side by side together, as long as they fit one call."""
+    pieces = [
+        _Piece(file.descriptor, offset + at, memory[at : at + _PIECE], record)
+        for record, (file, offset, memory) in enumerate(places)
+        for at in range(0, max(1, len(memory)), _PIECE)
+    ]
+    runs: list[list[_Piece]] = []
     end, room = (-1, -1), 0
-    for piece in sorted(pieces, key=lambda piece: (piece.file.descriptor, piece.offset)):
+    for piece in sorted(pieces, key=lambda piece: piece[:2]):
         length = piece.length
-        if (piece.file.descriptor, piece.offset) == end and length <= room:
+        if piece[:2] == end and length <= room:
             runs[-1].append(piece)
         else:
             runs.append([piece])
-            room = PIECE
+            room = _PIECE
         room -= length
-        end = (piece.file.descriptor, piece.offset + length)
+        end = (piece.descriptor, piece.offset + length)
     return runs
 
 
-def _vector(run: list[Piece], bounce: _Bounce) -> tuple[list[Any], list[tuple[Piece, Bytes, Bytes]]]:
-    """The buffers of one call, and of which piece which bytes of memory go through which part of the bounce buffer."""
+def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool) -> None:
+    """Read or write pieces in one call. One that stops in the middle is repeated piece by piece."""
     vector: list[Any] = []
-    through: list[tuple[Piece, Bytes, Bytes]] = []
-    at = 0
+    through: list[tuple[Bytes, Bytes]] = []  # memory, and the part of the bounce buffer that stands for it
+    used = 0
     for piece in run:
         memory = piece.memory
-        straight = 0
-        if memory.__array_interface__["data"][0] % BLOCK == 0:
-            straight = len(memory) // BLOCK * BLOCK
-            if straight:
-                vector.append(memory[:straight])
+        is_aligned = memory.__array_interface__["data"][0] % BLOCK == 0
+        straight = len(memory) // BLOCK * BLOCK if is_aligned else 0
+        if straight:
+            vector.append(memory[:straight])
         rest = piece.length - straight
         if rest:
-            buffer = bounce.memory[at : at + rest]
-            through.append((piece, memory[straight:], buffer))
+            buffer = bounce[used : used + rest]
+            through.append((memory[straight:], buffer))
             vector.append(buffer)
-            at += rest
-    return vector, through
-
-
-def _write(run: list[Piece], bounce: _Bounce) -> None:
-    vector, through = _vector(run, bounce)
-    for _, memory, buffer in through:
-        buffer[: len(memory)] = memory
-        buffer[len(memory) :] = 0  # not what another record left there
+            used += rest
+    if writes:
+        for memory, buffer in through:
+            buffer[: len(memory)] = memory
+            buffer[len(memory) :] = 0  # not what another record left there
+    first, last = run[0], run[-1]
     try:
-        moved = os.pwritev(run[0].file.descriptor, vector, run[0].offset)
+        moved = (os.pwritev if writes else os.preadv)(first.descriptor, vector, first.offset)
     except OSError:
         moved = 0
-    _settle(run, bounce, moved, _write)
-
-
-def _read(run: list[Piece], bounce: _Bounce) -> None:
-    vector, through = _vector(run, bounce)
-    try:
-        moved = os.preadv(run[0].file.descriptor, vector, run[0].offset)
-    except OSError:
-        moved = 0
-    for _, memory, buffer in through:
-        memory[:] = buffer[: len(memory)]
-    _settle(run, bounce, moved, _read)
-
-
-def _settle(run: list[Piece], bounce: _Bounce, moved: int, again: Callable[[list[Piece], _Bounce], None]) -> None:
-    """Which pieces have moved. A run that stopped in the middle goes on piece by piece."""
-    start = run[0].offset
-    for piece in run:
-        piece.done = piece.offset - start + len(piece.memory) <= moved
-    if len(run) > 1:
-        for piece in run:
-            if not piece.done:
-                again([piece], bounce)
+    if not writes:
+        for memory, buffer in through:
+            memory[:] = buffer[: len(memory)]
+    if moved < last.offset - first.offset + len(last.memory):
+        if len(run) == 1:
+            failed.add(first.record)
+        for piece in run if len(run) > 1 else ():
+            _move_run([piece], bounce, failed, writes=writes)

@@ -31,9 +31,8 @@ class Uses:
             self._last = start + count - 1
             return range(start, start + count)[::-1]
 
-    def note(self, ids: Sequence[int], times: Sequence[int] | None = None) -> None:
-        """These records were used, at these times or just now. Of one that is there twice the first time counts."""
-        times = self.now(len(ids)) if times is None else times
+    def note(self, ids: Sequence[int], times: Sequence[int]) -> None:
+        """These records were used at these times. Of one that is there twice the first time counts."""
         with self._lock:
             self._used.update(zip(reversed(ids), reversed(times), strict=True))
 
