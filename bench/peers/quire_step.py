@@ -113,7 +113,7 @@ def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
     `launch` and `settle`."""
     clock = time.process_time_ns
     began = clock()
-    core.offload.kept.expire()
+    core.offload.retention.expire()
     step = core.scheduler.schedule()
     scheduled = clock()
     launched = core.runner.launch(step, None)

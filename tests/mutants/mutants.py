@@ -28,7 +28,7 @@ from quire.memory.allocator import (
 )
 from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
-from quire.offload.tiered import Tiered
+from quire.offload.offloading import Tiered
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache

@@ -97,7 +97,7 @@ class CachedBytes(ABC):
 
     @property
     def kept(self) -> Retention:
-        return offload_of(self.cache).kept
+        return offload_of(self.cache).retention
 
     def drain(self) -> None:
         """Until nothing is on its way any more."""

@@ -32,7 +32,7 @@ class Cache(KVCache):
         self.now = 0.0
         offload = Offloads(retain_share=share)
         super().__init__(plan, eviction=eviction, seconds=lambda: self.now, offload=offload)
-        self.kept: Retention = offload_of(self).kept
+        self.kept: Retention = offload_of(self).retention
 
     def compute(self, tokens: Ids, namespace: Namespace = ALICE) -> int:
         """Run a prompt to its end; returns how many of its tokens were cached before."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.cache.explain import explain_prompt
 from quire.cache.groups import GroupCache
-from quire.cache.offload import CacheParts, Kept
+from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
@@ -38,13 +38,13 @@ class Claim:
 class Admission:
     """What a scheduler asks before a request begins or grows. It takes nothing."""
 
-    def __init__(self, parts: CacheParts, rows: RunningTables, kept: Kept) -> None:
+    def __init__(self, parts: CacheParts, rows: RunningTables, retention: RetentionPort) -> None:
         self._pages = parts.pages
         self._tree = parts.tree
         self._groups = parts.groups
         self._seconds = parts.seconds
         self._rows = rows
-        self._kept = kept
+        self._retention = retention
         self._size = parts.plan.page_size
         self._partial = [group for group in parts.groups if not group.reach.whole]
         self.gives_back_early = bool(self._partial)
@@ -53,7 +53,7 @@ class Admission:
     @property
     def num_available_pages(self) -> int:
         """Pages that `extend` could find: free ones, evictable ones, and those that are kept until they are missed."""
-        return self._pages.num_free_pages + self._tree.num_evictable + self._kept.num_soft
+        return self._pages.num_free_pages + self._tree.num_evictable + self._retention.num_soft
 
     @property
     def num_dropped(self) -> int:
@@ -84,7 +84,7 @@ class Admission:
         a request gives back what it has passed: the rest fits when these have settled."""
         slack = -self._rows.allocated(kv) % self._size
         passing = [
-            g.num_free + g.num_evictable + self._kept.num_soft_frames(g.index)
+            g.num_free + g.num_evictable + self._retention.num_soft_frames(g.index)
             for g in self._groups
             if not g.reach.whole and not g.reach.carried
         ]
@@ -108,15 +108,15 @@ class Admission:
         pages more for each of them.
         """
         have = -(-self._rows.table.allocated[rows] // self._size)
-        kept = self._kept
-        claims = [group_claim(group, kept, hit, num_pages, rows, have, reached, reserve) for group in self._groups]
-        claims.append(pages_claim(self.num_available_pages, kept, hit, num_pages, have, reached, reserve))
+        retention = self._retention
+        claims = [group_claim(group, retention, hit, num_pages, rows, have, reached, reserve) for group in self._groups]
+        claims.append(pages_claim(self.num_available_pages, retention, hit, num_pages, have, reached, reserve))
         return first_refusal(claims, len(rows))
 
 
 def group_claim(
     group: GroupCache,
-    kept: Kept,
+    retention: RetentionPort,
     hit: PrefixHit,
     num_pages: int,
     rows: Rows,
@@ -125,11 +125,11 @@ def group_claim(
     reserve: int,
 ) -> Claim:
     """What a request of `num_pages` pages that begins on `hit` claims of a group, beside `rows`, which have `have[i]`
-    pages, were promised `reached[i]`, and are to have `reserve` more each. What is `kept` softly can be had too."""
+    pages, were promised `reached[i]`, and are to have `reserve` more each. What is retained softly can be had too."""
     if group.reach.whole:
-        soft, own = kept.num_soft, kept.num_soft_of(hit.match, hit.num_pages)
+        soft, own = retention.num_soft, retention.num_soft_of(hit.match, hit.num_pages)
     else:
-        soft, own = kept.num_soft_frames(group.index), kept.num_soft_frames_of(group.index, hit.pages)
+        soft, own = retention.num_soft_frames(group.index), retention.num_soft_frames_of(group.index, hit.pages)
     return Claim(
         group.name,
         group.num_free + group.num_evictable + soft,
@@ -141,11 +141,17 @@ def group_claim(
 
 
 def pages_claim(
-    available: int, kept: Kept, hit: PrefixHit, num_pages: int, have: Lengths, reached: Lengths, reserve: int
+    available: int,
+    retention: RetentionPort,
+    hit: PrefixHit,
+    num_pages: int,
+    have: Lengths,
+    reached: Lengths,
+    reserve: int,
 ) -> Claim:
     """The same of the pages themselves."""
     owed = int((reached - have).sum())
-    pinned = hit.num_evictable + kept.num_soft_of(hit.match, hit.num_pages)
+    pinned = hit.num_evictable + retention.num_soft_of(hit.match, hit.num_pages)
     return Claim("all groups", available, num_pages - hit.num_pages, owed, len(have) * reserve, pinned)
 
 

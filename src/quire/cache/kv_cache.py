@@ -126,7 +126,7 @@ class KVCache:
             step_seconds=lambda: self.fences.step_seconds if self.rows.live else 0.0,
         )
         self.offload = offload.make(self.parts)
-        self.admission = Admission(self.parts, self.rows, self.offload.kept)
+        self.admission = Admission(self.parts, self.rows, self.offload.retention)
         self._growth = Growth(self.parts, self.rows, self.offload, self.counters)
         self._table = self.rows.table
         self._partial = tuple(group for group in self.groups if not group.reach.whole)

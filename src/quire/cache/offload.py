@@ -1,14 +1,13 @@
 """Offload: what a cache asks of the policies that keep pages, and that move them between the device and what is below.
 
-A cache calls this port and knows nothing of hosts, stores and policies. `NO_OFFLOAD` is a cache that has the device
-alone and keeps nothing for callers; the others are in `quire.offload`.
+A cache calls this port and knows nothing of hosts, stores and policies. As the classes are here, a cache has the device
+alone and retains nothing for callers; those of `quire.offload` say what else is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.cache.damaged import DamagedPages
 from quire.cache.groups import GroupCache
@@ -54,46 +53,58 @@ class CacheParts:
     laws: list[Law] = field(default_factory=list)
 
 
-class Kept(Protocol):
-    """What is kept for callers. *Soft* is what goes before a running request is refused a page."""
+class RetentionPort:
+    """What is retained for callers: here, nothing. *Soft* is what goes before a running request is refused a page."""
 
     @property
     def num_soft(self) -> int:
-        """Pages on the device that soft keeping alone keeps from being evicted."""
+        """Pages on the device that soft retentions alone keep from being evicted."""
+        return 0
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
         """Which of `num_soft` a request would hold itself that begins on the first `num_pages` pages of a match."""
+        return 0
 
     def num_soft_frames(self, group: int) -> int:
-        """The same of frames of a group that is read in part."""
+        """As `num_soft`, of frames of a group that is read in part."""
+        return 0
 
     def num_soft_frames_of(self, group: int, pages: Ids) -> int:
         """Which of these a request would hold itself that begins behind `pages`."""
+        return 0
 
     @property
     def num_pinned(self) -> int:
-        """Pages that are not let go of for requests."""
+        """Pages that are not given up for requests."""
+        return 0
 
     def expire(self) -> int:
-        """Let go of what has been kept for its time. O(1) if that is nothing."""
+        """End what has been retained for its time; returns how many retentions that were. O(1) if it is none."""
+        return 0
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """Let go of what is kept softly until `wanted` frames, by group, and `num_new` page ids could be had, or
-        nothing would help; whether anything was let go of."""
+        """Give up what is soft until `wanted` frames, by group, and `num_new` page ids could be had, or nothing would
+        help; whether anything was given up."""
+        return False
 
 
-class Offload(Protocol):
-    """What has bytes moved between the device and other tiers, and what is `kept` for callers."""
+class Offload:
+    """What has bytes moved between the device and other tiers, and what is retained for callers. Here what leaves the
+    device is forgotten."""
 
-    @property
-    def kept(self) -> Kept: ...
+    def __init__(self, parts: CacheParts) -> None:
+        self.retention = RetentionPort()
+        self._parts = parts
+        self._partial = tuple(group for group in parts.groups if not group.reach.whole)
 
     def choose(self, found: Match, limit: int) -> Choice:
         """How many of the first `limit` pages of a match to reuse, and what of them to load. Changes nothing."""
+        return Choice(*resume_point(self._partial, found.pages[:limit]))
 
     def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
         """Start to load what the device lacks of a leased hit; returns what has to arrive before a step may read it.
         Raises OutOfPages where there is no room, and then nothing has changed: the lease is the caller's still."""
+        return []
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
         """A request has begun on a hit that was brought."""
@@ -107,106 +118,36 @@ class Offload(Protocol):
         want them."""
 
     def make_room(self, *, waits: bool) -> bool:
-        """Let go of something that it keeps from being evicted, or, where the caller `waits`, wait a little for bytes
-        on their way; False where there is nothing of the kind."""
+        """Give up something that it keeps from being evicted, or, where the caller `waits`, wait a little for bytes on
+        their way; False where there is nothing of the kind."""
+        return False
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
-        """Take up to `num_pages` pages that nobody holds off the device, and give up ids of pages that are elsewhere
+        """Take up to `num_pages` pages that nothing holds off the device, and give up ids of pages that are elsewhere
         until `num_ids` are free. All that has left the tree has been given back."""
+        removed = self._parts.tree.evict(num_pages, cause)
+        self._parts.give_back(removed)
+        return Evicted(removed, 0)
 
     def forgotten(self, pages: Ids) -> None:
         """These pages have left the cache, or never were in it."""
 
 
-class OffloadFactory(Protocol):
-    """Makes the offload of a cache. `below` are the tiers that frames have beside the device."""
+class OffloadFactory:
+    """Makes the offload of a cache."""
 
     @property
-    def below(self) -> tuple[Tier, ...]: ...
+    def below(self) -> tuple[Tier, ...]:
+        """Tiers that frames have beside the device."""
+        return ()
 
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on other tiers only."""
+        return 0
 
     def make(self, parts: CacheParts) -> Offload:
         """The offload of the cache that has these parts."""
+        return Offload(parts)
 
 
-class NoOffload:
-    """The device alone: what leaves it is forgotten."""
-
-    def __init__(self, parts: CacheParts) -> None:
-        self.kept: Kept = NothingKept()
-        self._tree = parts.tree
-        self._give_back = parts.give_back
-        self._partial = tuple(group for group in parts.groups if not group.reach.whole)
-
-    def choose(self, found: Match, limit: int) -> Choice:
-        """All that every group can resume behind."""
-        return Choice(*resume_point(self._partial, found.pages[:limit]))
-
-    def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
-        """Nothing has to come."""
-        return []
-
-    def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
-        """Nobody has to know."""
-
-    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
-        """Nothing is copied."""
-
-    def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
-        """Nothing is copied."""
-
-    def make_room(self, *, waits: bool) -> bool:
-        """Nothing is kept, and nothing moves."""
-        return False
-
-    def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
-        """What leaves the device has no place elsewhere."""
-        removed = self._tree.evict(num_pages, cause)
-        self._give_back(removed)
-        return Evicted(removed, 0)
-
-    def forgotten(self, pages: Ids) -> None:
-        """There are no copies."""
-
-
-class NothingKept:
-    """Callers cannot keep anything."""
-
-    num_soft = num_pinned = 0
-
-    def num_soft_of(self, match: Match, num_pages: int) -> int:
-        """None."""
-        return 0
-
-    def num_soft_frames(self, group: int) -> int:
-        """None."""
-        return 0
-
-    def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        """None."""
-        return 0
-
-    def expire(self) -> int:
-        """None."""
-        return 0
-
-    def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """There is nothing to let go of."""
-        return False
-
-
-class _DeviceOnly:
-    below: tuple[Tier, ...] = ()
-
-    def num_pages(self, plan: MemoryPlan) -> int:
-        """None."""
-        return 0
-
-    def make(self, parts: CacheParts) -> Offload:
-        """Nothing is moved, nothing is kept."""
-        return NoOffload(parts)
-
-
-NO_OFFLOAD: OffloadFactory = _DeviceOnly()
+NO_OFFLOAD = OffloadFactory()

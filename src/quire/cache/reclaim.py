@@ -36,7 +36,7 @@ class Reclaim:
 
     def for_rows(self, rows: Rows, num_new: int, cause: str) -> None:
         """Evict until these rows can take so many new pages."""
-        self._offload.kept.expire()
+        self._offload.retention.expire()
         self._until(lambda: [g.wanted(rows, num_new) for g in self._parts.groups], num_new, cause, waits=True)
 
     def frames(self, wanted: Sequence[int], cause: str) -> None:
@@ -49,7 +49,7 @@ class Reclaim:
         """Give up what is kept until all that is asked for, which may change by that, can be evicted; and evict."""
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
-            if not (self._offload.kept.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
+            if not (self._offload.retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
                 raise refusal
             wanted = ask()
         short = [(group, n) for group, n in zip(self._parts.groups, wanted, strict=True) if n > group.num_free]
@@ -71,7 +71,7 @@ class Reclaim:
                 holders = f"{len(self._live)} running requests hold the rest"
                 if held := parts.holds.summary():
                     holders += f", beside {held}"
-                if num_pinned := self._offload.kept.num_pinned:
+                if num_pinned := self._offload.retention.num_pinned:
                     holders += f", but for {num_pinned} pages that callers have pinned"
                 return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)
         return None

@@ -206,7 +206,7 @@ class EngineCore:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         outputs = StepOutputs(noted=self._ended)
         self._ended = []
-        self.offload.kept.expire()
+        self.offload.retention.expire()
         step = self.scheduler.schedule()
         for request in step.admitted:
             self._explain(request, outputs)
@@ -311,17 +311,17 @@ class EngineCore:
         _refuse_adapter(message.adapter)
         tokens = np.frombuffer(message.prompt, dtype=np.int32)
         namespace = Namespace(message.adapter, message.salt)
-        return self.offload.kept.retain(
+        return self.offload.retention.retain(
             tokens, namespace, ttl_seconds=message.ttl_seconds, priority=message.priority, pin=message.pin
         )
 
     def release(self, retention_id: str) -> bool:
         """Keep it no longer; False where there is nothing of that id."""
-        return self.offload.kept.release(retention_id)
+        return self.offload.retention.release(retention_id)
 
     def retained(self) -> RetainedList:
         """What is kept now."""
-        return self.offload.kept.listing()
+        return self.offload.retention.listing()
 
     def flush(self, namespace: Namespace | None) -> Flushed:
         """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
@@ -372,11 +372,11 @@ class EngineCore:
             "refused_requests": self._counts["refused"],
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
-            "retentions": len(self.offload.kept),
-            "retained_pages": self.offload.kept.num_pages,
-            "retentions_expired": self.offload.kept.num_expired,
-            "retentions_given_up": self.offload.kept.num_given_up,
-            "retentions_lost": self.offload.kept.num_lost,
+            "retentions": len(self.offload.retention),
+            "retained_pages": self.offload.retention.num_pages,
+            "retentions_expired": self.offload.retention.num_expired,
+            "retentions_given_up": self.offload.retention.num_given_up,
+            "retentions_lost": self.offload.retention.num_lost,
             "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,

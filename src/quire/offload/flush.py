@@ -84,7 +84,7 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
 
 def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
     tree, offload = cache.tree, offload_of(cache)
-    num_retentions = offload.kept.forget(namespace)
+    num_retentions = offload.retention.forget(namespace)
     for kv in cache.rows.live.values():
         if namespace in (None, kv.namespace):
             kv.shares = False

@@ -3,36 +3,187 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.offload import CacheParts, NoOffload
+from quire.cache.hold import HeldFrames, Reason
+from quire.cache.offload import CacheParts, Offload, OffloadFactory
+from quire.cache.prefix_hit import Choice, PrefixHit
+from quire.cache.request_kv import RequestKV
+from quire.cache.resuming import needed_pages, resume_point
+from quire.errors import OutOfPages
+from quire.memory.residency import State
+from quire.offload.laws import tier_laws
+from quire.offload.prefetcher import Prefetcher
 from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.offload.retention import RETAIN_SHARE, Retention
-from quire.offload.tier_settings import TierSettings
-from quire.offload.tiered import Tiered
+from quire.offload.tier_settings import TierSettings, WritePolicy
+from quire.offload.tiering import Tiering
 from quire.plan.budget import MemoryPlan
+from quire.prefix.match import Evicted, Match
+from quire.prefix.node import Lease
+from quire.prefix.reach import reach_of
 from quire.spec.events import Namespace
-from quire.spec.ids import Tier
+from quire.spec.ids import Ids, Tier
+from quire.tiers.transfer import Lane, Transfer
 
 
-class DeviceOnly(NoOffload):
-    """The device alone, of which callers may keep prefixes (`kept`)."""
+class Offloading(Offload):
+    """What callers retain (`retention`), on the device alone: there are no `tiers`. Schedulers ask `ahead`."""
 
-    def __init__(self, parts: CacheParts, retain_share: float) -> None:
+    ahead: ReadAhead = NOTHING_TO_READ_AHEAD
+    tiers: Tiering | None = None
+    prefetcher: Prefetcher | None = None
+
+    def __init__(self, parts: CacheParts, retention: Retention) -> None:
         super().__init__(parts)
-        self.kept: Retention = Retention(parts, retain_share)
-        self.ahead: ReadAhead = NOTHING_TO_READ_AHEAD
-        self.tiers = self.prefetcher = None
+        self.retention: Retention = retention
 
     def abandon(self, namespace: Namespace | None) -> None:
-        """Nothing is on its way."""
+        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
 
 
-Offloading = Tiered | DeviceOnly
+class Tiered(Offloading):
+    """With a host below the device, and perhaps a store below that. `tiers` says what moves, `prefetcher` what is read
+    from the store while requests wait."""
+
+    def __init__(self, parts: CacheParts, settings: TierSettings, retain_share: float) -> None:
+        self.tiers: Tiering = Tiering(settings, parts)
+        retention = Retention(parts, retain_share, self.tiers.hosts)
+        super().__init__(parts, retention)
+        self.prefetcher: Prefetcher = Prefetcher(self.tiers, parts, retention)
+        self.ahead = self.prefetcher
+        self._page_size = parts.plan.page_size
+        self._write = settings.write
+        parts.laws.append(partial(tier_laws, self.tiers, self.prefetcher))
+
+    # -- what a request begins on
+
+    def choose(self, found: Match, limit: int) -> Choice:
+        """All that can be resumed behind, from the host too where that is worth it, or else what the device has."""
+        choice = self._choose(found, limit)
+        choice.stands = partial(self._stands, self.tiers.num_dropped, choice.weighed, bool(choice.host_pages))
+        return choice
+
+    def _choose(self, found: Match, limit: int) -> Choice:
+        tiers, settings, pages = self.tiers, self.tiers.settings, found.pages[:limit]
+        limit = tiers.damaged.before(pages)
+        pages = pages[:limit]
+        near, limited = resume_point(self._partial, pages[: min(found.num_here, limit)])
+        if near == limit:
+            return Choice(near, limited)
+        far, limited_far = resume_point(self._partial, pages, tiers.hosts)
+        if far <= near:
+            return Choice(near, limited_far)
+        loads = list(map(len, tiers.missing(pages[:far])))
+        if tiers.is_too_much(loads):
+            return Choice(near, "", declined_pages=far - near)
+        num_bytes = sum(count * size for count, size in zip(loads, settings.record_bytes, strict=True))
+        weighed = None if settings.always or not num_bytes else ((far - near) * self._page_size, num_bytes)
+        if weighed is not None and not self._pays(*weighed):
+            return Choice(near, "", declined_pages=far - near, weighed=weighed)
+        num_fetched = int(np.count_nonzero(tiers.on_host.has(pages[near:far], State.FETCHED)))
+        return Choice(far, limited_far, loads, far - near, num_fetched, weighed=weighed)
+
+    def _stands(self, num_dropped: int, weighed: tuple[int, int] | None, loads: bool) -> bool:
+        """Whether to load what was chosen can be done still and is still worth it, or still not."""
+        return self.tiers.num_dropped == num_dropped and (weighed is None or self._pays(*weighed) == loads)
+
+    def _pays(self, tokens: int, num_bytes: int) -> bool:
+        queued = self.tiers.mover.in_flight(Lane.LOAD)
+        return self.tiers.break_even.pays(Lane.LOAD, tokens, num_bytes, queued)
+
+    def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
+        """Load what the device lacks of a hit, into room that is made for it."""
+        tiers, parts, pages = self.tiers, self._parts, hit.pages
+        missing = tiers.missing(pages)
+        if any(map(len, missing)):
+            hold = parts.holds.add(Reason.BEGIN, frames=self._frames_behind(pages), label=label)
+            try:
+                wanted = list(map(len, missing))
+                parts.reclaim(wanted, label)
+                if tiers.load(lease.node, pages, missing) is None:
+                    waits = "loads that are on their way take all there is room for"
+                    raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by=waits)
+            finally:
+                parts.holds.release(hold)
+        return tiers.loads_of(pages)
+
+    def _frames_behind(self, pages: Ids) -> list[HeldFrames]:
+        """What device and host have of single frames that a request needs to begin behind `pages`."""
+        held = []
+        for group in self._partial:
+            needed = needed_pages(group, pages)
+            for tier, table in ((Tier.DEVICE, group.table), (Tier.HOST, self.tiers.hosts[group.index].table)):
+                held.append(HeldFrames(group.index, tier, needed[table.present(needed)]))
+        return held
+
+    def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
+        """Only now what was chosen counts."""
+        tiers, choice, pages = self.tiers, hit.choice, hit.pages
+        even = tiers.break_even
+        if choice.weighed is not None and even.decide(Lane.LOAD, *choice.weighed) and not choice.host_pages:
+            even.untried(Lane.LOAD)
+        if not resumed:
+            tiers.counters.host_hit_tokens += (choice.host_pages - choice.storage_pages) * self._page_size
+            tiers.counters.storage_hit_tokens += choice.storage_pages * self._page_size
+            tiers.counters.declined_tokens += choice.declined_pages * self._page_size
+        tiers.on_host.unmark(pages, State.FETCHED)
+        if self._write is WritePolicy.SELECTIVE:
+            tiers.save(kv.lease.node, pages, ends=(len(pages),))
+
+    # -- what it leaves
+
+    def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
+        """New pages are copied where the policy says so."""
+        if new > start:
+            kv.loads += self.tiers.loads_of(pages[start:new])
+            self.tiers.damaged.mend(pages[start:new])
+        if self._write is not WritePolicy.SELECTIVE:
+            self.tiers.save(kv.lease.node, pages, ends=tuple(kv.marks))
+
+    def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
+        """What it leaves is copied where the policy says so, and archived after that."""
+        if returns or self._write is not WritePolicy.SELECTIVE:
+            self.tiers.save(kv.lease.node, pages, ends=(*kv.marks, len(pages)))
+        self.tiers.archiver.archive(kv.lease.node)
+
+    # -- room
+
+    def make_room(self, *, waits: bool) -> bool:
+        """Wait for what is on its way, which can be evicted when it has arrived; or take back what was read
+        ahead for a request."""
+        if waits and self.tiers.wait():
+            self.ahead.settle_moves()
+            return True
+        return self.ahead.take_back_prefetched()
+
+    def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
+        """What has a copy below stays in the tree, and keeps its id until that is wanted."""
+        parts, tiers = self._parts, self.tiers
+        if len(self._partial) < len(parts.groups):
+            keep = tiers.keep if self._write is WritePolicy.BACK else None
+            evicted = parts.tree.demote(num_pages, cause, keep, tiers.left_device)
+        else:
+            evicted = Evicted(parts.tree.evict(num_pages, cause), 0)
+        parts.give_back(evicted.removed)
+        while parts.pages.num_free_pages < num_ids:
+            if not tiers.evict_host(num_ids - parts.pages.num_free_pages):
+                break
+        return evicted
+
+    def abandon(self, namespace: Namespace | None) -> None:
+        self.tiers.abandon(namespace)
+        self.prefetcher.abandon(namespace)
+
+    def forgotten(self, pages: Ids) -> None:
+        self.tiers.forgotten(pages)
 
 
 @dataclass(frozen=True, slots=True)
-class Offloads:
+class Offloads(OffloadFactory):
     """Makes the offload of a cache: with `tiers`, hosts and stores as they say, and callers may keep `retain_share` of
     the plan's pages."""
 
@@ -41,21 +192,25 @@ class Offloads:
 
     @property
     def below(self) -> tuple[Tier, ...]:
-        """Tiers beside the device. In a store pages have names and no frames."""
+        """In a store pages have names and no frames."""
         return (Tier.HOST, Tier.STORAGE) if self.tiers is not None else ()
 
     def num_pages(self, plan: MemoryPlan) -> int:
         """Ids for pages that are on the host only."""
-        return self.tiers.num_pages(plan) if self.tiers is not None else 0
+        if self.tiers is None:
+            return 0
+        frames = zip(self.tiers.host_frames, plan.groups, strict=True)
+        whole = [count for count, group in frames if reach_of(group.reach, plan.page_size).whole]
+        return max(whole or self.tiers.host_frames)
 
     def make(self, parts: CacheParts) -> Offloading:
         """The offload of the cache that has these parts."""
         if self.tiers is None:
-            return DeviceOnly(parts, self.retain_share)
+            return Offloading(parts, Retention(parts, self.retain_share))
         return Tiered(parts, self.tiers, self.retain_share)
 
 
 def offload_of(cache: KVCache) -> Offloading:
     """The offload of a cache that `Offloads` made."""
-    assert isinstance(cache.offload, Tiered | DeviceOnly), "this cache was made without Offloads"
+    assert isinstance(cache.offload, Offloading), "this cache was made without Offloads"
     return cache.offload

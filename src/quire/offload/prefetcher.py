@@ -48,14 +48,14 @@ _MOST_OF_HOST = 0.5
 
 
 class Prefetcher(ReadAhead):
-    """Reads ahead for one cache, which has these parts and `tiers`; `kept` is what callers have asked to keep of it."""
+    """Reads ahead for one cache, which has these parts and `tiers`; `retention` is what callers keep of it."""
 
     loads = True
 
-    def __init__(self, tiers: Tiering, parts: CacheParts, kept: Retention) -> None:
+    def __init__(self, tiers: Tiering, parts: CacheParts, retention: Retention) -> None:
         self._tiers = tiers
         self._parts = parts
-        self._kept = kept
+        self._retention = retention
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
@@ -78,7 +78,7 @@ class Prefetcher(ReadAhead):
             return False
         damaged = self._parts.damaged
         if damaged.num_damaged:
-            self._kept.lose(damaged)
+            self._retention.lose(damaged)
             self.lose(damaged)
         self._parts.sweep()
         self._parts.changed()

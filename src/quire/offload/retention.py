@@ -22,7 +22,7 @@ import numpy as np
 from quire.cache.damaged import DamagedPages
 from quire.cache.groups import GroupCache
 from quire.cache.hold import HeldFrames, Reason
-from quire.cache.offload import CacheParts
+from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.resuming import needed_pages, resume_point
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
@@ -82,7 +82,7 @@ class RetainedList:
     retentions: tuple[Retained, ...]
 
 
-class Retention:
+class Retention(RetentionPort):
     """What callers asked to keep of a cache, at most `share` of the plan's pages. It holds paths of the tree, whatever
     tier they are in, and of groups that are read in part the frames that a request needs to begin at their ends, on the
     device or, if they are there only, on the host. To keep is not to use: nothing is counted as a hit.
@@ -98,6 +98,7 @@ class Retention:
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
         self._hosts = hosts
         self._damaged = parts.damaged
+        self._on_device = parts.frames.anchor(Tier.DEVICE)
         self._ids = parts.pages
         self._size = plan.page_size
         self._seconds = parts.seconds
@@ -179,7 +180,6 @@ class Retention:
         return gone
 
     def expire(self, now: float | None = None) -> int:
-        """End what has been kept for its time; returns how many retentions that were. O(1) if it is none."""
         now = self._seconds() if now is None else now
         gone = 0
         while self._expiries.first_key(math.inf) <= now:
@@ -189,15 +189,13 @@ class Retention:
         self.num_expired += gone
         return gone
 
-    # -- making room
+    # -- making room; O(nodes kept), or O(frames kept)
 
     @property
     def num_soft(self) -> int:
-        """Pages on the device that soft retentions alone keep from being evicted. O(nodes kept)."""
         return sum(node.num_pages for node in self._kept.only_soft() if self._tree.is_here(node))
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
-        """Which of `num_soft` a request would hold itself that begins on the first `num_pages` pages of a match."""
         if not len(self._kept):
             return 0
         only = self._kept.only_soft()
@@ -205,20 +203,16 @@ class Retention:
         return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in path)
 
     def num_soft_frames(self, group: int) -> int:
-        """The same of frames of a group that is read in part. O(frames kept)."""
         return len(self._kept.only_soft_frames(group))
 
     def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        """Which of these a request would hold itself that begins behind `pages`. Where frames are carried along it
-        takes over the one that it begins on."""
+        # Where frames are carried along, a request takes over the one that it begins on.
         only = self._kept.only_soft_frames(group)
         if not len(only) or self._groups[group].reach.carried:
             return 0
         return len(np.intersect1d(needed_pages(self._groups[group], pages), only, assume_unique=True))
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """Give up what is kept softly until so many frames, by group, and page ids could be had, or nothing would help;
-        whether anything was given up."""
         if not len(self._kept):
             return False
         before, tree = self.num_expired + self.num_given_up, self._tree
@@ -238,8 +232,9 @@ class Retention:
         if num_pages <= 0 or not len(self._kept):
             return 0
         self.expire()
-        before, only = self._tree.num_protected, self._kept.only_soft()
-        left = [kept for kept in self._kept.soft() if self._last_here(kept.lease.node) in only]
+        before = self._tree.num_protected
+        only = {node for node in self._kept.only_soft() if self._tree.is_here(node)}
+        left = [kept for kept in self._kept.soft() if not only.isdisjoint(path_to(kept.lease.node))]
         while left and (short := num_pages - before + self._tree.num_protected) > 0:
             at = next((i for i, kept in enumerate(left) if kept.lease.node.level == 1), 0)
             self._shorten(left.pop(at), short)
@@ -408,17 +403,9 @@ class Retention:
     def _expires(self, ticket: int, kept: RetainedPrefix) -> RetainedPrefix | None:
         return kept if kept.ticket == ticket and kept.retention_id in self._kept.by_id else None
 
-    def _last_here(self, end: Node) -> Node:
-        """The last node of a path that is on the device, or its root."""
-        node = end
-        while not self._tree.is_here(node) and node.parent is not None:
-            node = node.parent
-        return node
-
     def _num_here(self, end: Node) -> int:
-        """Pages of a path that are on the device."""
-        node = self._last_here(end)
-        return node.depth + node.num_pages
+        """Pages of a path that are on the device: its first ones."""
+        return int(np.count_nonzero(self._on_device.present(pages_to(end))))
 
     def _num_alone(self, end: Node) -> int:
         """Pages on the device that nothing holds but the lease on the path to `end`; they are its last ones there."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quire.plan.budget import MemoryPlan
-from quire.prefix.reach import reach_of
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
 from quire.tiers.store_health import StoreHealth
@@ -53,12 +51,3 @@ class TierSettings:
     prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
     prefetch_seconds: float = 2.0
     health: StoreHealth = field(default_factory=StoreHealth)
-
-    def num_pages(self, plan: MemoryPlan) -> int:
-        """Ids for pages that are on the host only."""
-        whole = [
-            count
-            for count, group in zip(self.host_frames, plan.groups, strict=True)
-            if reach_of(group.reach, plan.page_size).whole
-        ]
-        return max(whole or self.host_frames)

@@ -12,7 +12,7 @@ from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
 from quire.memory.residency import State
-from quire.offload import tiered
+from quire.offload import offloading
 from quire.offload.archiver import Archiver
 from quire.offload.below import Below
 from quire.offload.host_groups import HostGroup
@@ -226,7 +226,7 @@ def what_a_full_link_refused_is_not_stored(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
     """A prefix is resumed on its keys and values, though the state that goes with them is in no tier."""
-    patch.setattr(tiered, "resume_point", lambda groups, pages, hosts=(): (len(pages), ""))
+    patch.setattr(offloading, "resume_point", lambda groups, pages, hosts=(): (len(pages), ""))
 
 
 @mutant("tiers", field.KEY)
