@@ -512,9 +512,9 @@ def what_has_expired_is_handed_back_at_once(patch: Patch) -> None:
     def expire(mover: ThreadMover) -> None:
         real(mover)
         for channel in mover._channels.values():
-            for task in channel.running:
-                if task.transfer.expired:
-                    mover._end(task)
+            for transfer in channel.running:
+                if transfer.expired:
+                    mover._end(transfer)
 
     patch.setattr(ThreadMover, "_expire", expire)
 

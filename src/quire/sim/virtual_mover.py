@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire.tiers.carrier import Carrier
-from quire.tiers.mover import CLOSED, Job, Mover
+from quire.tiers.mover import CLOSED, Mover
 from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 
@@ -57,7 +57,8 @@ class VirtualMover(Mover):
         if self._closed or not self._take(transfer, now):
             return False
         queue = self._queues[transfer.lane.queue]
-        queue.append(_Passage(transfer, self._carrier.carry(transfer), now))
+        transfer.pieces = self._carrier.carry(transfer)
+        queue.append(_Passage(transfer, now))
         if len(queue) == 1:
             self._begin(queue[0])
         return True
@@ -136,9 +137,8 @@ class VirtualMover(Mover):
         passage.end = passage.began + self._duration(transfer)
         if transfer.lane.is_remote or not transfer.lane.is_inward:
             return
-        transfer.drive = passage.bring
-        passage.advance()
-        if transfer.checked:
+        transfer.is_driven = True
+        if transfer.advance():
             self._has_news = True
         else:
             passage.end = passage.began + self._latency.get(transfer.lane, 0.0)
@@ -175,8 +175,8 @@ class VirtualMover(Mover):
         passage = queue[0]
         if passage.end > passage.transfer.expires_at and not passage.transfer.expired:
             self._expire(passage.transfer)
-        while not passage.over:
-            passage.advance()
+        while not passage.transfer.over:
+            passage.transfer.advance()
         queue.popleft()
         passage.transfer.seconds = passage.end - passage.began
         self._end(passage)
@@ -186,21 +186,14 @@ class VirtualMover(Mover):
             self._begin(queue[0], passage.end)
 
     def _end(self, passage: _Passage) -> None:
-        passage.transfer.end(passage.error)
+        passage.transfer.end()
         self._ended.append(passage.transfer)
 
 
-class _Passage(Job):
-    """A job in its queue: since when, and until when."""
+class _Passage:
+    """A transfer in its queue: since when, and until when."""
 
-    def __init__(self, transfer: Transfer, pieces: Iterator[None], submitted: float) -> None:
-        super().__init__(transfer, pieces)
+    def __init__(self, transfer: Transfer, submitted: float) -> None:
+        self.transfer = transfer
         self.submitted = self.began = self.end = submitted
         self.begun = self.stopped = False
-
-    def bring(self, layer: int) -> None:
-        """A step waits for a layer: bytes move now, up to that one. Where they cannot, the transfer has failed."""
-        while not self.over and not self.transfer.has_layer(layer):
-            self.advance()
-        if self.over:
-            self.transfer.end(self.error)

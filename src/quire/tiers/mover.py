@@ -7,10 +7,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from quire.errors import QuireError
 from quire.tiers.carrier import PIECE_BYTES, Carrier
 from quire.tiers.rate import Rate
 from quire.tiers.store import Store
@@ -168,7 +167,8 @@ class ThreadMover(Mover):
         with self._lock:
             if self._closing or not self._take(transfer, time.monotonic()):
                 return False
-            self._channels[transfer.lane.far].add(Job(transfer, self._carrier.carry(transfer)))
+            transfer.pieces = self._carrier.carry(transfer)
+            self._channels[transfer.lane.far].add(transfer)
             self._work.notify_all()
         return True
 
@@ -191,21 +191,21 @@ class ThreadMover(Mover):
         channels = self._channels.values()
         with self._lock:
             self._closing = True
-            for job in [job for channel in channels for job in channel.running]:
-                job.transfer.stop()
+            for transfer in [transfer for channel in channels for transfer in channel.running]:
+                transfer.stop()
             self._work.notify_all()
         until = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         with self._lock:
-            left = [job for channel in channels for job in channel.running]
-            for job in left:
-                self._end(job, LEFT)
+            left = tuple(transfer for channel in channels for transfer in channel.running)
+            for transfer in left:
+                self._end(transfer, LEFT)
             for channel in channels:
-                for job in channel.waiting():
-                    channel.withdraw(job)
-                    self._end(job, CLOSED)
-        return tuple(job.transfer for job in left)
+                for transfer in channel.waiting():
+                    channel.withdraw(transfer)
+                    self._end(transfer, CLOSED)
+        return left
 
     def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
         """Wait under the lock, and watch the deadlines meanwhile."""
@@ -227,128 +227,101 @@ class ThreadMover(Mover):
             transfer.expire()
             self._has_news = True
             channel = self._channels[transfer.lane.far]
-            for job in channel.waiting():
-                if job.transfer is transfer:
-                    channel.withdraw(job)
-                    self._end(job)
+            if transfer in channel.waiting():
+                channel.withdraw(transfer)
+                self._end(transfer)
 
     # -- the threads' side
 
     def _run(self, channel: _Channel) -> None:
-        job = None
+        transfer, is_checked = None, False
         while True:
             with self._lock:
-                job = self._next(channel, job)
-            if job is None:
+                transfer = self._next(channel, transfer, is_checked)
+            if transfer is None:
                 return
-            job.advance()
+            is_checked = transfer.advance()
 
-    def _next(self, channel: _Channel, job: Job | None) -> Job | None:
-        """Under the lock: what a thread that has done a piece of `job` goes on with. None: the mover closes."""
-        if job is not None:
-            if job.transfer.checked and not job.told:
-                job.told = self._has_news = True
+    def _next(self, channel: _Channel, transfer: Transfer | None, is_checked: bool) -> Transfer | None:
+        """Under the lock: what a thread that has done a piece of a transfer goes on with. None: the mover closes."""
+        if transfer is not None:
+            if is_checked:
+                self._has_news = True
                 self._news.notify_all()
-            is_over = job.over or job.transfer.expired
-            if not is_over and not channel.pauses(job, closing=self._closing):
-                return job
-            channel.running.remove(job)
+            is_over = transfer.over or transfer.expired
+            if not is_over and not channel.pauses(transfer, closing=self._closing):
+                return transfer
+            channel.running.remove(transfer)
             if is_over:
-                self._end(job, job.error)
+                self._end(transfer)
             else:
-                channel.add(job, paused=True)
+                channel.add(transfer, paused=True)
             self._work.notify_all()
         while not self._closing:
-            if (job := channel.take()) is not None:
-                return job
+            if (transfer := channel.take()) is not None:
+                return transfer
             self._work.wait()
         return None
 
-    def _end(self, job: Job, error: str = "") -> None:
+    def _end(self, transfer: Transfer, error: str = "") -> None:
         """Under the lock: what is seen to be done is among those that have ended."""
-        transfer = job.transfer
         if not transfer.done:  # else it was given up
-            transfer.seconds = job.seconds
             transfer.end(error)
             self._ended.append(transfer)
             self._news.notify_all()
 
 
 class _Channel:
-    """The jobs between the host and one other endpoint, and the order in which its threads take them.
+    """The transfers between the host and one other endpoint, and the order in which its threads take them.
 
-    Inward jobs have requests that wait for them. With the device, they go first and are not interrupted; outward ones
+    Inward ones have requests that wait for them. With the device, they go first and are not interrupted; outward ones
     pause after each piece and keep their place. With a store or a peer, which may be slow, neither side may keep the
-    other waiting: while nothing goes outward, both sides take turns; and an inward job pauses after each piece if
-    others wait, and goes behind them. Outward jobs go one after the other, in the order of submission.
+    other waiting: while nothing goes outward, both sides take turns; and an inward one pauses after each piece if
+    others wait, and goes behind them. Outward ones go one after the other, in the order of submission.
     """
 
     def __init__(self, is_remote: bool) -> None:
-        self.running: list[Job] = []
+        self.running: list[Transfer] = []
         self._is_remote = is_remote
-        self._inward: deque[Job] = deque()
-        self._outward: deque[Job] = deque()
-        self._went_outward = False  # the job that was taken last
+        self._inward: deque[Transfer] = deque()
+        self._outward: deque[Transfer] = deque()
+        self._went_outward = False  # the one that was taken last
 
-    def add(self, job: Job, *, paused: bool = False) -> None:
-        """A job waits behind the others, or where it has `paused`, and keeps its place, before them."""
+    def add(self, transfer: Transfer, *, paused: bool = False) -> None:
+        """A transfer waits behind the others, or where it has `paused`, and keeps its place, before them."""
         if paused and not self._is_remote:
-            self._side(job).appendleft(job)
+            self._side(transfer).appendleft(transfer)
         else:
-            self._side(job).append(job)
+            self._side(transfer).append(transfer)
 
-    def take(self) -> Job | None:
-        """The job that runs next; None: none may run now."""
+    def take(self) -> Transfer | None:
+        """The transfer that runs next; None: none may run now."""
         may_go = self._may_go_outward()
         if not self._inward and not may_go:
             return None
         self._went_outward = may_go and (not self._inward or (self._is_remote and not self._went_outward))
-        job = (self._outward if self._went_outward else self._inward).popleft()
-        self.running.append(job)
-        return job
+        transfer = (self._outward if self._went_outward else self._inward).popleft()
+        self.running.append(transfer)
+        return transfer
 
-    def pauses(self, job: Job, *, closing: bool) -> bool:
-        """Whether a job that has done a piece lets others go before it. When the mover closes, what is under way with a
-        store is stopped and ends, and what is under way with the device waits and fails."""
+    def pauses(self, transfer: Transfer, *, closing: bool) -> bool:
+        """Whether a transfer that has done a piece lets others go before it. When the mover closes, what is under way
+        with a store is stopped and ends, and what is under way with the device waits and fails."""
         if not self._is_remote:
-            return not job.transfer.lane.is_inward
+            return not transfer.lane.is_inward
         others_wait = bool(self._inward) or self._may_go_outward()
-        return job.transfer.lane.is_inward and others_wait and not closing
+        return transfer.lane.is_inward and others_wait and not closing
 
-    def waiting(self) -> list[Job]:
-        """The jobs that no thread is at."""
+    def waiting(self) -> list[Transfer]:
+        """The transfers that no thread is at."""
         return [*self._inward, *self._outward]
 
-    def withdraw(self, job: Job) -> None:
-        """A job that waits is not done any more."""
-        self._side(job).remove(job)
+    def withdraw(self, transfer: Transfer) -> None:
+        """A transfer that waits is not done any more."""
+        self._side(transfer).remove(transfer)
 
-    def _side(self, job: Job) -> deque[Job]:
-        return self._inward if job.transfer.lane.is_inward else self._outward
+    def _side(self, transfer: Transfer) -> deque[Transfer]:
+        return self._inward if transfer.lane.is_inward else self._outward
 
     def _may_go_outward(self) -> bool:
-        return bool(self._outward) and all(job.transfer.lane.is_inward for job in self.running)
-
-
-class Job:
-    """A transfer and the pieces of it that are left to do."""
-
-    def __init__(self, transfer: Transfer, pieces: Iterator[None]) -> None:
-        self.transfer = transfer
-        self.over = False  # no piece is left
-        self.error = ""
-        self.seconds = 0.0  # that its pieces took
-        self.told = False  # the submitter knows that it is checked
-        self._pieces = pieces
-
-    def advance(self) -> None:
-        """Do the next piece. An error is the last one."""
-        began = time.perf_counter()
-        try:
-            next(self._pieces)
-        except StopIteration:
-            self.over = True
-        except Exception as raised:
-            self.over = True
-            self.error = str(raised) if isinstance(raised, QuireError) else f"{type(raised).__name__}: {raised}"
-        self.seconds += time.perf_counter() - began
+        return bool(self._outward) and all(transfer.lane.is_inward for transfer in self.running)

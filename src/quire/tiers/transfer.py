@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import ClassVar, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import MoveFailed
+from quire.errors import MoveFailed, QuireError
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
 
@@ -172,9 +173,12 @@ class Transfer:
     expired: bool = False
     done: bool = False  # nothing changes any more; it may have failed
     expires_at: float = math.inf  # on the mover's clock
+    pieces: Iterator[None] = field(default_factory=lambda: iter(()))  # what is left to do
+    over: bool = False  # no piece is left
     kept_pages: int = 0  # pages that a stopped transfer moves all the same
-    drive: Callable[[int], None] | None = None  # brings a layer when a step waits for it
+    is_driven: bool = False  # a step that waits for a layer does the pieces up to it
     _checked: bool = False
+    _raised: str = ""
     _arrived: set[int] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -198,10 +202,6 @@ class Transfer:
         """Whether everything arrived. Of a transfer that is done."""
         return not self.error and not any(any(defects) for defects in self.defects)
 
-    def has_layer(self, layer: int) -> bool:
-        """LOAD: whether the bytes of one layer are there."""
-        return layer in self._arrived
-
     def stop(self) -> None:
         """Ask a transfer of a store or a peer to end early. It ends as any other; units that it had not begun say that
         they did not move."""
@@ -209,8 +209,10 @@ class Transfer:
 
     def wait_layer(self, layer: int) -> None:
         """Wait until the bytes of one layer are there. Raises MoveFailed if they will not come."""
-        if self.drive is not None and not self.done and layer not in self._arrived:
-            self.drive(layer)
+        while self.is_driven and not self.done and layer not in self._arrived:
+            self.advance()
+            if self.over:
+                self.end()
         with self._changed:
             self._changed.wait_for(lambda: self.done or self.error or layer in self._arrived)
         if self.error or (self.done and not self.is_whole):
@@ -218,6 +220,19 @@ class Transfer:
             raise MoveFailed(self.error or f"a {self.lane} was given up: {wrong[0]}.")
 
     # -- for movers
+
+    def advance(self) -> bool:
+        """Do the next piece; whether that has found it to be `checked`. An error is the last piece."""
+        was_checked, began = self._checked, time.perf_counter()
+        try:
+            next(self.pieces)
+        except StopIteration:
+            self.over = True
+        except Exception as raised:
+            self.over = True
+            self._raised = str(raised) if isinstance(raised, QuireError) else f"{type(raised).__name__}: {raised}"
+        self.seconds += time.perf_counter() - began
+        return self._checked and not was_checked
 
     def announce_checked(self) -> None:
         """All records are good."""
@@ -241,12 +256,11 @@ class Transfer:
         """Nothing changes any more. With an error, or behind a deadline, every unit has failed; damage that was found
         keeps its name."""
         with self._changed:
-            self.error = self.error or error
+            self.error = self.error or error or self._raised
             found = self.defects or tuple((GOOD,) * len(units) for units in self.units)
             if self.error:
                 found = tuple(tuple(FAILED if each in UNDAMAGED else each for each in defects) for defects in found)
             self.defects = found
-            self.drive = None
             self.done = True
             self._changed.notify_all()
 

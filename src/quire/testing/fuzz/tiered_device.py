@@ -31,6 +31,6 @@ class TieredDevice(Device):
         for move in self._loads.pop(step):
             self.num_waits += not move.done
             for layer in LAYERS:
-                assert move.done or move.drive is not None, "a step waits for a load that has not begun"
+                assert move.done or move.is_driven, "a step waits for a load that has not begun"
                 move.wait_layer(layer)
         super().execute(step)
