@@ -324,10 +324,9 @@ class Archiver:
             num_refused += int(np.count_nonzero(~good & ~wrong))
             counters.archived_frames += archived
             counters.archived_bytes += archived * below.settings.record_bytes[part.group]
-            if wrong.any():
-                counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in UNDAMAGED])
-                same = host.column[part.pages] == part.host
-                host.damage(part.pages[wrong & same])  # it is forgotten when a load finds it
+            counters.corrupt(Tier.HOST, defects)
+            same = host.column[part.pages] == part.host
+            host.damage(part.pages[wrong & same])  # it is forgotten when a load finds it
             host.end_reading(part.host)
         counters.unstored_frames += num_refused
         self._num_since += num_good

@@ -37,12 +37,10 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """The pages of a save or a load. `hold` keeps their path and, where groups are read in part, their frames; `scope`
-    is their namespace's."""
+    """The pages of a save or a load. `hold` keeps their path and, where groups are read in part, their frames."""
 
     hold: Hold
     parts: list[Part]
-    scope: bytes
     abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
 
 

@@ -1,11 +1,8 @@
-"""Flush: what is cached of a namespace, or at all, is forgotten on request, in all tiers.
+"""Flush: what is cached of a namespace, or at all, is forgotten on request, in all tiers. Then no prompt matches it:
 
-After it nobody finds any of that, wherever it was:
-
-    on the device, on the host     pages that nobody holds are free; those that running requests hold are theirs alone
+    on the device, on the host     pages that are not held are free; those that running requests hold are theirs alone
                                    from now on, and free when they end
-    in storage                     marked and removed, behind whatever was being written (`quire.tiers.forgotten`);
-                                   nothing is looked for there before that
+    in storage                     deleted behind whatever was being written (`quire.offload.deletion`)
     on its way between tiers       counts for nothing when it arrives
     still to be computed           what requests that run already compute is theirs alone, too
 
@@ -30,7 +27,7 @@ from quire.spec.events import Namespace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flushed:
-    """What a flush did, in tokens. `held_tokens` are in use by running requests, which nobody else finds any more;
+    """What a flush did, in tokens. `held_tokens` are in use by running requests, and found by no other;
     `num_retentions` are no longer kept; `storage` is what has become of what was stored."""
 
     flushed_tokens: int

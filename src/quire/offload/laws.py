@@ -3,7 +3,7 @@
 a node is on the device as a whole, and its parents are with it     a prefix is loaded from its front
 one that is not has copies; copies are of a node's first pages      what is loaded is there
 host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
-a host frame's pins are the moves that read it, and who keeps it or counts on it
+a host frame's pins are the moves that read it, and the holds that keep it or count on it
 """
 
 from __future__ import annotations

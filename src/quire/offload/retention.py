@@ -50,7 +50,7 @@ class Granted:
     """The answer to `Retention.retain`: of `asked_tokens`, the first `granted_tokens` are kept.
 
     `reason` says why not more; it is "" where all are. `retention_id` is what releases it, and "" where nothing is
-    kept: it cannot be guessed, and is told only to who asks for the same tokens of the same namespace. Of what is kept,
+    kept: it cannot be guessed, and is told only for the same tokens of the same namespace. Of what is kept,
     `host_tokens` are below the device now: they are loaded when they are used.
     """
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from quire.spec.ids import Tier
-from quire.tiers.transfer import LANES, Lane, Transfer
+from quire.tiers.transfer import LANES, UNDAMAGED, Lane, Transfer
 
 _BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
@@ -70,8 +70,8 @@ class TierCounters:
     links: dict[Lane, LinkCounters] = field(default_factory=lambda: {link: LinkCounters() for link in LANES})
 
     def corrupt(self, tier: Tier, defects: Iterable[str]) -> None:
-        """Records of a tier had these defects."""
-        self.defects.update((tier.name.lower(), defect) for defect in defects)
+        """Records of a tier had these defects; those that only did not arrive have none."""
+        self.defects.update((tier.name.lower(), defect) for defect in defects if defect not in UNDAMAGED)
 
     def ended(self, move: Transfer) -> None:
         """A move has ended, whatever came of it."""

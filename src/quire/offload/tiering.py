@@ -59,9 +59,8 @@ class Tiering(Below):
 
     def abandon(self, namespace: Namespace | None) -> None:
         """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
-        scope = self.names.scope(namespace) if namespace is not None else None
         for moving in self.moving.values():
-            moving.abandoned |= scope in (None, moving.scope)
+            moving.abandoned |= namespace in (None, moving.hold.path.node.namespace)
 
     def forget_stored(self, namespace: Namespace | None) -> None:
         """Have the store delete a namespace, or all that is of this model, behind all that it was given; until it has,
@@ -125,10 +124,10 @@ class Tiering(Below):
             return None
         lease = self._tree.pin(node)
         rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
-        ends_at = len(pages)  # in groups that are read as a whole: those keep the same pages
-        for host, at, room in zip(self.hosts, wanted, rooms, strict=True):
-            if host.whole and room < len(at):
-                ends_at = min(ends_at, int(at[room]))
+        cuts = [
+            at[room] for host, at, room in zip(self.hosts, wanted, rooms, strict=True) if host.whole and room < len(at)
+        ]
+        ends_at = min(cuts, default=len(pages))  # groups that are read as a whole keep the same pages
         parts = []
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
             taken = at[at < ends_at] if host.whole else at[:room]
@@ -160,10 +159,8 @@ class Tiering(Below):
     def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host should have and has not."""
         host = self.hosts[group.index]
-        lacks = ~host.good(pages)
-        lacks &= ~host.table.has(pages, State.ARRIVING) & ~self.damaged.are(pages)
-        lacks &= ~group.table.has(pages, State.ARRIVING)
-        lacks &= group.frames.resident(pages)
+        lacks = group.frames.resident(pages) & ~host.good(pages) & ~self.damaged.are(pages)
+        lacks &= ~host.table.has(pages, State.ARRIVING) & ~group.table.has(pages, State.ARRIVING)
         if group.table.idle is not None:
             useful: Bools = group.table.idle.rank[pages] >= Rank.MARKED
             for end in ends:
@@ -171,8 +168,7 @@ class Tiering(Below):
                     needed = group.reach.needed(end)
                     useful[needed.start : needed.stop] = True
             lacks &= useful
-        places: np.ndarray = lacks.nonzero()[0]
-        return places
+        return np.flatnonzero(lacks)
 
     def host_room(self, host: HostGroup, wanted: int) -> int:
         """Make room for host frames; how many of those wanted there are."""
@@ -186,7 +182,7 @@ class Tiering(Below):
         return max(0, min(wanted, host.num_free))
 
     def evict_host(self, num_pages: int) -> bool:
-        """Give up copies on the host, of pages that are used by nobody; whether there were any."""
+        """Give up copies on the host, of pages that are not used; whether there were any."""
         evicted = self._tree.evict_lower(num_pages, self._left_host)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
@@ -359,9 +355,8 @@ class Tiering(Below):
         bad, places = [], []
         for part, defects in zip(moving.parts, move.defects, strict=True):
             wrong = np.array([defect not in UNDAMAGED for defect in defects], dtype=np.bool_)
-            if wrong.any():
-                self.counters.corrupt(Tier.HOST, [defect for defect in defects if defect not in UNDAMAGED])
-                self.hosts[part.group].damage(part.pages[wrong])
+            self.counters.corrupt(Tier.HOST, defects)
+            self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
             self.counters.loaded_frames += here
             bad.append(part.pages[here:])
@@ -375,8 +370,7 @@ class Tiering(Below):
     def _submit(self, lane: Lane, lease: Lease, parts: list[Part]) -> Transfer | None:
         """Start a transfer. None, and what was taken for it is given back, where too much is on its way."""
         saves = lane is Lane.SAVE
-        scope = self.names.scope(lease.node.namespace)
-        move = self.move_of(lane, parts, scope)
+        move = self.move_of(lane, parts, self.names.scope(lease.node.namespace))
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             for part in parts:
@@ -392,7 +386,7 @@ class Tiering(Below):
         touched = (Tier.DEVICE,) if saves else (Tier.DEVICE, Tier.HOST)
         frames = [HeldFrames(part.group, tier, part.pages) for part in parts for tier in touched]
         hold = self._holds.add(Reason.SAVE if saves else Reason.LOAD, lease=lease, frames=frames)
-        self.moving[move] = Moving(hold, parts, scope)
+        self.moving[move] = Moving(hold, parts)
         return move
 
     def _release(self, move: Transfer) -> Moving:
