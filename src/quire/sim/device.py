@@ -101,6 +101,9 @@ class SimulatedDevice:
             frames = frames if frames is not None else self.frames_of(cache.plan)
             self._memory = tuple(_Memory(cache, at, each, self._lanes, overlap) for at, each in enumerate(frames))
         self._launched = self._settled = 0
+        plan = cache.plan  # memory is taken where something is written
+        self._outputs: Ids = np.zeros((plan.max_requests, plan.pages_per_row * plan.tokens_per_page), dtype=np.int32)
+        self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)  # whose outputs are in the row
 
     @staticmethod
     def frames_of(plan: MemoryPlan) -> list[Frames]:
@@ -111,16 +114,24 @@ class SimulatedDevice:
     def launch(self, scheduled: Step, fence: int, rows: Rows, pieces: dict[int, Pieces]) -> SimulatedStep:
         """Start a step. `fence` was opened for it, and `pieces` are `KVCache.launch` of every group that has any.
         O(works) without checks."""
-        requests, ends = scripted(scheduled.requests), rows.ends.tolist()
-        drawn = np.array([requests[at].draws[ends[at]] for at in scheduled.drawers.tolist()], dtype=np.int64)
+        requests = scripted(scheduled.requests)
         self._launched += 1
-        step = SimulatedStep(self._launched, scheduled, fence, rows, drawn, pieces)
+        step = SimulatedStep(self._launched, scheduled, fence, rows, self._draw(scheduled, requests, rows), pieces)
         if self._lanes is not None:
             step.lanes = self._lanes.of(requests, self._launched, self._settled)
             self._lanes.check_inputs(requests, rows)
             for memory in self._memory:
                 memory.capture(step, self._settled)
         return step
+
+    def _draw(self, step: Step, requests: Sequence[ScriptedRequest], rows: Rows) -> Lengths:
+        """The next tokens of those that draw. A request's outputs are written into its row when it first computes."""
+        own, drawers = step.of.rows, step.drawers
+        for at in (self._serials[own] != step.of.serials).nonzero()[0].tolist():
+            script, first = requests[at].script, requests[at].num_prompt_tokens
+            self._outputs[own[at], first : len(script)] = script[first:]
+        self._serials[own] = step.of.serials
+        return self._outputs[own[drawers], rows.ends[drawers]].astype(np.int64)
 
     def settle(self, step: SimulatedStep) -> Lengths:
         """Wait for a step: check what it does, and return the tokens it drew. Steps settle in launch order."""

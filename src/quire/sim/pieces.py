@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -49,10 +50,15 @@ def tokens_of(pieces: Iterable[Piece]) -> Ids:
     lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     # Token i of a piece draws from key + i * step, so the difference to a plain count is one number for each piece.
-    state = np.arange(lengths.sum(), dtype=np.uint64)
-    state *= _STEP
-    state += np.repeat(keys - starts.astype(np.uint64) * _STEP, lengths)
+    state = np.repeat(keys - starts.astype(np.uint64) * _STEP, lengths)
+    state += _steps(1 << len(state).bit_length())[: len(state)]
     return _drawn(state)
+
+
+@lru_cache(maxsize=32)
+def _steps(length: int) -> npt.NDArray[np.uint64]:
+    """Multiples of the step, as many as that."""
+    return np.arange(length, dtype=np.uint64) * _STEP
 
 
 def _drawn(state: npt.NDArray[np.uint64]) -> Ids:

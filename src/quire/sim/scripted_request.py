@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import numpy as np
@@ -33,9 +33,6 @@ class ScriptedRequest(Request):
         )
         output = request.output if len(request.output) else np.zeros(1, dtype=np.int32)
         self.script: Ids = np.concatenate((request.prompt, output))
-        self.draws: Sequence[int] = memoryview(
-            self.script.data
-        )  # numbers of Python come out of it faster than out of an array
         self.abort_after = request.abort_after
         self.arrived = arrived
         self.admitted: float | None = None
