@@ -40,7 +40,6 @@ class RunningRows:
         self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens behind the known ones that may come true
         self.num_drafted = 0  # rows that have any
         self.serials = serials  # whose the row is; 0: nobody's
-        self.openings: Lengths = np.zeros(num_rows, dtype=np.int64)  # `Request.opening`
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
         self.kvs: list[RequestKV] = []
@@ -53,7 +52,6 @@ class RunningRows:
         row = request.kv.row
         request.bind(self.tokens[row], self._lengths[:, row])
         self.terms[row] = terms_of(request)
-        self.openings[row] = request.opening
         at = bisect_left(self.running, request.order, key=_order)
         self.running.insert(at, request)
         self.kvs.insert(at, request.kv)
@@ -77,10 +75,14 @@ class RunningRows:
             self._all = self._step_rows(self.running.copy(), self.kvs.copy(), self.order)
         return self._all
 
-    def of(self, requests: Sequence[Request]) -> StepRows:
-        """These requests, for steps."""
+    def of(self, requests: Sequence[Request], behind: StepRows | None = None) -> StepRows:
+        """These requests, for steps, and others before them."""
         kvs = [request.kv for request in requests if request.kv is not None]
-        return self._step_rows(list(requests), kvs, np.array([kv.row for kv in kvs], dtype=np.intp))
+        rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+        if behind is None:
+            return self._step_rows(list(requests), kvs, rows)
+        rows = np.concatenate((behind.rows, rows))
+        return self._step_rows([*behind.requests, *requests], [*behind.batch.kvs, *kvs], rows)
 
     def _step_rows(self, requests: list[Request], kvs: list[RequestKV], rows: Rows) -> StepRows:
         return StepRows(requests, kvs, rows, self.serials[rows], self.terms, self.width)

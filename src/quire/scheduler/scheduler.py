@@ -305,9 +305,7 @@ class Scheduler:
         if decodes is not None and counts is None:
             step = self._rows.step(decodes)
         else:
-            of = self._rows.of(granted.others)
-            if decodes is not None:
-                of = decodes.and_then(of) if granted.others else decodes
+            of = self._rows.of(granted.others, decodes) if granted.others or decodes is None else decodes
             step = self._rows.step(of, counts)
         step.admitted = granted.admitted
         return step
@@ -434,9 +432,8 @@ class Scheduler:
             return
         rows, order = self._rows, self._rows.order
         whole = rows.settled[order] // self._cache.page_size > rows.committed[order]
-        if not self._lacks_room:
-            whole &= np.isin(rows.openings[order], np.fromiter(self._asked, dtype=np.int64))
-        self._commit([rows.running[at] for at in whole.nonzero()[0].tolist()])
+        found = [rows.running[at] for at in whole.nonzero()[0].tolist()]
+        self._commit([request for request in found if self._lacks_room or request.opening in self._asked])
 
     def _wait(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)

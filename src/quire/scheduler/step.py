@@ -168,12 +168,6 @@ class StepRows:
         rows, serials = self.rows[places], self.serials[places]
         return StepRows(list(requests), list(kvs), rows, serials, self._table, self._width)
 
-    def and_then(self, others: StepRows) -> StepRows:
-        """These, and others behind them."""
-        requests, kvs = self.requests + others.requests, [*self.batch.kvs, *others.batch.kvs]
-        rows, serials = np.concatenate(((self.rows, self.serials), (others.rows, others.serials)), axis=1)
-        return StepRows(requests, kvs, rows, serials, self._table, self._width)
-
 
 @dataclass(slots=True, eq=False)
 class Step:
