@@ -92,6 +92,7 @@ def test_the_same_requests_get_the_same_victims() -> None:
 def test_a_ghost_that_returns_teaches_as_a_hit_does_and_only_once() -> None:
     policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
     leaf, again = (Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(2))
+    leaf.turn = again.turn = 1
     policy.offered(leaf)
     assert policy.victim() is leaf
     policy.stored(again, leaf.memo)

@@ -58,7 +58,7 @@ class Admission:
     @property
     def num_dropped(self) -> int:
         """Frames that cached pages have lost on the device since the start."""
-        return sum(group.dropped_frames for group in self._groups)
+        return sum([group.dropped_frames for group in self._groups])
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether a hit still holds: no edge was cut since, no page lost a frame, and what it would load is worth it as

@@ -99,6 +99,8 @@ class Offload:
 
     def choose(self, found: Match, limit: int) -> Choice:
         """How many of the first `limit` pages of a match to reuse, and what of them to load. Changes nothing."""
+        if not self._partial:
+            return Choice(limit)
         return Choice(*resume_point(self._partial, found.pages[:limit]))
 
     def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:

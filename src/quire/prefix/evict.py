@@ -7,6 +7,7 @@ queues. The policy that learns, and is the default, is in `hit_density.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -107,14 +108,12 @@ class S3FIFO(EvictionPolicy):
         return chain(*self._queues)
 
 
+@dataclass(slots=True)
 class _Place:
     """What S3-FIFO knows of a node: in which queue it belongs, and how often it may still go round."""
 
-    __slots__ = ("credit", "long")
-
-    def __init__(self, long: bool = False) -> None:
-        self.long = long
-        self.credit = 0
+    long: bool = False
+    credit: int = 0
 
 
 def _place(node: Node) -> _Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
 
 
+@dataclass(slots=True, eq=False)
 class Match:
     """How far a prefix is cached. A snapshot: valid until the tree changes; `RadixCache.lease` makes it last.
 
@@ -21,15 +23,12 @@ class Match:
     the last one possibly matched in part. The first `num_here` pages are on the device.
     """
 
-    __slots__ = ("namespace", "num_here", "num_pages", "pages", "path", "version")
-
-    def __init__(self, namespace: Namespace, pages: Ids, path: list[Node], version: int, num_here: int) -> None:
-        self.namespace = namespace
-        self.pages = pages
-        self.num_pages = len(pages)
-        self.path = path
-        self.version = version
-        self.num_here = num_here
+    namespace: Namespace
+    pages: Ids
+    num_pages: int
+    path: list[Node]
+    version: int
+    num_here: int
 
     def num_evictable(self, num_pages: int) -> int:
         """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 ID_BYTES = TOKEN_BYTES = 4
+_INT32 = np.dtype(np.int32)  # numpy takes 0.4 us to make it of the scalar type
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Eviction:
     seconds: float
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One edge of the tree and the point at its end. An evicted edge is a ghost: a node without pages, which hangs
     among the `ghosts` of its parent while it is remembered (`quire.prefix.ghosts`).
@@ -42,59 +44,33 @@ class Node:
     all that eviction asks. The clock counts the tree's operations, not seconds.
     """
 
-    __slots__ = (
-        "answer",
-        "children",
-        "copy_ticket",
-        "created",
-        "depth",
-        "eviction",
-        "ghosts",
-        "hashes",
-        "held",
-        "hits",
-        "key",
-        "last_used",
-        "leases",
-        "level",
-        "memo",
-        "namespace",
-        "parent",
-        "priority",
-        "run",
-        "tail",
-        "ticket",
-        "turn",
-    )
-
-    def __init__(self, namespace: Namespace, parent: Node | None, key: bytes, run: bytes, depth: int, now: int) -> None:
-        self.namespace = namespace
-        self.parent = parent  # only roots have none
-        self.key = key
-        self.run = run
-        self.depth = depth
-        self.children: dict[bytes, Node] = {}  # by the bytes of the child's first page
-        self.ghosts: dict[bytes, Node] = {}  # what was evicted from below, likewise
-        self.leases = 0
-        self.held = 0
-        self.level = 0
-        self.hits = 0  # leases that began on a hit and ended here or in a child that is gone
-        self.last_used = now
-        self.created = now
-        self.priority = 0  # the highest priority of a request that used it
-        self.hashes: list[PageHashes] = []  # of its pages, in runs as they came, while events are on
-        self.turn: int = 0 if parent is None else parent.turn + 1  # requests that lengthened the path, one by one
-        self.tail = b""  # tokens, less than a page, with which the last request to end here went on
-        self.answer = 0  # tokens that the last request to end here had generated
-        self.memo: object | None = None  # the eviction policy's own
-        self.ticket = 0  # of the entry in the policy's queue that counts; 0: it is no candidate for eviction
-        self.copy_ticket = 0  # of the entry that counts among those whose copies below the device may go
-        self.eviction: Eviction | None = None  # of a ghost
+    namespace: Namespace
+    parent: Node | None  # only roots have none
+    key: bytes
+    run: bytes
+    depth: int
+    created: int
+    last_used: int = 0
+    hits: int = 0  # leases that began on a hit and ended here or in a child that is gone
+    priority: int = 0  # the highest priority of a request that used it
+    turn: int = 0  # requests that lengthened the path, one by one
+    tail: bytes = b""  # tokens, less than a page, with which the last request to end here went on
+    answer: int = 0  # tokens that the last request to end here had generated
+    leases: int = 0
+    held: int = 0
+    level: int = 0
+    children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of the child's first page
+    ghosts: dict[bytes, Node] = field(default_factory=dict)  # what was evicted from below, likewise
+    hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as they came, while events are on
+    memo: object | None = None  # the eviction policy's own
+    ticket: int = 0  # of the entry in the policy's queue that counts; 0: it is no candidate for eviction
+    copy_ticket: int = 0  # of the entry that counts among those whose copies below the device may go
+    eviction: Eviction | None = None  # of a ghost
 
     @property
     def pages(self) -> Ids:
         """Page ids of the edge, in order. A view: read it, never write it."""
-        return np.frombuffer(self.run, dtype=np.int32)
+        return np.frombuffer(self.run, _INT32)
 
     @property
     def num_pages(self) -> int:
@@ -141,14 +117,13 @@ class Levels:
     """Counts what leases hold. A lease changes the levels of its end and of what is above it, as far up as they do
     change.
 
-    `num_protected` pages on the device are held by at least one lease, `num_shared` of them by at least two. `is_here`
-    says whether a node's pages are on the device; None where all are.
+    Of the pages on the device, at least one lease holds `num_held[1]`, and at least two hold `num_held[2]` of these.
+    `is_here` says whether a node's pages are on the device; None where all are.
     """
 
     def __init__(self, is_here: Callable[[Node], bool] | None) -> None:
         self._is_here = is_here
-        self.num_protected = 0
-        self.num_shared = 0
+        self.num_held = [0, 0, 0]
 
     def hold(self, end: Node) -> None:
         """One lease more ends at this node."""
@@ -161,7 +136,7 @@ class Levels:
             node.level += 1
             node.ticket = 0
             if self._is_here is None or self._is_here(node):
-                self._count(node.level, node.num_pages)
+                self.num_held[node.level] += node.num_pages
             node = node.parent
 
     def let_go(self, end: Node) -> None:
@@ -174,20 +149,14 @@ class Levels:
             if node.held >= 2:
                 return
             if self._is_here is None or self._is_here(node):
-                self._count(node.level, -node.num_pages)
+                self.num_held[node.level] -= node.num_pages
             node.level -= 1
             node = node.parent
 
     def arrived(self, node: Node) -> None:
         """A node's pages have come to the device."""
         for level in range(1, node.level + 1):
-            self._count(level, node.num_pages)
-
-    def _count(self, level: int, num_pages: int) -> None:
-        if level == 1:
-            self.num_protected += num_pages
-        else:
-            self.num_shared += num_pages
+            self.num_held[level] += node.num_pages
 
 
 def nodes_below(node: Node) -> list[Node]:
@@ -215,7 +184,7 @@ def pages_to(node: Node) -> Ids:
 
 def join_ids(runs: list[bytes]) -> Ids:
     """Page ids from runs of raw bytes."""
-    return np.frombuffer(b"".join(runs), dtype=np.int32)
+    return np.frombuffer(b"".join(runs), _INT32)
 
 
 def common_pages(data: bytes, at: int, key: bytes, unit: int) -> int:
@@ -223,8 +192,8 @@ def common_pages(data: bytes, at: int, key: bytes, unit: int) -> int:
     if data.startswith(key, at):
         return len(key)
     length = min(len(key), (len(data) - at) // unit * unit)
-    left = np.frombuffer(data, dtype=np.int32, count=length // TOKEN_BYTES, offset=at)
-    right = np.frombuffer(key, dtype=np.int32, count=length // TOKEN_BYTES)
+    left = np.frombuffer(data, _INT32, length // TOKEN_BYTES, at)
+    right = np.frombuffer(key, _INT32, length // TOKEN_BYTES)
     differs = left != right
     first = int(differs.argmax())
     if not differs[first]:

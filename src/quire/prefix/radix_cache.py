@@ -96,17 +96,17 @@ class RadixCache:
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could take off the device: all there that no lease holds."""
-        return self.num_pages - self._levels.num_protected
+        return self.num_pages - self._levels.num_held[1]
 
     @property
     def num_protected(self) -> int:
         """Pages on the device that at least one lease holds."""
-        return self._levels.num_protected
+        return self._levels.num_held[1]
 
     @property
     def num_shared(self) -> int:
         """Of these, pages that at least two hold."""
-        return self._levels.num_shared
+        return self._levels.num_held[2]
 
     def root(self, namespace: Namespace) -> Node:
         """The root of a namespace, made where it has none."""
@@ -123,7 +123,7 @@ class RadixCache:
         num_here = len(pages)
         if self._has_lower and path and not self.is_here(path[-1]):
             num_here = next(node.depth for node in path if not self.is_here(node))
-        return Match(namespace, pages, path, self.version, num_here)
+        return Match(namespace, pages, len(pages), path, self.version, num_here)
 
     def lease(self, match: Match, num_pages: int | None = None, *, priority: int = 0) -> Lease:
         """Pin the first `num_pages` pages of a match (all of them by default) and count a hit on them.
@@ -420,6 +420,7 @@ class RadixCache:
         upper.answer, upper.memo = node.answer, node.memo
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
+        upper.turn = parent.turn + 1
         upper.hashes, node.hashes = cut_hashes(node.hashes, at)
         parent.children[upper.key[: self._page_bytes]] = upper
         node.parent = upper
@@ -452,7 +453,7 @@ class RadixCache:
         node.key += data
         node.run += run
         node.tail = b""
-        self._levels.num_protected += count
+        self._levels.num_held[1] += count
         return node
 
     def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
@@ -465,7 +466,7 @@ class RadixCache:
             hang(leaf, below)
             if ghost is not None:
                 lease.turn = max(lease.turn, ghost.turn + 1)
-            leaf.turn = lease.turn
+            leaf.turn, leaf.last_used = lease.turn, self._clock
             self.names.appended(leaf, node, leaf.key, leaf.run, tier)
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._policy.stored(leaf, ghost.memo if ghost is not None else None)
