@@ -99,6 +99,7 @@ def store_counts(store: object) -> dict[str, Any]:
     """What a store has counted since it was opened, as far as it counts: `failures` between it and its medium, by kind,
     and what became of records. Nothing where there is no store."""
     failures = dict(getattr(store, "failures", {}))
-    counted = dict(store.statistics) if isinstance(store, DirectoryStore) else {}
-    failures |= {"retry": counted["retries"]} if counted else {}
-    return {"failures": failures} | {name: counted[name] for name in STORE_COUNTS if name in counted}
+    if not isinstance(store, DirectoryStore):
+        return {"failures": failures}
+    failures["retry"] = store.statistics["retries"]
+    return {"failures": failures} | {name: store.statistics[name] for name in STORE_COUNTS}

@@ -7,11 +7,10 @@ from threading import Lock
 
 
 class Counts(Counter[str]):
-    """Read it like a dictionary."""
+    """Read it like a dictionary, in which what never happened is 0."""
 
-    def __init__(self, *names: str) -> None:
-        """With these names from the start, at zero."""
-        super().__init__(dict.fromkeys(names, 0))
+    def __init__(self) -> None:
+        super().__init__()
         self._lock = Lock()
 
     def add(self, *names: str, **counts: int) -> None:

@@ -150,12 +150,10 @@ class MooncakeStore(RemoteStore):
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Read into the buffers, through memory of this store. A record of another size than its buffer is a MISS."""
         buffers = [bytes_of(record) for record in records]
-        answers = [Answer.MISS if not buffer.nbytes else Answer.RETRY for buffer in buffers]
-        filled = [index for index, buffer in enumerate(buffers) if buffer.nbytes]
-        for batch in self._bounce.batches([buffers[index].nbytes for index in filled], _MOST_PIECES, _BATCH_BYTES):
-            indices = [filled[at] for at in batch]
-            got = self._receive([keys[index] for index in indices], [buffers[index] for index in indices])
-            for index, answer in zip(indices, got, strict=True):
+        answers = [Answer.RETRY] * len(keys)
+        for batch in self._bounce.batches([buffer.nbytes for buffer in buffers], _MOST_PIECES, _BATCH_BYTES):
+            got = self._receive([keys[index] for index in batch], [buffers[index] for index in batch])
+            for index, answer in zip(batch, got, strict=True):
                 answers[index] = answer
         return answers
 
@@ -256,7 +254,10 @@ class MooncakeStore(RemoteStore):
 
     def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]
-        asked = list({key: at for at, key in reversed(list(enumerate(keys)))}.values())  # each key once
+        first = {key: at for at, key in reversed(list(enumerate(keys)))}  # each key is asked for once
+        asked = [at for at in first.values() if sizes[at]]
+        if not asked:
+            return [Answer.MISS] * len(keys)
         with self._bounce.lane() as lane:
             places = lane.places(sizes)
             codes = self._ask(
@@ -266,7 +267,8 @@ class MooncakeStore(RemoteStore):
                 [lane.address + places[at] for at in asked],
                 [sizes[at] for at in asked],
             )
-            got = {keys[at]: (places[at], code) for at, code in zip(asked, codes, strict=True)}
+            got = dict.fromkeys(keys, (0, _TOO_SMALL))
+            got.update((keys[at], (places[at], code)) for at, code in zip(asked, codes, strict=True))
             for key, buffer in zip(keys, buffers, strict=True):
                 place, code = got[key]
                 if code == buffer.nbytes:

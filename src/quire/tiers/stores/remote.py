@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import TypeVar
 
 from typing_extensions import Buffer
@@ -34,7 +33,6 @@ class RemoteStore:
 
     def __init__(self, failures: Counts) -> None:
         self.failures = failures
-        self._lock = Lock()
         self._announced: dict[StoreKey, _Announced] = {}
 
     # -- of each server
@@ -56,11 +54,10 @@ class RemoteStore:
         """Announce records. The server is asked about none that is announced already, and makes room when the bytes
         come, not now. Of two announcements of one key in a batch, the first is the writer."""
         mine: dict[StoreKey, int] = {}
-        with self._lock:
-            for key, size in zip(keys, sizes, strict=True):
-                if key not in self._announced:
-                    self._announced[key] = _Announced(size)
-                    mine[key] = size
+        for key, size in zip(keys, sizes, strict=True):
+            announced = _Announced(size)
+            if self._announced.setdefault(key, announced) is announced:  # one step for other threads
+                mine[key] = size
         said = dict.fromkeys(mine, Answer.RETRY)
         try:
             said.update(zip(mine, self._claim(list(mine), list(mine.values())), strict=True))
@@ -75,15 +72,13 @@ class RemoteStore:
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         """Refer to the bytes of announced records: HIT, or RETRY for one not announced, or of another length."""
-        with self._lock:
-            return [self._hold(key, bytes_of(record)) for key, record in zip(keys, records, strict=True)]
-
-    def _hold(self, key: StoreKey, record: memoryview) -> Answer:
-        announced = self._announced.get(key)
-        if announced is None or announced.num_bytes != record.nbytes:
-            return Answer.RETRY
-        announced.record = record
-        return Answer.HIT
+        answers = [Answer.RETRY] * len(keys)
+        for index, (key, record) in enumerate(zip(keys, map(bytes_of, records), strict=True)):
+            announced = self._announced.get(key)
+            if announced is not None and announced.num_bytes == record.nbytes:
+                announced.record = record
+                answers[index] = Answer.HIT
+        return answers
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         """Send what is good: HIT, or RETRY where that failed. What was not announced is MISS."""
@@ -106,14 +101,12 @@ class RemoteStore:
 
     def _drop_announced(self) -> None:
         """Forget what was not completed, as the store is closed."""
-        with self._lock:
-            keys = list(self._announced)
+        keys = list(self._announced)
         self._take(keys)
         self._unclaim(keys)
 
     def _take(self, keys: Sequence[StoreKey]) -> list[_Announced | None]:
-        with self._lock:
-            return [self._announced.pop(key, None) for key in keys]
+        return [self._announced.pop(key, None) for key in keys]
 
 
 def bytes_of(record: Buffer) -> memoryview:

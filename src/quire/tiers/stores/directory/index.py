@@ -160,38 +160,27 @@ def rows_where(connection: sqlite3.Connection, condition: str, values: Sequence[
 
 def find_rows(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, Row]:
     """The rows that there are of these names, of visible records and others."""
-    return {
-        row.name: row for some in _batches(names) for row in rows_where(connection, f"name IN {_marks(some)}", some)
-    }
+    return {row[1]: Row._make(row) for row in _select(connection, _COLUMNS, "name", names)}
 
 
 def find_owners(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, str | None]:
     """The owners of the records that there are of these names; None for what is visible."""
-    found: dict[bytes, str | None] = {}
-    for some in _batches(names):
-        found.update(connection.execute(f"SELECT name, owner FROM records WHERE name IN {_marks(some)}", some))
-    return found
+    return dict(_select(connection, "name, owner", "name", names))
 
 
 def find_visible(connection: sqlite3.Connection, ids: Sequence[int]) -> set[int]:
     """Which of these records are visible, and lie where they lay."""
-    found: set[int] = set()
-    for some in _batches(ids):
-        query = f"SELECT id FROM records WHERE id IN {_marks(some)} AND owner IS NULL"
-        found.update(number for (number,) in connection.execute(query, some))
-    return found
+    return {number for number, owner in _select(connection, "id, owner", "id", ids) if owner is None}
 
 
-def _batches(values: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parts of a few sizes only, filled up with the last value, so that few statements are compiled."""
+def _select(connection: sqlite3.Connection, columns: str, key: str, values: Sequence[Any]) -> list[Any]:
+    """In parts of a few sizes only, filled up with the last value, so that few statements are compiled."""
+    rows: list[Any] = []
     for start in range(0, len(values), _BATCH):
         some = list(values[start : start + _BATCH])
-        size = 1 << (len(some) - 1).bit_length()
-        yield some + [some[-1]] * (size - len(some))
-
-
-def _marks(some: list[Any]) -> str:
-    return f"({', '.join('?' * len(some))})"
+        some += some[-1:] * ((1 << (len(some) - 1).bit_length()) - len(some))
+        rows += connection.execute(f"SELECT {columns} FROM records WHERE {key} IN ({', '.join('?' * len(some))})", some)
+    return rows
 
 
 # -- steps of a transaction

@@ -29,20 +29,6 @@ _RESERVE = f"{_INDEX}-reserve"
 _RESERVE_BYTES = 1 << 20
 _OURS = {_INDEX, _RESERVE, f"{_INDEX}-wal", f"{_INDEX}-shm", f"{_INDEX}-journal", "slabs", "owners", "lost+found"}
 
-COUNTED = (
-    "hits",
-    "misses",
-    "stored",
-    "evicted",
-    "retries",  # answers, not calls
-    "lost",  # records that the medium no longer held
-    "overtaken",  # records whose place went to another one while they were being read
-    "reclaimed",  # records that a writer which died had not completed
-    "read_bytes",
-    "written_bytes",
-)
-"""What an opened store counts."""
-
 TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
 
 
@@ -123,7 +109,7 @@ def _open(
             raise StoreError(
                 f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
             ) from error
-        uses, statistics = Uses(), Counts(*COUNTED)
+        uses, statistics = Uses(), Counts()
         room = Room(files, owners, uses, statistics, slab_bytes)
         index = Index(path / _INDEX, busy_seconds=busy_seconds, ended=room.settle)
         undo.callback(index.close)

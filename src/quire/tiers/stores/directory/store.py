@@ -76,8 +76,11 @@ def _answering(verb: _Verb) -> _Verb:
 class DirectoryStore:
     """A store on a local disk. Several processes may have it open at once, and it outlives them.
 
-    `direct` says whether the page cache is gone around, `statistics` what this process has done since it opened the
-    store, of COUNTED; bytes are those of records. A child process must not use what was opened before it was forked.
+    `direct` says whether the page cache is gone around. A child process must not use what was opened before it was
+    forked. `statistics` counts what this process has done since it opened the store: `hits`, `misses`, `stored`,
+    `evicted`, `retries` (answers, not calls), `lost` (records that the medium no longer held), `overtaken` (records
+    whose place went to others while they were read), `reclaimed` (records that a writer which died had not completed),
+    `read_bytes` and `written_bytes` of records.
     """
 
     def __init__(

@@ -49,6 +49,13 @@ def as_bytes(buffer: Buffer) -> Bytes:
     return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 
+class _OfThread(local):
+    """What each thread has of its own."""
+
+    def __init__(self) -> None:
+        self.bounce = np.frombuffer(mmap.mmap(-1, _PIECE), dtype=np.uint8)  # on a block boundary
+
+
 class Transfer:
     """Threads and the buffers they use. The calling thread works too, and returns when everything has moved or failed.
 
@@ -58,7 +65,7 @@ class Transfer:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="quire-directory")
-        self._of_thread = local()
+        self._of_thread = _OfThread()
 
     def read(self, places: Sequence[Place]) -> list[bool]:
         """Fill memory from (file, offset) each. False: the file was shorter than that, or could not be read."""
@@ -77,7 +84,7 @@ class Transfer:
         failed: set[int] = set()
 
         def drain() -> None:
-            bounce = self._bounce()
+            bounce = self._of_thread.bounce
             while runs:
                 try:
                     run = runs.popleft()
@@ -89,12 +96,6 @@ class Transfer:
         drain()
         wait([other for other in others if not other.cancel()])
         return [record not in failed for record in range(len(places))]
-
-    def _bounce(self) -> Bytes:
-        if not hasattr(self._of_thread, "bounce"):
-            self._of_thread.bounce = np.frombuffer(mmap.mmap(-1, _PIECE), dtype=np.uint8)  # on a block boundary
-        bounce: Bytes = self._of_thread.bounce
-        return bounce
 
     def _ask(self, work: Any, threads: int) -> list[Future[None]]:
         """So many threads begin to work; none where the interpreter ends and starts no more, and the caller does it."""
