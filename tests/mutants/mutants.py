@@ -559,9 +559,9 @@ def what_waits_does_not_expire(patch: Patch) -> None:
 def a_trial_is_won_by_a_save(patch: Patch) -> None:
     real = BreakEven._begin_trial
 
-    def begin_trial(even: Any, link: Lane, state: Any, num_bytes: int) -> None:
-        real(even, link, state, num_bytes)
-        if link is Lane.LOAD and even._lanes[Lane.SAVE].rate.known:
+    def begin_trial(even: Any, state: Any, num_bytes: int) -> None:
+        real(even, state, num_bytes)
+        if state.lane is Lane.LOAD and even._lanes[Lane.SAVE].rate.known:
             state.rate, state.trial, state.rest = copy(even._lanes[Lane.SAVE].rate), _Trial.MEASURED, 1.0
 
     patch.setattr(BreakEven, "_begin_trial", begin_trial)

@@ -127,7 +127,7 @@ def test_a_queue_is_waited_for_and_is_not_the_links_fault() -> None:
 
 
 def test_it_is_tried_again_after_a_time_that_doubles() -> None:
-    bench = slow(losses=1, first_rest=1.0)
+    bench = slow(losses=1)
     assert not bench.worth()
     trials = []
     for _ in range(1000):
@@ -145,7 +145,7 @@ def test_it_is_tried_again_after_a_time_that_doubles() -> None:
 
 
 def test_a_trial_that_was_never_measured_is_repeated() -> None:
-    bench = slow(losses=1, first_rest=1.0)
+    bench = slow(losses=1)
     assert not bench.worth()
     bench.now = 1.0
     assert bench.worth()
@@ -173,7 +173,7 @@ def test_a_link_that_became_fast_recovers_with_one_measurement() -> None:
 
 def test_while_a_trial_is_under_way_nobody_else_takes_part() -> None:
     """Its SAVE is fast, as is what it was before: neither says anything about what it is now."""
-    bench = slow(losses=1, first_rest=1.0)
+    bench = slow(losses=1)
     for _ in range(9):
         bench.measure(Lane.SAVE, 100 * GB)
     assert not bench.worth()
@@ -191,7 +191,7 @@ def test_while_a_trial_is_under_way_nobody_else_takes_part() -> None:
 
 
 def test_who_asks_changes_nothing() -> None:
-    bench = slow(losses=1, first_rest=1.0)
+    bench = slow(losses=1)
     even = bench.even
     assert not any(even.pays(Lane.LOAD, 1000, 1000 * BYTES) for _ in range(50))
     assert not even.is_off(Lane.LOAD)
@@ -205,7 +205,7 @@ def test_who_asks_changes_nothing() -> None:
 
 
 def test_what_a_trial_would_lose_says_how_long_it_has_to_wait() -> None:
-    bench = slow(losses=1, first_rest=1.0)
+    bench = slow(losses=1)
     for _ in range(50):
         bench.measure(Lane.LOAD, 0.1 * GB)
     assert not bench.worth()
@@ -215,7 +215,7 @@ def test_what_a_trial_would_lose_says_how_long_it_has_to_wait() -> None:
 
 
 def test_moves_that_bring_nothing_turn_their_link_off() -> None:
-    bench = Bench(first_rest=1.0)
+    bench = Bench()
     even = bench.even
     even.computed(4000, 0.1)
     bench.measure(Lane.FETCH, 100 * GB)
@@ -255,14 +255,14 @@ def test_the_look_before_a_fetch_is_counted_in() -> None:
     bench.even.computed(4000, 0.1)
     bench.measure(Lane.FETCH, 100 * GB)
     assert bench.worth(Lane.FETCH)
-    bench.even.looked(0.1)
+    bench.even.moved(Lane.LOOK, 1, 0.1)
     assert not bench.worth(Lane.FETCH)
     assert bench.worth(Lane.FETCH, tokens=10_000)
 
 
 @pytest.mark.parametrize("often", [True, False])
 def test_a_link_that_won_often_starts_afresh(often: bool) -> None:
-    bench = slow(losses=3, first_rest=1.0)
+    bench = slow(losses=3)
     for _ in range(5):  # trials that fail, so that the rest grows
         for _ in range(3):
             assert not bench.worth()

@@ -292,7 +292,7 @@ class Prefetcher(ReadAhead):
         if not move.is_whole or answers.count(Answer.RETRY) > answers.count(Answer.HIT):
             self._report(prefetch, move, asked=1)
             return
-        self._tiers.break_even.looked(move.seconds)
+        self._tiers.break_even.moved(Lane.LOOK, 1, move.seconds)
         if answers:
             prefix = prefetch.prefix
             prefix.answered(move.answers)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
 
 from quire.tiers.rate import Rate
 from quire.tiers.transfer import LANES, Lane
 
-TINY_STEP: Final = 64
-"""Tokens. The time of a smaller step is mostly launches, and says nothing about prompts."""
-
+_TINY_STEP = 64  # tokens; the time of a smaller step is mostly launches, and says nothing about prompts
 _LOSSES = 16  # in a row, after which a lane turns itself off
 _FAILURES = 3  # the same; a request waited for each in vain
 _WINS = 8  # measured ones, after which earlier losses do not count
@@ -32,10 +29,59 @@ class _Verdict(Enum):
     TRY = auto()  # it loses as far as is known; move, to measure again
 
 
+_MOVED = (_Verdict.LEARN, _Verdict.WIN, _Verdict.TRY)
+
+
 class _Trial(Enum):
     NONE = auto()
     UNDER_WAY = auto()
     MEASURED = auto()  # the next decision judges it
+
+
+@dataclass(slots=True)
+class _LaneState:
+    """The measurements and the record of one lane."""
+
+    lane: Lane
+    rate: Rate = field(default_factory=Rate)
+    is_fresh: bool = False  # measured since it last won
+    losses: int = 0  # in a row
+    wins: int = 0  # measured, since it was off
+    failures: int = 0  # in a row
+    wasted: float = 0.0  # seconds of the last failure
+    why_off: str = ""
+    off_since: float = 0.0  # or since the last lost trial
+    rest: float = _FIRST_REST  # seconds, until the next trial
+    trial: _Trial = _Trial.NONE
+    next_trial: float = 0.0
+    told_off: bool = False
+    next_word: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it brings nothing, so that its rate says nothing."""
+        return self.failures >= _FAILURES
+
+    def win(self) -> None:
+        """A transfer is worth it, as far as is known."""
+        self.losses = 0
+        if self.trial is _Trial.UNDER_WAY:
+            return  # not measured yet
+        self.why_off = ""
+        self.trial = _Trial.NONE
+        self.wins += self.is_fresh
+        self.is_fresh = False
+        if self.wins >= _WINS:
+            self.rest = _FIRST_REST
+
+    def turn_off(self, now: float, why: str) -> None:
+        """It loses, or has lost a trial."""
+        self.why_off = why
+        self.trial = _Trial.NONE
+        self.wins = 0
+        self.off_since = now
+        self.next_trial = now + self.rest
+        self.rest = min(self.rest * 2, _LONGEST_REST)
 
 
 class BreakEven:
@@ -60,17 +106,15 @@ class BreakEven:
         seconds: Callable[[], float],
         *,
         losses: int = _LOSSES,
-        first_rest: float = _FIRST_REST,
-        tiny_step: int = TINY_STEP,
+        tiny_step: int = _TINY_STEP,
         on_change: Callable[[Lane, str], None] | None = None,
     ) -> None:
         self._seconds = seconds
         self._losses = losses
-        self._first_rest = first_rest
         self._tiny_step = tiny_step
         self._on_change = on_change
         self._computed = Rate()
-        self._lanes = {lane: _LaneState(first_rest) for lane in LANES}
+        self._lanes = {lane: _LaneState(lane) for lane in LANES}
         self.turned_off_count = 0  # times that any lane turned itself off, failed trials included
 
     # -- what is measured
@@ -81,11 +125,11 @@ class BreakEven:
             self._computed.add(tokens, seconds)
 
     def moved(self, lane: Lane, num_bytes: int, seconds: float) -> None:
-        """A transfer has moved these bytes in this time, without its wait in a queue."""
+        """A transfer has moved these bytes in this time, without its wait in a queue. A LOOK counts as one byte."""
         if num_bytes > 0:
             state = self._lanes[lane]
             if state.trial is _Trial.UNDER_WAY:
-                state.rate.forget()
+                state.rate = Rate()
                 state.trial = _Trial.MEASURED
             state.rate.add(num_bytes, max(seconds, 1e-9))
             state.failures, state.wasted = 0, 0.0
@@ -99,16 +143,9 @@ class BreakEven:
         now = self._seconds()
         is_trial = bool(state.why_off) and (state.trial is _Trial.UNDER_WAY or now >= state.next_trial)
         if is_trial or (not state.why_off and state.has_failed):
-            self._turn_off(
-                state,
-                f"{state.failures} in a row brought less than half of what they were for, the last after "
-                f"{_in_time(seconds)}",
-            )
-        self._tell(lane, state)
-
-    def looked(self, seconds: float) -> None:
-        """A store has answered a lookup after this time."""
-        self.moved(Lane.LOOK, 1, seconds)
+            why = f"{state.failures} in a row brought less than half of what they were for, the last after"
+            self._turn_off(state, f"{why} {_in_time(seconds)}")
+        self._tell(state)
 
     def knows(self, lane: Lane) -> bool:
         """Whether a lane was measured since its last trial began."""
@@ -138,12 +175,12 @@ class BreakEven:
         state = self._lanes[lane]
         verdict = self._verdict(lane, tokens, num_bytes, queued_bytes)
         if verdict is _Verdict.TRY:
-            self._begin_trial(lane, state, num_bytes)
+            self._begin_trial(state, num_bytes)
         elif verdict is _Verdict.LOSE:
-            self._lose(lane, state, tokens, num_bytes)
+            self._lose(state, tokens, num_bytes)
         elif verdict is not _Verdict.LEARN:
-            self._win(state)
-        self._tell(lane, state)
+            state.win()
+        self._tell(state)
         return verdict in _MOVED
 
     def untried(self, lane: Lane) -> None:
@@ -173,31 +210,31 @@ class BreakEven:
     def _verdict(self, lane: Lane, tokens: int, num_bytes: int, queued_bytes: int) -> _Verdict:
         state = self._lanes[lane]
         compute, alone = self.compute_seconds(tokens), self.load_seconds(lane, num_bytes)
-        if alone is None and compute is not None and (least := self._seconds_around(lane, num_bytes)) > compute:
+        if compute is not None and alone is None and (least := self._seconds_around(lane, num_bytes)) > compute:
             alone = least
         if (compute is None or alone is None) and not state.why_off:
             return _Verdict.LEARN
-        # A queue passes; it says nothing about the lane.
         wins = compute is not None and alone is not None and alone <= compute
         if wins and not state.has_failed and (not state.why_off or state.rate.known):
+            # A queue passes; it says nothing about the lane.
             load = self.load_seconds(lane, num_bytes, queued_bytes)
             return _Verdict.WIN if load is not None and load <= (compute or 0.0) else _Verdict.LATE
-        return _Verdict.TRY if self._is_due(lane, state, compute, num_bytes) else _Verdict.LOSE
+        return _Verdict.TRY if self._is_due(state, compute, num_bytes) else _Verdict.LOSE
 
-    def _is_due(self, lane: Lane, state: _LaneState, compute: float | None, num_bytes: int) -> bool:
+    def _is_due(self, state: _LaneState, compute: float | None, num_bytes: int) -> bool:
         """Whether this transfer is a trial of a lane that is off."""
         now = self._seconds()
         if not state.why_off or state.trial is _Trial.MEASURED or now < state.next_trial:
             return False
         if compute is None:
             return True
-        if lane is Lane.LOAD and now < state.off_since + _LONGEST_REST:
+        if state.lane is Lane.LOAD and now < state.off_since + _LONGEST_REST:
             # SAVE is measured all the time: where a LOAD as fast as that does not pay, a trial can wait.
             saved = self._lanes[Lane.SAVE].rate.seconds(num_bytes)
             if saved is not None and saved > compute:
                 return False
-        lost = max(state.wasted, (self.load_seconds(lane, num_bytes) or 0.0) - compute)
-        if lane is Lane.FETCH:
+        lost = max(state.wasted, (self.load_seconds(state.lane, num_bytes) or 0.0) - compute)
+        if state.lane is Lane.FETCH:
             lost = min(lost, compute)  # a request waits no longer
         return now >= state.off_since + _PRICE * lost
 
@@ -213,38 +250,22 @@ class BreakEven:
         looked = self._lanes[Lane.LOOK].rate.seconds(1) or 0.0
         return looked + (self.load_seconds(Lane.LOAD, num_bytes) or 0.0)
 
-    def _win(self, state: _LaneState) -> None:
-        state.losses = 0
-        if state.trial is _Trial.UNDER_WAY:
-            return  # not measured yet
-        state.why_off = ""
-        state.trial = _Trial.NONE
-        state.wins += state.is_fresh
-        state.is_fresh = False
-        if state.wins >= _WINS:
-            state.rest = self._first_rest
-
-    def _lose(self, lane: Lane, state: _LaneState, tokens: int, num_bytes: int) -> None:
+    def _lose(self, state: _LaneState, tokens: int, num_bytes: int) -> None:
         state.losses += 1
         has_to = state.trial is _Trial.MEASURED if state.why_off else state.losses >= self._losses
         compute = self.compute_seconds(tokens)
         if has_to and compute is not None:
-            self._turn_off(state, self._why(lane, compute, num_bytes))
+            self._turn_off(state, self._why(state.lane, compute, num_bytes))
 
     def _turn_off(self, state: _LaneState, why: str) -> None:
-        """A lane loses, or has lost a trial."""
-        state.why_off = why
-        state.trial = _Trial.NONE
-        state.wins = 0
-        state.off_since = self._seconds()
-        state.next_trial = state.off_since + state.rest
-        state.rest = min(state.rest * 2, _LONGEST_REST)
+        state.turn_off(self._seconds(), why)
         self.turned_off_count += 1
 
-    def _begin_trial(self, lane: Lane, state: _LaneState, num_bytes: int) -> None:
+    def _begin_trial(self, state: _LaneState, num_bytes: int) -> None:
+        expected = self.load_seconds(state.lane, num_bytes) or 0.0
         state.trial = _Trial.UNDER_WAY
-        state.next_trial = self._seconds() + max(state.rest, _OVERDUE * (self.load_seconds(lane, num_bytes) or 0.0))
-        if lane is Lane.FETCH:
+        state.next_trial = self._seconds() + max(state.rest, _OVERDUE * expected)
+        if state.lane is Lane.FETCH:
             self._lanes[Lane.LOOK].trial = _Trial.UNDER_WAY  # measured with it
 
     def _why(self, lane: Lane, compute: float, num_bytes: int) -> str:
@@ -259,39 +280,12 @@ class BreakEven:
             )
         return f"recompute is cheaper below {_in_units(num_bytes / (compute - others))}; {measured}"
 
-    def _tell(self, lane: Lane, state: _LaneState) -> None:
+    def _tell(self, state: _LaneState) -> None:
         is_off, now = bool(state.why_off), self._seconds()
         if is_off is not state.told_off and now >= state.next_word:
             state.told_off, state.next_word = is_off, now + _QUIET
             if self._on_change is not None:
-                self._on_change(lane, state.why_off)
-
-
-_MOVED = (_Verdict.LEARN, _Verdict.WIN, _Verdict.TRY)
-
-
-@dataclass(slots=True)
-class _LaneState:
-    """The measurements and the record of one lane."""
-
-    rest: float  # seconds, until the next trial
-    rate: Rate = field(default_factory=Rate)
-    is_fresh: bool = False  # measured since it last won
-    losses: int = 0  # in a row
-    wins: int = 0  # measured, since it was off
-    failures: int = 0  # in a row
-    wasted: float = 0.0  # seconds of the last failure
-    why_off: str = ""
-    off_since: float = 0.0  # or since the last lost trial
-    trial: _Trial = _Trial.NONE
-    next_trial: float = 0.0
-    told_off: bool = False
-    next_word: float = 0.0
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it brings nothing, so that its rate says nothing."""
-        return self.failures >= _FAILURES
+                self._on_change(state.lane, state.why_off)
 
 
 def _in_units(bandwidth: float) -> str:

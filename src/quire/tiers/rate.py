@@ -7,39 +7,31 @@ _SPREAD = 0.3  # of the mean amount; where amounts vary less, a start cannot be 
 
 
 class Rate:
-    """Seconds for an amount: a start, and a constant rate behind it.
+    """Seconds for an amount: a start, and a constant rate behind it. All are None until something was measured.
 
     A line through the measurements, of which the newest counts most. Where amounts hardly differ, the start is 0.
     """
 
-    __slots__ = ("_amount", "_product", "_seconds", "_square", "_weight")
-
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop all measurements."""
-        self._weight = self._amount = self._seconds = self._square = self._product = 0.0
+        self._sums: tuple[float, ...] = (
+            0.0,
+        ) * 5  # of weights, amounts, seconds, squares of amounts, and amounts times seconds
 
     def add(self, amount: float, seconds: float) -> None:
         """An amount took these seconds. Where either is 0, nothing is learned."""
-        if amount <= 0 or seconds <= 0:
-            return
-        self._weight = self._weight * _KEPT + 1
-        self._amount = self._amount * _KEPT + amount
-        self._seconds = self._seconds * _KEPT + seconds
-        self._square = self._square * _KEPT + amount * amount
-        self._product = self._product * _KEPT + amount * seconds
+        if amount > 0 and seconds > 0:
+            new = (1.0, amount, seconds, amount * amount, amount * seconds)
+            self._sums = tuple(was * _KEPT + now for was, now in zip(self._sums, new, strict=True))
 
     @property
     def known(self) -> bool:
         """Whether anything was measured."""
-        return self._weight > 0
+        return self._sums[0] > 0
 
     @property
     def mean(self) -> float | None:
         """Amount per second, start included."""
-        return self._amount / self._seconds if self.known else None
+        return self._sums[1] / self._sums[2] if self.known else None
 
     @property
     def per_second(self) -> float | None:
@@ -60,12 +52,8 @@ class Rate:
 
     def _line(self) -> tuple[float, float]:
         """Seconds at an amount of 0, and for each unit more."""
-        amount, seconds = self._amount / self._weight, self._seconds / self._weight
-        variance = self._square / self._weight - amount * amount
+        amount, seconds, square, product = (total / self._sums[0] for total in self._sums[1:])
+        variance = square - amount * amount
         each = seconds / amount
-        if variance <= (_SPREAD * amount) ** 2:
-            return 0.0, each
-        slope = (self._product / self._weight - amount * seconds) / variance
-        if not 0 < slope < each:
-            return 0.0, each
-        return seconds - slope * amount, slope
+        slope = (product - amount * seconds) / variance if variance > (_SPREAD * amount) ** 2 else each
+        return (seconds - slope * amount, slope) if 0 < slope < each else (0.0, each)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, GOOD, REFUSED, Lane, Transfer
 
 _FAILURES = 3
 """Transfers in a row that the store did not answer. One alone may have met another writer, or a busy index."""
+_KINDS = {Lane.LOOK: "read", Lane.FETCH: "read", Lane.ARCHIVE: "write"}
+_NO_ANSWER = (Answer.RETRY, REFUSED, FAILED)
+_ANSWERS = (Answer.HIT, Answer.MISS, Answer.PENDING, GOOD)
 
 
 class StoreHealth:
@@ -20,7 +24,7 @@ class StoreHealth:
     """
 
     def __init__(self, on_change: Callable[[str, bool], None] | None = None) -> None:
-        self.refused: Counter[Lane] = Counter(dict.fromkeys((Lane.LOOK, Lane.FETCH, Lane.ARCHIVE), 0))
+        self.refused: Counter[Lane] = Counter(dict.fromkeys(_KINDS, 0))
         self._on_change = on_change
         self._failures = {"read": 0, "write": 0}
 
@@ -31,24 +35,16 @@ class StoreHealth:
 
     def ended(self, transfer: Transfer) -> None:
         """Count a transfer that has ended."""
-        if transfer.lane is Lane.LOOK:
-            answers = [answer for found in transfer.answers for answer in found]
-            refused = sum(map(len, transfer.units)) if transfer.error else answers.count(Answer.RETRY)
-            if answers or transfer.error:
-                self._heard("read", bool(transfer.error) or refused == len(answers))
-        elif transfer.lane in (Lane.FETCH, Lane.ARCHIVE):
-            defects = [defect for found in transfer.defects for defect in found]
-            refused = defects.count(REFUSED) + defects.count(FAILED)
-            if defects or transfer.error:
-                kind = "read" if transfer.lane is Lane.FETCH else "write"
-                self._heard(kind, bool(transfer.error) or (bool(refused) and GOOD not in defects))
-        else:
+        kind = _KINDS.get(transfer.lane)
+        if kind is None:
             return
+        results = transfer.answers if transfer.lane is Lane.LOOK and not transfer.error else transfer.defects
+        found = Counter(chain.from_iterable(results))
+        refused = sum(found[result] for result in _NO_ANSWER)
         self.refused[transfer.lane] += refused
-
-    def _heard(self, kind: str, failed: bool) -> None:
-        before = self._failures[kind]
-        self._failures[kind] = min(before + 1, _FAILURES) if failed else 0
-        was_lost, is_lost = before >= _FAILURES, self._failures[kind] >= _FAILURES
-        if was_lost != is_lost and self._on_change is not None:
-            self._on_change(kind, is_lost)
+        if found or transfer.error:
+            failed = bool(transfer.error) or (refused > 0 and not any(found[result] for result in _ANSWERS))
+            before = kind in self.lost
+            self._failures[kind] = min(self._failures[kind] + 1, _FAILURES) if failed else 0
+            if (kind in self.lost) is not before and self._on_change is not None:
+                self._on_change(kind, not before)
