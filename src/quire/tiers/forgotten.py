@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.errors import StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
-from quire.tiers.store import SCOPE_BYTES, Answer, Entry, Store, StoreKey
+from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
 from quire.tiers.transfer import Transfer
 
 EDITION_BYTES = 8
@@ -53,8 +53,9 @@ def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
     finds them. Raises StoreError where the store cannot be listed, has kept records, or the transfer was stopped; then
     a mark that was written stays, and the deletion can begin again."""
     scope = transfer.scope
-    listed = _listed(store, scope)
     try:
+        entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
+        listed = (entry for entry in entries if entry.key.scope.startswith(scope))
         first = list(islice(listed, 1))
     except StoreError:
         transfer.hidden = _write_mark(store, scope, _LEAST_BYTES)
@@ -72,25 +73,13 @@ def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
         pages = [key for key in batch if key.part != _PART]
         marks.update(key for key in batch if key.part == _PART)  # of scopes that begin so, whose records go too
         total += len(pages)
-        left += _remove(store, pages)
+        if store.remove(pages) < len(pages):
+            left += sum(answer is not Answer.MISS for answer in store.exists(pages))
         yield
     if left:
         raise StoreError(f"{left:,} of {total:,} records could not be removed.", fix="look at the store's log.")
     if store.remove(list(marks)) < len(marks) and Answer.HIT in store.exists(list(marks)):
         raise StoreError("the mark of what was forgotten could not be removed.", fix="look at the store's log.")
-
-
-def _listed(store: Store, scope: bytes) -> Iterator[Entry]:
-    for entry in store.entries(scope if len(scope) == SCOPE_BYTES else None):
-        if entry.key.scope.startswith(scope):
-            yield entry
-
-
-def _remove(store: Store, keys: Sequence[StoreKey]) -> int:
-    """Returns how many of these may still be there."""
-    if store.remove(keys) == len(keys):
-        return 0
-    return sum(answer is not Answer.MISS for answer in store.exists(keys))
 
 
 def answers_under(marks: Sequence[Answer], answers: Iterable[Answer]) -> list[Answer]:
