@@ -28,7 +28,7 @@ def _group(
         size, rows = plan.page_size, plan.max_requests
         frames = carried_frames(column, num_frames)
         drafts = plan.tokens_per_step - 1
-        return CarriedGroup(index, reach, frames, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
+        return CarriedGroup(index, reach, frames, tree, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
     if reach.whole:
         return WholeGroup(index, reach, whole_frames(column, num_frames, pages), tree)
     return PassingGroup(index, reach, passing_frames(column, num_frames, pages), tree, plan.max_requests)

@@ -26,6 +26,7 @@ from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, NewPages, 
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
+from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
@@ -43,21 +44,21 @@ class _Trail:
 class CarriedGroup(GroupCache):
     """See `quire.cache.groups.GroupCache` for what it does, and this module for how. `grid` is in tokens."""
 
+    frames: SlotFrames
+
     def __init__(
         self,
         index: int,
         reach: Reach,
         frames: SlotFrames,
+        tree: RadixCache,
         *,
         page_size: int,
         max_requests: int,
         grid: int,
         drafts: int = 0,
     ) -> None:
-        super().__init__(index, reach, frames)
-        self._frames = frames
-        assert frames.table.idle is not None
-        self._idle = frames.table.idle
+        super().__init__(index, reach, frames, tree)
         self._page_size = page_size
         self._grid = max(page_size, grid - grid % page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
@@ -70,20 +71,6 @@ class CarriedGroup(GroupCache):
         self._trail_rank = np.zeros(max_requests, dtype=np.int8)
         self._is_taking = False  # between `take` and what follows it, where rows have no frame yet
         self._behind: dict[int, list[_Trail]] = {}  # left at ends of pages that have not settled yet, by row
-
-    # -- what there is
-
-    @property
-    def frames(self) -> SlotFrames:
-        return self._frames
-
-    @property
-    def num_evictable(self) -> int:
-        return self._idle.num_idle
-
-    @property
-    def num_cached(self) -> int:
-        return self._idle.num_pages
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return 0  # an idle frame is nobody's, so that its frame can be the request's own: see `wanted`
@@ -250,9 +237,6 @@ class CarriedGroup(GroupCache):
                 given += self._leave(RowPages(kv.row, new.table[kv.row], end), settled)
         return given
 
-    def passed(self, new: NewPages) -> list[Given]:
-        return []
-
     def finish(self, row: RowPages) -> list[Given]:
         """The last of what it holds that is of the end of a settled page becomes that page's; the rest goes."""
         at = row.row
@@ -280,9 +264,6 @@ class CarriedGroup(GroupCache):
         self.table.unpin(given.unpinned, given.rank)
         self.frames.free(given.frames)
 
-    def forget(self, pages: Ids) -> None:
-        self.frames.drop(pages)
-
     def evict(self, num_frames: int) -> int:
         return self._drop(num_frames, max(Rank))
 
@@ -307,6 +288,7 @@ class CarriedGroup(GroupCache):
     def _takeable(self, rows: Rows) -> Rows:
         """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
         sources = self._source[rows]
+        assert self._idle is not None
         found: Rows = rows[(sources != 0) & (self._idle.pins[sources] == 1)]
         return found
 
@@ -367,7 +349,7 @@ class CarriedGroup(GroupCache):
     def _spare(self, rank: Rank) -> int:
         """A frame that no request will miss, for something of that rank; 0 if there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._drafts)
-        if self.num_free + self._idle.num_idle <= still_to_come:
+        if self.num_free + self.num_evictable <= still_to_come:
             return 0
         if not self.num_free and not self._drop(1, rank):
             return 0

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,22 +95,19 @@ class GroupCache(ABC):
     begin on, where that takes a frame of its own, and `skipped` places where there was none for it.
     """
 
-    def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames) -> None:
+    frames: PageFrames | SlotFrames
+    """The group's frames, and which pages have them."""
+
+    def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames, tree: RadixCache) -> None:
         self.index = index
         self.name = frames.name
         self.num_frames = frames.num_frames
         self.reach = reach
+        self.frames = frames
+        self.table: Column = frames.table
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
-
-    @property
-    def table(self) -> Column:
-        """Which pages have which of the group's frames."""
-        return self.frames.table
-
-    @property
-    @abstractmethod
-    def frames(self) -> PageFrames | SlotFrames:
-        """The group's frames, and which pages have them."""
+        self._tree = tree
+        self._idle = frames.table.idle
 
     @property
     def num_free(self) -> int:
@@ -117,37 +115,16 @@ class GroupCache(ABC):
         return self.frames.num_free
 
     @property
-    @abstractmethod
     def num_evictable(self) -> int:
         """Frames of cached pages that could be had."""
+        return self._tree.num_evictable if self._idle is None else self._idle.num_idle
 
     @property
-    @abstractmethod
     def num_cached(self) -> int:
         """Frames of cached pages."""
+        return self._tree.num_pages if self._idle is None else self._idle.num_pages
 
-    def pinned(self, row: int, pages: Ids) -> Ids:
-        """Which of a row's cached `pages` it pins."""
-        return NO_PAGES
-
-    def frames_of(self, row: int) -> Ids:
-        """Frames that a row owns beside those of its pages, in no order."""
-        return NO_PAGES
-
-    def books(self) -> tuple[object, ...]:
-        """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
-        return ()
-
-    def launch(
-        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
-    ) -> Launched | None:
-        """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
-
-        It draws `draws[i]` tokens, one at most if that is not given: all but the first of them behind drafts, its last
-        tokens. `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none
-        are carried.
-        """
-        return None
+    # -- what requests will take
 
     @abstractmethod
     def would_pin(self, pages: Ids, evictable: int) -> int:
@@ -163,15 +140,16 @@ class GroupCache(ABC):
         """The most frames that these rows, which have `have[i]` pages, still take until they have `reached[i]`."""
 
     @abstractmethod
-    def reserve(self, num_pages: int) -> int:
-        """Frames to keep for running requests that may take `num_pages` new pages between them in the next step."""
-
-    @abstractmethod
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Frames that these rows need to go on, with `num_new` new pages among them."""
 
-    @abstractmethod
-    def begin(self, row: int, pages: Ids) -> None:
+    def reserve(self, num_pages: int) -> int:
+        """Frames to keep for running requests that may take `num_pages` new pages between them in the next step."""
+        return num_pages
+
+    # -- the life of a request
+
+    def begin(self, row: int, pages: Ids) -> None:  # noqa: B027 - only what is read in part is pinned
         """A request begins behind these cached pages."""
 
     @abstractmethod
@@ -186,17 +164,23 @@ class GroupCache(ABC):
     def grow(self, rows: Rows, new_pages: Ids) -> None:  # noqa: B027 - frames of pages are theirs when taken
         """What was taken is the pages' or rows' it is for."""
 
+    def launch(
+        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
+    ) -> Launched | None:
+        """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
+
+        It draws `draws[i]` tokens, one at most if that is not given: all but the first of them behind drafts, its last
+        tokens. `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none
+        are carried.
+        """
+        return None
+
     def settle(self, row: int, num_tokens: int) -> None:  # noqa: B027 - only frames that are carried hear of it
         """So many tokens of a request have settled, of which drafts may have been launched."""
 
-    @abstractmethod
-    def restore(self, pages: Ids) -> Ids:
-        """Give these cached pages, which have no frame, one each; there is room. Returns the frames, whose content is
-        on its way."""
-
-    @abstractmethod
     def owes(self, row: int, num_pages: int) -> bool:
         """Whether what others need to begin behind that many pages, which are settled, has still to come."""
+        return False
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""
@@ -207,46 +191,52 @@ class GroupCache(ABC):
         """These pages are the tree's now; `ours` were the requests' own for those of them that others had cached
         before, which are `theirs`."""
 
-    @abstractmethod
     def passed(self, new: NewPages) -> list[Given]:
         """As `commit`, where nothing is shared: all pages stay private, but for those that a request began on."""
+        return []
 
-    @abstractmethod
     def finish(self, row: RowPages) -> list[Given]:
         """The request ends."""
+        return []
 
-    @abstractmethod
     def give_back(self, given: Given) -> None:
         """What `Given` says."""
+        raise AssertionError("nothing is given up in a group that is read as a whole")
+
+    # -- cached pages
 
     @abstractmethod
+    def restore(self, pages: Ids) -> Ids:
+        """Give these cached pages, which have no frame, one each; there is room. Returns the frames, whose content is
+        on its way."""
+
     def forget(self, pages: Ids) -> None:
         """These pages leave the cache; their frames are free."""
+        self.frames.drop(pages)
 
-    @abstractmethod
     def evict(self, num_frames: int) -> int:
         """Drop up to that many frames of cached pages whose pages stay; returns how many."""
+        return 0
+
+    # -- for audits
+
+    def pinned(self, row: int, pages: Ids) -> Ids:
+        """Which of a row's cached `pages` it pins."""
+        return NO_PAGES
+
+    def frames_of(self, row: int) -> Ids:
+        """Frames that a row owns beside those of its pages, in no order."""
+        return NO_PAGES
+
+    def books(self) -> tuple[object, ...]:
+        """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
+        return ()
 
 
 class WholeGroup(GroupCache):
     """Every page of a prefix is read by all that follows: a frame goes when its page goes."""
 
-    def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache) -> None:
-        super().__init__(index, reach, frames)
-        self._frames = frames
-        self._tree = tree
-
-    @property
-    def frames(self) -> PageFrames:
-        return self._frames
-
-    @property
-    def num_evictable(self) -> int:
-        return self._tree.num_evictable
-
-    @property
-    def num_cached(self) -> int:
-        return self._tree.num_pages
+    frames: PageFrames
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return evictable
@@ -257,14 +247,8 @@ class WholeGroup(GroupCache):
     def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int((reached - have).sum())
 
-    def reserve(self, num_pages: int) -> int:
-        return num_pages
-
     def wanted(self, rows: Rows, num_new: int) -> int:
         return num_new
-
-    def begin(self, row: int, pages: Ids) -> None:
-        pass
 
     def take(self, rows: Rows, new_pages: Ids) -> None:
         self.frames.take(new_pages)
@@ -272,30 +256,12 @@ class WholeGroup(GroupCache):
     def untake(self, new_pages: Ids) -> None:
         self.frames.drop(new_pages)
 
-    def restore(self, pages: Ids) -> Ids:
-        return self.frames.take(pages)
-
-    def owes(self, row: int, num_pages: int) -> bool:
-        return False
-
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
         self._revive(ours, theirs)
         return []
 
-    def passed(self, new: NewPages) -> list[Given]:
-        return []
-
-    def finish(self, row: RowPages) -> list[Given]:
-        return []
-
-    def give_back(self, given: Given) -> None:
-        raise AssertionError("nothing is given up in a group that is read as a whole")
-
-    def forget(self, pages: Ids) -> None:
-        self.frames.drop(pages)
-
-    def evict(self, num_frames: int) -> int:
-        return 0
+    def restore(self, pages: Ids) -> Ids:
+        return self.frames.take(pages)
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
         """Cached pages without a frame take over those of the request's pages that hold the same."""
@@ -314,51 +280,42 @@ class PassingGroup(WholeGroup):
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache, max_requests: int) -> None:
         super().__init__(index, reach, frames, tree)
-        assert frames.table.idle is not None
-        self._idle = frames.table.idle
+        self._held = reach.held(sys.maxsize)
         self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
-        self._starts = np.zeros(0, dtype=np.int64)  # of what is read behind so many pages
-
-    @property
-    def num_evictable(self) -> int:
-        return self._idle.num_idle
-
-    @property
-    def num_cached(self) -> int:
-        return self._idle.num_pages
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        return self._idle.count_idle(pages[_slice(self.reach.needed(len(pages)))])
+        assert self._idle is not None
+        return self._idle.count_idle(pages[self.reach.first(len(pages)) :])
 
     def needs(self, num_pages: int, num_cached: int) -> int:
-        read = len(self.reach.needed(num_cached))  # it holds these from the start
+        read = num_cached - self.reach.first(num_cached)  # it holds these from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
     def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        most = np.fromiter(map(self.reach.held, reached.tolist()), dtype=np.int64, count=len(rows))
+        most = np.minimum(reached, self._held)
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
     def begin(self, row: int, pages: Ids) -> None:
-        needed = self.reach.needed(len(pages))
-        self.first[row] = needed.start
-        self.table.pin(pages[_slice(needed)], Rank.USED)
+        first = self.first[row] = self.reach.first(len(pages))
+        self.table.pin(pages[first:], Rank.USED)
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        passes: Bools = self._needed_from(num_pages) > self.first[rows]
+        passes: Bools = self.reach.first(num_pages) > self.first[rows]
         return passes
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
         self._revive(ours, theirs)
-        for pages in _distinct(new.pages()):
-            self.table.pin(pages)
+        pages = new.pages()
+        for part in _distinct(pages) if len(ours) else (pages,):
+            self.table.pin(part)
         firsts, passed, _ = self._advance(new)
         if not len(passed):
             return []
         ranks = self._ranks(new.kvs, firsts, self.first[new.rows])
-        if not np.count_nonzero(ranks):
-            return [Given(self.index, pages) for pages in _distinct(passed)]
+        if ranks is None:
+            return [Given(self.index, part) for part in _distinct(passed)]
         by_rank = [(rank, passed[ranks == value]) for value, rank in enumerate(Rank)]
-        return [Given(self.index, pages, rank) for rank, some in by_rank for pages in _distinct(some)]
+        return [Given(self.index, part, rank) for rank, some in by_rank for part in _distinct(some)]
 
     def passed(self, new: NewPages) -> list[Given]:
         firsts, passed, owners = self._advance(new)
@@ -367,19 +324,18 @@ class PassingGroup(WholeGroup):
         cached = np.array([kv.lease.num_pages for kv in new.kvs])
         places = firsts[owners] + np.arange(len(passed)) - owners.searchsorted(owners)
         shared = places < cached[owners]
-        parts = _distinct(passed[shared])
-        return [
-            Given(self.index, parts[0] if parts else NO_PAGES, dropped=passed[~shared]),
-            *(Given(self.index, pages) for pages in parts[1:]),
-        ]
+        given = [Given(self.index, part) for part in _distinct(passed[shared])]
+        return [*given, Given(self.index, dropped=passed[~shared])]
 
     def finish(self, row: RowPages) -> list[Given]:
         read = row.pages[self.first[row.row] : row.protected]
         return [Given(self.index, read.copy(), Rank.USED)] if len(read) else []
 
     def give_back(self, given: Given) -> None:
-        self.table.unpin(given.unpinned, given.rank)
-        self.frames.vacate(given.dropped)
+        if len(given.unpinned):
+            self.table.unpin(given.unpinned, given.rank)
+        if len(given.dropped):
+            self.frames.vacate(given.dropped)
 
     def evict(self, num_frames: int) -> int:
         pages = self.table.reclaim(num_frames)
@@ -397,30 +353,26 @@ class PassingGroup(WholeGroup):
         """Move the first page still read to where requests with `new.ends` whole pages need it. Returns where it was,
         and the pages that have been passed, with the request of each."""
         firsts = self.first[new.rows]
-        after = np.maximum(firsts, self._needed_from(new.ends))
+        after = np.maximum(firsts, self.reach.first(new.ends))
         self.first[new.rows] = after
         return firsts, *pages_between(new.table, new.rows, firsts, after)
 
-    def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8]:
-        """What pages `firsts[i]` up to `ends[i]` of each request are good for: the resume points that need them."""
+    def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8] | None:
+        """What pages `firsts[i]` up to `ends[i]` of each request are good for: the resume points that need them. None
+        where none does."""
+        starts = firsts.tolist()
+        if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
+            return None
         ranks = bytearray(int((ends - firsts).sum()))
         at = 0
-        for kv, first, end in zip(kvs, firsts.tolist(), ends.tolist(), strict=True):
+        for kv, first, end in zip(kvs, starts, ends.tolist(), strict=True):
             for num_pages, rank in kv.marks.items() if end > first else ():
                 if num_pages > first:
-                    start = max(first, self.reach.needed(num_pages).start)
+                    start = max(first, self.reach.first(num_pages))
                     for place in range(at + start - first, at + min(end, num_pages) - first):
                         ranks[place] = max(ranks[place], rank)
             at += end - first
         return np.frombuffer(ranks, dtype=np.int8)
-
-    def _needed_from(self, num_pages: Lengths) -> Lengths:
-        """The first page that is still read behind so many."""
-        most = int(num_pages.max(initial=0))
-        if most >= len(self._starts):
-            counted = range(max(2 * len(self._starts), most + 1))
-            self._starts = np.array([self.reach.needed(n).start for n in counted], dtype=np.int64)
-        return self._starts[num_pages]
 
 
 def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tuple[Ids, Rows]:
@@ -443,7 +395,3 @@ def _distinct(pages: Ids) -> list[Ids]:
         parts.append(pages[once])
         pages = pages[~once]
     return parts
-
-
-def _slice(pages: range) -> slice:
-    return slice(pages.start, pages.stop)

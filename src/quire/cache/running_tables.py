@@ -30,7 +30,7 @@ class RunningTables:
         self.columns = tuple(group.column for group in following.values())
         self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
         self.live: dict[int, RequestKV] = {}
-        self._following = tuple(following.values())
+        self._following = following
         self._last_serial = 0
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
@@ -80,8 +80,7 @@ class RunningTables:
         Raises MissingFrame where a page of a request has no frame in a group that is read as a whole.
         """
         changes = self.table.changes(self.columns)
-        for place, group in enumerate(self._following):
-            frames = changes.frames[place]
+        for group, frames in zip(self._following.values(), changes.frames, strict=True):
             if group.table.idle is None and np.count_nonzero(frames) != len(frames):
                 pages = self.table.flat[changes.places]
                 if len(read := pages[(pages != 0) & (frames == 0)]):
@@ -102,10 +101,10 @@ class RunningTables:
         rows, size = self.rows_of(kvs), self.page_size
         single = ends - starts == 1
         lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
+        following = [self._following[group] for group in groups]
         first = self.table.flat[rows[:lead] * self.table.width + starts[:lead] // size]
         offsets = (starts[:lead] % size).astype(np.int32)
-        columns = [self.frames.of(Tier.DEVICE, group) for group in groups]
-        found = [column.frames(first) * np.int32(size) + offsets for column in columns]
+        found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
         if lead == len(rows):
             return found
         rows, starts, ends = rows[lead:], starts[lead:], ends[lead:]
@@ -113,7 +112,8 @@ class RunningTables:
         counts = np.where(ends > starts, -(-ends // size) - before, 0)
         places = np.repeat(rows * self.table.width + before - (np.cumsum(counts) - counts), counts)
         pages = self.table.flat[places + np.arange(len(places))]
-        more = [slots_in_pages(c.frames(pages).astype(np.int64), counts, starts, ends, size) for c in columns]
+        frames = [each.table.frames(pages).astype(np.int64) for each in following]
+        more = [slots_in_pages(each, counts, starts, ends, size) for each in frames]
         return [np.concatenate(parts) for parts in zip(found, more, strict=True)] if lead else more
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.cache import offload
 from quire.cache.admission import Admission
-from quire.cache.groups import PassingGroup
+from quire.cache.groups import NO_PAGES, PassingGroup
 from quire.cache.resuming import resume_point
 from quire.prefix.reach import Chunk, Window
 from quire.testing.mutants import field
@@ -49,7 +49,8 @@ def a_pinned_window_is_dropped(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def passed_windows_stay_pinned(patch: Patch) -> None:
     """The pool of windows fills with what was passed, and requests fail beside frames that nobody reads."""
-    patch.setattr(PassingGroup, "_needed_from", lambda self, num_pages: np.zeros_like(num_pages))
+    nothing = NO_PAGES, NO_PAGES
+    patch.setattr(PassingGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
 
 
 @mutant("cache", field.STUCK)
@@ -81,6 +82,7 @@ def a_window_is_unpinned_twice(patch: Patch) -> None:
     real = PassingGroup.give_back
 
     def give_back(group: PassingGroup, given: Any) -> None:
+        assert group._idle is not None
         again = given.unpinned[group._idle.pins[given.unpinned] > 1]
         real(group, given)
         group.table.unpin(again, given.rank)
