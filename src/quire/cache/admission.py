@@ -3,13 +3,11 @@ with still holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from quire.cache.explain import explain_prompt
-from quire.cache.groups import GroupCache
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
@@ -20,19 +18,6 @@ from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
 
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Of what `name` counts, `available` could be had now. `pinned` of these the request's own prefix keeps, `owed` are
-    promised to running requests; it takes `own` itself, and `spare` stay for the next tokens of those that run."""
-
-    name: str
-    available: int
-    own: int
-    owed: int
-    spare: int
-    pinned: int
 
 
 class Admission:
@@ -107,61 +92,33 @@ class Admission:
         It must fit beside what the running requests in `rows` take until each has `reached[i]` pages, and `reserve`
         pages more for each of them.
         """
-        have = -(-self._rows.table.allocated[rows] // self._size)
-        retention = self._retention
-        claims = [group_claim(group, retention, hit, num_pages, rows, have, reached, reserve) for group in self._groups]
-        claims.append(pages_claim(self.num_available_pages, retention, hit, num_pages, have, reached, reserve))
-        return first_refusal(claims, len(rows))
+        for name, left, own, spare in self._claims(hit, num_pages, rows, reached, reserve):
+            if own + spare > left:
+                return (
+                    f"needs {own} pages of '{name}' and {spare} in reserve; {max(0, left)} are available, {len(rows)} "
+                    "running requests hold the rest"
+                )
+        return ""
 
-
-def group_claim(
-    group: GroupCache,
-    retention: RetentionPort,
-    hit: PrefixHit,
-    num_pages: int,
-    rows: Rows,
-    have: Lengths,
-    reached: Lengths,
-    reserve: int,
-) -> Claim:
-    """What a request of `num_pages` pages that begins on `hit` claims of a group, beside `rows`, which have `have[i]`
-    pages, were promised `reached[i]`, and are to have `reserve` more each. What is retained softly can be had too."""
-    if group.reach.whole:
-        soft, own = retention.num_soft, retention.num_soft_of(hit.match, hit.num_pages)
-    else:
-        soft, own = retention.num_soft_frames(group.index), retention.num_soft_frames_of(group.index, hit.pages)
-    return Claim(
-        group.name,
-        group.num_free + group.num_evictable + soft,
-        group.needs(num_pages, hit.num_pages) + (hit.choice.loads[group.index] if hit.choice.loads else 0),
-        group.owed(rows, have, reached),
-        group.reserve(len(rows) * reserve),
-        group.would_pin(hit.pages, hit.num_evictable) + own,
-    )
-
-
-def pages_claim(
-    available: int,
-    retention: RetentionPort,
-    hit: PrefixHit,
-    num_pages: int,
-    have: Lengths,
-    reached: Lengths,
-    reserve: int,
-) -> Claim:
-    """The same of the pages themselves."""
-    owed = int((reached - have).sum())
-    pinned = hit.num_evictable + retention.num_soft_of(hit.match, hit.num_pages)
-    return Claim("all groups", available, num_pages - hit.num_pages, owed, len(have) * reserve, pinned)
-
-
-def first_refusal(claims: Sequence[Claim], num_running: int) -> str:
-    """The first claim that cannot be met, in words; "" where all can."""
-    for claim in claims:
-        left = claim.available - claim.pinned - claim.owed
-        if claim.own + claim.spare > left:
-            return (
-                f"needs {claim.own} pages of '{claim.name}' and {claim.spare} in reserve; {max(0, left)} are "
-                f"available, {num_running} running requests hold the rest"
-            )
-    return ""
+    def _claims(
+        self, hit: PrefixHit, num_pages: int, rows: Rows, reached: Lengths, reserve: int
+    ) -> Iterator[tuple[str, int, int, int]]:
+        """Of each group, by its name, and of page ids: how many are `left` of what could be had, but for what the
+        request's own prefix keeps and what running requests were promised; how many it takes itself; and how many stay
+        for the next tokens of those that run. What is retained softly can be had."""
+        retention, have = self._retention, -(-self._rows.table.allocated[rows] // self._size)
+        soft_of_hit = retention.num_soft_of(hit.match, hit.num_pages)
+        for group in self._groups:
+            if group.reach.whole:
+                soft, own_soft = retention.num_soft, soft_of_hit
+            else:
+                soft, own_soft = (
+                    retention.num_soft_frames(group.index),
+                    retention.num_soft_frames_of(group.index, hit.pages),
+                )
+            pinned = group.would_pin(hit.pages, hit.num_evictable) + own_soft
+            left = group.num_free + group.num_evictable + soft - pinned - group.owed(rows, have, reached)
+            loads = hit.choice.loads[group.index] if hit.choice.loads else 0
+            yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, group.reserve(len(rows) * reserve)
+        left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
+        yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve

@@ -38,6 +38,7 @@ from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import PageFrames, token_allocator
 from quire.memory.residency import Residency
+from quire.observe.explain import Cause
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.hashing import layout_identity
@@ -52,8 +53,8 @@ NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
 
 
-_Settled = tuple[RequestKV, Ids, int, int]
-"""A request, its tokens, and from which of its pages on and up to which they have settled now."""
+_Settled = tuple[RequestKV, int, int]
+"""A request, and from which of its pages on and up to which they have settled now."""
 
 
 class KVCache:
@@ -108,7 +109,7 @@ class KVCache:
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self.rows = RunningTables(plan, table, following, follows=page_tables)
         self.fences = Fences(seconds)
-        self.counters = CacheCounters()
+        self.counters = CacheCounters(explained_tokens=dict.fromkeys(map(str, Cause), 0) if explains else {})
         self.num_changes = 0
         self.parts = CacheParts(
             plan=plan,
@@ -206,7 +207,7 @@ class KVCache:
             counters.hit_tokens += hit.num_tokens
             if explanation is not None:
                 for reason in explanation.reasons:
-                    counters.causes[reason.cause] += reason.tokens
+                    counters.explained_tokens[reason.cause] += reason.tokens
         counters.peak_shared_pages = max(counters.peak_shared_pages, self.tree.num_shared)
         return kv
 
@@ -249,10 +250,10 @@ class KVCache:
             if self.parts.damaged.num_damaged and kv.shares:
                 kv.shares = not self.parts.damaged.have_frames(self.tree.match(kv.namespace, own).pages[start:end])
             if not kv.shares:
-                private.append((kv, own, start, end))
+                private.append((kv, start, end))
                 continue
-            fresh.append((kv, own, start, end))
-            ours = self._insert(*fresh[-1])
+            fresh.append((kv, start, end))
+            ours = self._insert(kv, own, start, end)
             if len(ours):  # what came back to the device with that has its frames before the tree is asked again
                 self._committed(fresh, ours)
                 fresh = []
@@ -292,20 +293,19 @@ class KVCache:
     def _committed(self, fresh: Sequence[_Settled], ours: Ids) -> None:
         """These pages are the tree's now. `ours` were the last request's own, for the first of its."""
         self.num_changes += 1
-        kv, _, start, _ = fresh[-1]
+        kv, start, _ = fresh[-1]
         given: list[Given] = []
         if self._settling:
             new, theirs = self._new_pages(fresh), self._table.pages[kv.row, start : start + len(ours)]
             given = [part for group in self._settling for part in group.commit(new, ours, theirs)]
-        for each, _, first, end in fresh:
-            known = first + (len(ours) if each is kv else 0)
-            self.offload.committed(each, self._table.pages[each.row, :end], first, known)
+        for each, first, end in fresh:
+            new_from = first + (len(ours) if each is kv else 0)
+            self.offload.committed(each, self._table.pages[each.row, :end], first, new_from)
         self._retire(ours, given=given)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:
-        kvs = [kv for kv, _, _, _ in settled]
-        rows, starts, ends = np.array([(kv.row, start, end) for kv, _, start, end in settled], dtype=np.int64).T
-        return NewPages(kvs, rows, starts, ends, self._table.pages)
+        rows, starts, ends = np.array([(kv.row, start, end) for kv, start, end in settled], dtype=np.int64).T
+        return NewPages([kv for kv, _, _ in settled], rows, starts, ends, self._table.pages)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
@@ -385,17 +385,11 @@ class KVCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""
-        tree, counters, waiting = self.tree, self.counters, self.fences.waiting
+        tree, waiting = self.tree, self.fences.waiting
+        counted = vars(self.counters) | {"explained_tokens": self.counters.explained_tokens.copy()}
         return CacheStatistics(
-            prompt_tokens=counters.prompt_tokens,
-            hit_tokens=counters.hit_tokens,
-            explained_tokens=dict(counters.causes) if self.explains else {},
-            committed_pages=counters.committed_pages,
-            duplicate_pages=counters.duplicate_pages,
-            evicted_pages=counters.evicted_pages,
-            evictions=counters.evictions,
+            **counted,
             shared_pages=tree.num_shared,
-            peak_shared_pages=counters.peak_shared_pages,
             cached_pages=tree.num_pages,
             evictable_pages=tree.num_evictable,
             num_pages=self.plan.num_pages,

@@ -9,7 +9,6 @@ import numpy as np
 
 from quire.cache.fences import Retired
 from quire.cache.groups import NO_PAGES, GroupCache
-from quire.observe.explain import Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,48 +34,40 @@ class FrameCounts:
     skipped: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheStatistics:
-    """Counters since the start, in tokens or pages, and gauges of now.
+@dataclass(kw_only=True)
+class CacheCounters:
+    """What a cache counts as it goes, in tokens or pages.
 
     `hit_tokens` counts prompt tokens found cached when a request began; `prompt_tokens` all prompt tokens of those
-    requests; `explained_tokens` are these by cause, where the cache explains. `shared_pages` are cached pages that two
-    or more running requests hold now.
+    requests; `explained_tokens` are these by cause, where the cache explains. Shared are cached pages that two or more
+    running requests hold.
     """
-
-    prompt_tokens: int
-    hit_tokens: int
-    explained_tokens: dict[str, int]
-    committed_pages: int
-    duplicate_pages: int
-    evicted_pages: int
-    evictions: int
-    shared_pages: int
-    peak_shared_pages: int
-    cached_pages: int
-    evictable_pages: int
-    num_pages: int
-    page_size: int
-    frames: dict[str, FrameCounts]
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """What a cache counts as it goes. `causes` are prompt tokens by why they were not cached, where it explains."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    explained_tokens: dict[str, int] = field(default_factory=dict)
     committed_pages: int = 0
     duplicate_pages: int = 0
     evicted_pages: int = 0
     evictions: int = 0
     peak_shared_pages: int = 0
-    causes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Cause), 0))
 
     def evicted(self, num_pages: int) -> None:
-        """So many pages were forgotten at once, to make room or because somebody asked."""
+        """So many pages were forgotten at once, to make room or because that was asked for."""
         self.evicted_pages += num_pages
         self.evictions += bool(num_pages)
+
+
+@dataclass(kw_only=True)
+class CacheStatistics(CacheCounters):
+    """A snapshot of these counters, and gauges of now."""
+
+    shared_pages: int
+    cached_pages: int
+    evictable_pages: int
+    num_pages: int
+    page_size: int
+    frames: dict[str, FrameCounts]
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
