@@ -63,6 +63,7 @@ def test_storage_behind_a_small_host_makes_nothing_slower(name: str) -> None:
     (median,), (tiered,) = without.first_token_seconds((50,)), beside.first_token_seconds((50,))
     assert tiered <= 1.02 * median
     assert beside.mean_first_token_seconds <= 1.02 * without.mean_first_token_seconds
+    assert use_of(beside).measured["archive"] == pytest.approx(7e9, rel=0.2), "bytes of the records that rows stand for"
 
 
 def test_a_slow_host_loads_nothing_and_says_why() -> None:

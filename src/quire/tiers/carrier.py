@@ -180,7 +180,7 @@ class Carrier:
         batch.check(self._copies, transfer)
         records = batch.good()
         mine: list[_Record] = []
-        answers = remote.prepare(_keys(records), [record.data.nbytes for record in records])
+        answers = remote.prepare(_keys(records), [record.num_bytes for record in records])
         for record, answer in zip(records, answers, strict=True):
             if answer is Answer.MISS:
                 mine.append(record)
@@ -196,7 +196,7 @@ class Carrier:
             if answer is not Answer.HIT:
                 batch.fail(record, REFUSED)
         self._complete(remote, batch, mine)
-        transfer.moved_bytes += sum(record.data.nbytes for record in mine if record.page < batch.num_good)
+        transfer.moved_bytes += sum(record.num_bytes for record in mine if record.page < batch.num_good)
 
     @staticmethod
     def _complete(remote: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
@@ -215,14 +215,14 @@ class Carrier:
 
     def _get_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
         records = batch.records
-        transfer.asked_bytes += sum(record.data.nbytes for record in records)
+        transfer.asked_bytes += sum(record.num_bytes for record in records)
         answers = remote.get(_keys(records), [record.data for record in records])
         for record, answer in zip(records, answers, strict=True):
             if answer is not Answer.HIT:
                 batch.fail(record, MISSING if answer is Answer.MISS else REFUSED)
         if damaged := batch.check(self._copies, transfer):
             self._find_culprit(transfer, remote, damaged)
-        transfer.moved_bytes += sum(record.data.nbytes for record in batch.good())
+        transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
 
     @staticmethod
     def _find_culprit(transfer: Transfer, remote: Store, damaged: Sequence[_Record]) -> None:
@@ -241,9 +241,11 @@ class Carrier:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """The record of one page of a batch in one of the transfer's units."""
+    """The record of one page of a batch in one of the transfer's units. Where records are only simulated, `data` is
+    shorter than the `num_bytes` that it counts for."""
 
     key: StoreKey
+    num_bytes: int
     data: memoryview
     units: int
     place: int  # in them
@@ -257,12 +259,13 @@ class _Batch:
     def __init__(self, transfer: Transfer, pages: list[_Places], copies: Copies) -> None:
         self.num_good = len(pages)
         self.records: list[_Record] = []
-        rows = [copies.rows(units.group)[:, : copies.bytes_of(units.group)] for units in transfer.units]
+        sizes = [copies.bytes_of(units.group) for units in transfer.units]
+        rows = [copies.rows(units.group)[:, :size] for units, size in zip(transfer.units, sizes, strict=True)]
         for number, page in enumerate(pages):
             for at, place in page:
                 units = transfer.units[at]
                 key = StoreKey(transfer.scope, units.pages[place], units.group)
-                self.records.append(_Record(key, rows[at][units.host[place]].data, at, place, number))
+                self.records.append(_Record(key, sizes[at], rows[at][units.host[place]].data, at, place, number))
 
     def good(self) -> list[_Record]:
         """The records of good pages."""
