@@ -97,32 +97,6 @@ class Lost(ResponseError):
     """In place of a reply that did not come. A caller with more to ask stops: it would wait as long again."""
 
 
-class _Line:
-    """One connection, made when first used, made again after it was lost."""
-
-    def __init__(self, arguments: Mapping[str, Any], timeout: float) -> None:
-        self._reader = ReplyReader()
-        more = dict(arguments)
-        make = more.pop("connection_class", redis.Connection)
-        more |= {"protocol": 2, "socket_timeout": timeout, "socket_connect_timeout": timeout}
-        self.connection = make(**more, parser_class=lambda socket_read_size: self._reader)
-
-    def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
-        """Send and append the replies. Raises RedisError or OSError; what was appended by then is good."""
-        if self._reader.can_read():
-            self.connection.disconnect()  # the server hung up meanwhile, or said what was not asked
-        self.connection.send_packed_command(self.connection.pack_commands(commands))
-        for index in range(len(commands)):
-            self._reader.target = targets[index] if targets else None
-            try:
-                replies.append(self.connection.read_response())
-            except ResponseError as refusal:
-                replies.append(refusal)
-                if str(refusal).startswith(("READONLY", "MASTERDOWN", "LOADING")):
-                    self.connection.disconnect()  # another server may have its name by now
-                    raise
-
-
 class _Arriving(SocketIO):
     """The socket of a connection; while `is_read` is False it gives nothing, and so does not wait."""
 
@@ -214,3 +188,29 @@ class ReplyReader:
         if end != b"\r\n":
             raise InvalidResponse(f"a value that does not end where it should: {end!r}")
         return value if target is None else num_bytes
+
+
+class _Line(ReplyReader):
+    """One connection and its parser. It is made when first used, and made again after it was lost."""
+
+    def __init__(self, arguments: Mapping[str, Any], timeout: float) -> None:
+        super().__init__()
+        more = dict(arguments)
+        make = more.pop("connection_class", redis.Connection)
+        more |= {"protocol": 2, "socket_timeout": timeout, "socket_connect_timeout": timeout}
+        self.connection = make(**more, parser_class=lambda socket_read_size: self)
+
+    def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
+        """Send and append the replies. Raises RedisError or OSError; what was appended by then is good."""
+        if self.can_read():
+            self.connection.disconnect()  # the server hung up meanwhile, or said what was not asked
+        self.connection.send_packed_command(self.connection.pack_commands(commands))
+        for index in range(len(commands)):
+            self.target = targets[index] if targets else None
+            try:
+                replies.append(self.connection.read_response())
+            except ResponseError as refusal:
+                replies.append(refusal)
+                if str(refusal).startswith(("READONLY", "MASTERDOWN", "LOADING")):
+                    self.connection.disconnect()  # another server may have its name by now
+                    raise

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from typing import NamedTuple
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Store
 
-
-class _Backend(NamedTuple):
-    module: str  # has `open(url, capacity, *, counts_use) -> Store`
-    extra: str  # of the package, that installs what it needs
-
-
-_VALKEY = _Backend("quire.tiers.stores.valkey", "valkey")
 _BACKENDS = {
-    "valkey": _VALKEY,
-    "valkeys": _VALKEY,
-    "redis": _VALKEY,
-    "rediss": _VALKEY,
-    "unix": _VALKEY,
-    "s3": _Backend("quire.tiers.stores.s3", "s3"),
-    "mooncake": _Backend("quire.tiers.stores.mooncake", "mooncake"),
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss", "unix"), "valkey"),
+    "s3": "s3",
+    "mooncake": "mooncake",
 }
+"""By scheme, the module here that has `open(url, capacity, *, counts_use) -> Store`. The package's extra of that name
+installs what it needs."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _DIRECTORY = "dir:"
 
@@ -68,10 +59,10 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
             fix=f"give a directory, or one of {', '.join(f'{name}://' for name in _BACKENDS)}.",
         )
     try:
-        store: Store = import_module(backend.module).open(url, capacity, counts_use=counts_use)
+        store: Store = import_module(f"quire.tiers.stores.{backend}").open(url, capacity, counts_use=counts_use)
     except ImportError as error:
         raise StoreError(
             f"a store at {scheme}:// needs a package that is not installed: {error}.",
-            fix=f'pip install "quire[{backend.extra}]".',
+            fix=f'pip install "quire[{backend}]".',
         ) from error
     return store

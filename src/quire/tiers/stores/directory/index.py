@@ -10,10 +10,12 @@ Law: a slot of a slab is below `fresh` and in exactly one of `free` and `records
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -181,6 +183,55 @@ def _select(connection: sqlite3.Connection, columns: str, key: str, values: Sequ
         some += some[-1:] * ((1 << (len(some) - 1).bit_length()) - len(some))
         rows += connection.execute(f"SELECT {columns} FROM records WHERE {key} IN ({', '.join('?' * len(some))})", some)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a directory is and holds, for people.
+
+    Bytes are those on the disk: `slab_bytes` never exceed `capacity`; `index_bytes` come beside them. `free_bytes` are
+    what could still be stored without forgetting anything. `num_prepared` records are being written.
+    """
+
+    path: str
+    direct: bool
+    capacity: int
+    slab_bytes: int
+    free_bytes: int
+    index_bytes: int
+    disk_free_bytes: int
+    num_slabs: int
+    num_prepared: int
+    num_owners: int
+
+
+_FACTS = """
+SELECT
+    (SELECT value FROM settings WHERE name = 'capacity'),
+    (SELECT COALESCE(SUM(num_bytes), 0) FROM slabs),
+    (SELECT COALESCE(SUM(slot_bytes), 0) FROM records),
+    (SELECT COUNT(*) FROM slabs),
+    (SELECT COUNT(*) FROM records WHERE owner IS NOT NULL)
+"""
+
+
+def facts_of(index: Index, path: Path, *, direct: bool, num_owners: int) -> Facts:
+    """Gathered now. Raises Busy and OSError."""
+    with index.reading as connection:
+        capacity, slab_bytes, taken, num_slabs, num_prepared = connection.execute(_FACTS).fetchone()
+    disk = os.statvfs(path)
+    return Facts(
+        path=str(path),
+        direct=direct,
+        capacity=capacity,
+        slab_bytes=slab_bytes,
+        free_bytes=capacity - taken,
+        index_bytes=sum(file.stat().st_size for file in path.glob("index.sqlite*")),
+        disk_free_bytes=disk.f_bavail * disk.f_frsize,
+        num_slabs=num_slabs,
+        num_prepared=num_prepared,
+        num_owners=num_owners,
+    )
 
 
 # -- steps of a transaction

@@ -18,9 +18,8 @@ from quire.errors import InvalidInput, StoreError
 from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.directory.index import Busy, Index, release
 from quire.tiers.stores.directory.owners import Owners
-from quire.tiers.stores.directory.room import Room
+from quire.tiers.stores.directory.room import Room, Uses
 from quire.tiers.stores.directory.slab_files import SlabFiles, make_file
-from quire.tiers.stores.directory.uses import Uses
 
 logger = logging.getLogger(__name__)
 

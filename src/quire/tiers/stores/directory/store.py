@@ -28,10 +28,11 @@ from typing_extensions import Buffer
 from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.stores.directory.compaction import Compaction
-from quire.tiers.stores.directory.facts import Facts, facts_of
 from quire.tiers.stores.directory.index import (
     Busy,
+    Facts,
     Row,
+    facts_of,
     find_owners,
     find_rows,
     find_visible,
@@ -352,7 +353,7 @@ class DirectoryStore:
     def facts(self) -> Facts:
         """What the directory is and holds now. Raises StoreError."""
         with self._entered("looked into"):
-            return facts_of(self.path, self._files, self._owners, self._index)
+            return facts_of(self._index, self.path, direct=self.direct, num_owners=self._owners.count())
 
     def reclaim(self) -> int:
         """Drop what writers that died had prepared; returns how many records that were. Others do this when they need
