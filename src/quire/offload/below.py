@@ -83,7 +83,7 @@ def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))
-    num_bytes = sum(len(at) * size for at, size in zip(places, settings.record_bytes, strict=True))
+    num_bytes = settings.num_bytes(map(len, places))
     if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
         most = 0
     elif not even.knows(Lane.SAVE):

@@ -80,7 +80,7 @@ class Tiered(Offloading):
         loads = list(map(len, tiers.missing(pages[:far])))
         if tiers.is_too_much(loads):
             return Choice(near, "", declined_pages=far - near)
-        num_bytes = sum(count * size for count, size in zip(loads, settings.record_bytes, strict=True))
+        num_bytes = settings.num_bytes(loads)
         weighed = None if settings.always or not num_bytes else ((far - near) * self._page_size, num_bytes)
         if weighed is not None and not self._pays(*weighed):
             return Choice(near, "", declined_pages=far - near, weighed=weighed)

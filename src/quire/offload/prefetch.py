@@ -48,52 +48,48 @@ class Piece:
             _give_back(host, frames, suspect)
 
 
+@dataclass(slots=True, eq=False)
 class Prefetch:
     """What one request waits for. Behind `start` pages of its prompt it could begin when it asked, behind `wanted` it
     is to, and all that it needs up to `limit` has come. `hold` keeps its path and, in groups that are read in part, the
     host frames that it counts on."""
 
-    def __init__(
-        self,
-        tiers: Tiering,
-        parts: CacheParts,
-        namespace: Namespace,
-        tokens: Ids,
-        name: bytes,
-        prefix: RequestedPrefix,
-        hold: Hold,
-    ) -> None:
-        self.namespace = namespace
-        self.tokens = tokens
-        self.name = name  # the key of the first page that is in no tier here, or of the last page
-        self.prefix = prefix
-        self.hold = hold
-        self.start = self.limit = self.wanted = prefix.start
-        self.num_waiting = 1  # requests, which begin with the same pages
-        self.shared = False  # whether there ever were several
-        self.stop_at = 0.0  # when waiting stops being worth it
-        self.tries = False  # the link, which is off
-        self.done = self.stopped = self.abandoned = False
+    tiers: Tiering
+    parts: CacheParts
+    namespace: Namespace
+    tokens: Ids
+    name: bytes  # the key of the first page that is in no tier here, or of the last page
+    prefix: RequestedPrefix
+    hold: Hold
+    tries: bool  # the link, which is off
+    at_once: int  # bytes that may be on their way
+    since: float
+    stop_at: float  # when waiting stops being worth it
 
-        self.look: Transfer | None = None
-        self.pieces: deque[Piece] = deque()  # that do not count yet, in the order of the prompt
-        self.last = self.start  # the page behind the last of them
-        self.lost = False  # a page has not come: pieces behind it are no use
-        self.at_once = 0  # bytes that may be on their way
-        self.num_bytes = 0  # of the host, for what is fetched
+    start: int = field(init=False)
+    limit: int = field(init=False)
+    wanted: int = field(init=False)
+    num_waiting: int = 1  # requests, which begin with the same pages
+    shared: bool = False  # whether there ever were several
+    done: bool = False
+    stopped: bool = False
+    abandoned: bool = False
 
-        self.since = 0.0
-        self.fetching_since: float | None = None
-        self.fetched_before = 0  # bytes, for any request
-        self.seconds = 0.0  # of work on its pieces
-        self.own_bytes = 0  # that came by that
-        self.in_rounds = False  # whether some were begun only when others had come
+    look: Transfer | None = None
+    pieces: deque[Piece] = field(default_factory=deque)  # that do not count yet, in the order of the prompt
+    last: int = field(init=False)  # the page behind the last of them
+    lost: bool = False  # a page has not come: pieces behind it are no use
+    num_bytes: int = 0  # of the host, for what is fetched
 
-        self._tiers = tiers
-        self._parts = parts
-        self._size = parts.plan.page_size
-        self._record_bytes = tiers.settings.record_bytes
-        self._again = 0  # times that rows of the host were at fault
+    fetching_since: float | None = None
+    fetched_before: int = 0  # bytes, for any request
+    seconds: float = 0.0  # of work on its pieces
+    own_bytes: int = 0  # that came by that
+    in_rounds: bool = False  # whether some were begun only when others had come
+    _again: int = 0  # times that rows of the host were at fault
+
+    def __post_init__(self) -> None:
+        self.start = self.limit = self.wanted = self.last = self.prefix.start
 
     @property
     def lease(self) -> Lease:
@@ -128,13 +124,13 @@ class Prefetch:
         """Keep what the host has of single frames that are needed behind `end` pages: making room must not take
         them."""
         held, path = [], self.prefix.path
-        for group in self._parts.groups:
+        for group in self.parts.groups:
             if not group.reach.whole:
                 needed = group.reach.needed(end)
                 part = path[needed.start : needed.stop]
-                there = self._tiers.hosts[group.index].resident(part)
+                there = self.tiers.hosts[group.index].resident(part)
                 held.append(HeldFrames(group.index, Tier.HOST, part[there]))
-        self._parts.holds.change(self.hold, held)
+        self.parts.holds.change(self.hold, held)
 
     # -- what comes next
 
@@ -146,28 +142,28 @@ class Prefetch:
         if sum(move.num_bytes for move in self.moves) >= self.at_once:
             return None
         last, places = self._cut()
-        if last <= self.last or self._parts.pages.num_free_pages < last - self.lease.num_pages:
+        if last <= self.last or self.parts.pages.num_free_pages < last - self.lease.num_pages:
             return None
         fetching = [
-            (host, at, host.take(len(at))) for host, at in zip(self._tiers.hosts, places, strict=True) if len(at)
+            (host, at, host.take(len(at))) for host, at in zip(self.tiers.hosts, places, strict=True) if len(at)
         ]
         if not fetching:
             return Piece(last)  # a request that begins behind these pages reads nothing of them
         units = [Units(host.index, NO_PAGES, frames, self.prefix.keys(at)) for host, at, frames in fetching]
-        num_bytes = sum(len(at) * self._record_bytes[host.index] for host, at, _ in fetching)
-        return Piece(last, fetching, Transfer(Lane.FETCH, units, self._tiers.names.scope(self.namespace), num_bytes))
+        num_bytes = sum(len(at) * self.tiers.settings.record_bytes[host.index] for host, at, _ in fetching)
+        return Piece(last, fetching, Transfer(Lane.FETCH, units, self.tiers.names.scope(self.namespace), num_bytes))
 
     def _cut(self) -> tuple[int, list[Places]]:
         """The page behind the next piece, and by group the places of what has to come, for which there is room."""
         places = [at[at >= self.last] for at in self.prefix.lacking(self.wanted)]
         num_bytes = np.zeros(self.wanted, dtype=np.int64)
-        for at, size in zip(places, self._record_bytes, strict=True):
+        for at, size in zip(places, self.tiers.settings.record_bytes, strict=True):
             num_bytes[at] += size
         least = max(self.last + 1, int(np.argmax(np.append(num_bytes, 1) > 0)) + 1)
         last = min(self.wanted, max(least, int(np.searchsorted(np.cumsum(num_bytes), PIECE_BYTES, side="right"))))
         places = [at[at < last] for at in places]
-        for host, at in zip(self._tiers.hosts, places, strict=True):
-            room = self._tiers.host_room(host, len(at))
+        for host, at in zip(self.tiers.hosts, places, strict=True):
+            room = self.tiers.host_room(host, len(at))
             if room < len(at):
                 last = min(last, int(at[room]))
         return last, [at[at < last] for at in places]
@@ -182,39 +178,40 @@ class Prefetch:
             end = min([end, *at[[bool(defect) for defect in found]].tolist()])
         first = self.lease.num_pages
         grafted = self._keep(end) if end > self.limit else end
-        counted = self._parts.tree.countable(self.lease, first, end) if end > first else end
+        counted = self.parts.tree.countable(self.lease, first, end) if end > first else end
         self._bind(piece, end, counted, grafted)
         if end < piece.last:
             self._lose(piece, end)
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
-        elif any(not host.whole for host in self._tiers.hosts):  # what has come in part is reused as a whole
-            self._tiers.on_host.mark(self.prefix.path[self.start : self.limit], State.FETCHED)
+        elif any(not host.whole for host in self.tiers.hosts):  # what has come in part is reused as a whole
+            self.tiers.on_host.mark(self.prefix.path[self.start : self.limit], State.FETCHED)
 
     def _keep(self, end: int) -> int:
         """The first `end` pages of the prompt are cached from now on; returns the first of those that were not, which
         are below the device."""
         first = grafted = self.lease.num_pages
-        pages, tree = self._parts.pages, self._parts.tree
+        pages, tree = self.parts.pages, self.parts.tree
         if end > first:
             try:
                 taken = pages.alloc_pages(end - first)
             except OutOfPages:
                 self.stopped = True
                 return first
-            inserted = tree.graft(self.lease, self.tokens[first * self._size : end * self._size], taken)
+            size = self.parts.plan.page_size
+            inserted = tree.graft(self.lease, self.tokens[first * size : end * size], taken)
             mine = len(inserted.duplicates)
             if mine:
                 pages.free_pages(np.sort(inserted.duplicates))
             grafted = first + mine
-            self._tiers.have_copies(self.lease, first, inserted.pages, grafted)
+            self.tiers.have_copies(self.lease, first, inserted.pages, grafted)
         self.limit = end
         return grafted
 
     def _bind(self, piece: Piece, end: int, counted: int, grafted: int) -> None:
         """What has come of pages before `end` counts (in groups that are read as a whole, before `counted`), but for
         what the cache has got elsewhere meanwhile. Pages from `grafted` on are cached since now."""
-        tiers, cached = self._tiers, self.prefix.path
+        tiers, cached = self.tiers, self.prefix.path
         for host, at, frames, suspect in piece.parts():
             good = at < min(counted if host.whole else end, len(cached))
             pages = cached[at[good]]
@@ -223,12 +220,12 @@ class Prefetch:
             host.bind(pages[fresh], frames[good][fresh], ranks)
             if tiers.table.is_anchor(host.index):
                 for place in at[good][fresh & (at[good] < grafted)].tolist():
-                    self._parts.tree.copied(self.lease, place, place + 1)
+                    self.parts.tree.copied(self.lease, place, place + 1)
             _give_back(host, frames[~good], suspect[~good])
             host.untake(frames[good][~fresh])
             num_fresh = int(np.count_nonzero(fresh))
             tiers.counters.fetched_frames += num_fresh
-            tiers.counters.fetched_bytes += num_fresh * self._record_bytes[host.index]
+            tiers.counters.fetched_bytes += num_fresh * self.tiers.settings.record_bytes[host.index]
             tiers.archiver.stored(host.index, pages[fresh])
 
     def _lose(self, piece: Piece, end: int) -> None:

@@ -59,10 +59,7 @@ class Prefetcher(ReadAhead):
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
-        self._record_bytes = tiers.settings.record_bytes
-        self._host_bytes = sum(
-            host.num_frames * size for host, size in zip(tiers.hosts, self._record_bytes, strict=True)
-        )
+        self._host_bytes = tiers.settings.num_bytes(host.num_frames for host in tiers.hosts)
         self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
         self._running: dict[Transfer, Prefetch] = {}
         self._holding: dict[Prefetch, None] = {}  # those that hold something, oldest first
@@ -130,10 +127,12 @@ class Prefetcher(ReadAhead):
         lease = parts.tree.pin_path(found, known)
         prefix = RequestedPrefix(tiers, parts.groups, lease, start, keys)
         hold = parts.holds.add(Reason.READ_AHEAD, lease=lease)
-        prefetch = Prefetch(tiers, parts, namespace, tokens, name, prefix, hold)
-        prefetch.tries, prefetch.at_once, prefetch.since = tries, self._at_once, parts.seconds()
         share = max(_LEAST_PATIENCE, self._found) if self._policy is PrefetchPolicy.BREAK_EVEN else 1.0
-        prefetch.stop_at = prefetch.since + share * self._patience((limit - start) * self._size, 0)
+        now = parts.seconds()
+        until = now + share * self._patience((limit - start) * self._size, 0)
+        prefetch = Prefetch(
+            tiers, parts, namespace, tokens, name, prefix, hold, tries, self._at_once, since=now, stop_at=until
+        )
         self._holding[prefetch] = None
         whole = [group.index for group in parts.groups if group.reach.whole]
         look = Transfer(Lane.LOOK, prefix.units(), scope, whole=whole)
@@ -220,8 +219,8 @@ class Prefetcher(ReadAhead):
 
     def _is_tried(self, start: int, limit: int) -> bool:
         """Whether a link that is off is tried with a request that lacks these pages: as if all of them were stored."""
-        pages = [range(max(start, group.reach.needed(limit).start), limit) for group in self._parts.groups]
-        num_bytes = sum(len(each) * size for each, size in zip(pages, self._record_bytes, strict=True))
+        counts = [limit - max(start, group.reach.needed(limit).start) for group in self._parts.groups]
+        num_bytes = self._tiers.settings.num_bytes(counts)
         return self._tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes)
 
     def _patience(self, tokens: int, num_bytes: int) -> float:
@@ -243,9 +242,7 @@ class Prefetcher(ReadAhead):
         if wanted <= near or tiers.damaged.are(prefix.path).any() or tiers.is_too_much(prefix.loads(wanted)):
             return
         tokens = (wanted - near) * self._size
-        num_bytes = sum(
-            len(places) * size for places, size in zip(prefix.lacking(wanted), self._record_bytes, strict=True)
-        )
+        num_bytes = tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
         if not num_bytes:
             return
         is_asked = not (tiers.settings.always or prefetch.tries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -51,3 +52,7 @@ class TierSettings:
     prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
     prefetch_seconds: float = 2.0
     health: StoreHealth = field(default_factory=StoreHealth)
+
+    def num_bytes(self, counts: Iterable[int]) -> int:
+        """Of the records of so many frames, by group."""
+        return sum(count * size for count, size in zip(counts, self.record_bytes, strict=True))

@@ -13,9 +13,8 @@ class Rate:
     """
 
     def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (
-            0.0,
-        ) * 5  # of weights, amounts, seconds, squares of amounts, and amounts times seconds
+        # Of weights, amounts, seconds, squares of amounts, and amounts times seconds.
+        self._sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, amount: float, seconds: float) -> None:
         """An amount took these seconds. Where either is 0, nothing is learned."""
