@@ -16,19 +16,17 @@ def build_groups(
     plan: MemoryPlan, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, grid: int
 ) -> tuple[GroupCache, ...]:
     """One for each group of the plan, all frames free. `pages` hands out page ids; `grid` is in tokens."""
-    return tuple(_group(plan, index, table, pages, tree, grid) for index in range(len(plan.groups)))
-
-
-def _group(
-    plan: MemoryPlan, index: int, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, grid: int
-) -> GroupCache:
-    num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
-    reach = reach_of(plan.groups[index].reach, plan.page_size)
-    if reach.carried:
-        size, rows = plan.page_size, plan.max_requests
-        frames = carried_frames(column, num_frames)
-        drafts = plan.tokens_per_step - 1
-        return CarriedGroup(index, reach, frames, tree, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
-    if reach.whole:
-        return WholeGroup(index, reach, whole_frames(column, num_frames, pages), tree)
-    return PassingGroup(index, reach, passing_frames(column, num_frames, pages), tree, plan.max_requests)
+    size, rows, drafts = plan.page_size, plan.max_requests, plan.tokens_per_step - 1
+    groups: list[GroupCache] = []
+    for index, group in enumerate(plan.groups):
+        num_frames, column, reach = plan.frames_of(index), table.of(Tier.DEVICE, index), reach_of(group.reach, size)
+        if reach.carried:
+            own = carried_frames(column, num_frames)
+            groups.append(
+                CarriedGroup(index, reach, own, tree, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
+            )
+        elif reach.whole:
+            groups.append(WholeGroup(index, reach, whole_frames(column, num_frames, pages), tree))
+        else:
+            groups.append(PassingGroup(index, reach, passing_frames(column, num_frames, pages), tree, rows))
+    return tuple(groups)

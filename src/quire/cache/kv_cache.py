@@ -201,14 +201,9 @@ class KVCache:
             kv.mark_ends(hit.num_pages, hit.match.num_pages, max(0, len(tokens) - 1) // self.page_size)
         self._table.allocated[row] = self._table.committed[row] = hit.num_tokens
         self.rows.enter(kv)
-        counters = self.counters
         if not resumed:
-            counters.prompt_tokens += len(tokens)
-            counters.hit_tokens += hit.num_tokens
-            if explanation is not None:
-                for reason in explanation.reasons:
-                    counters.explained_tokens[reason.cause] += reason.tokens
-        counters.peak_shared_pages = max(counters.peak_shared_pages, self.tree.num_shared)
+            self.counters.begun(len(tokens), hit.num_tokens, explanation)
+        self.counters.peak_shared_pages = max(self.counters.peak_shared_pages, self.tree.num_shared)
         return kv
 
     def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int] | Lengths) -> None:

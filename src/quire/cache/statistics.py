@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.cache.fences import Retired
 from quire.cache.groups import NO_PAGES, GroupCache
+from quire.observe.explain import Explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,13 @@ class CacheCounters:
     evicted_pages: int = 0
     evictions: int = 0
     peak_shared_pages: int = 0
+
+    def begun(self, prompt_tokens: int, hit_tokens: int, explanation: Explanation | None) -> None:
+        """A request has begun that had not before."""
+        self.prompt_tokens += prompt_tokens
+        self.hit_tokens += hit_tokens
+        for reason in explanation.reasons if explanation is not None else ():
+            self.explained_tokens[reason.cause] += reason.tokens
 
     def evicted(self, num_pages: int) -> None:
         """So many pages were forgotten at once, to make room or because that was asked for."""
