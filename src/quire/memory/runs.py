@@ -12,8 +12,6 @@ from quire.spec.ids import Ids
 
 IdArray = npt.NDArray[np.signedinteger[Any]]
 
-_FEW = 32
-
 
 @cache
 def counting(num_ids: int) -> Ids:
@@ -22,10 +20,9 @@ def counting(num_ids: int) -> Ids:
 
 
 def as_index(ids: IdArray, up: Ids) -> IdArray | slice:
-    """The ids as an index: a slice where each is the one before it plus one, unless there are few of them. `up` is
-    `counting` for all ids there are."""
+    """The ids as an index: a slice where each is the one before it plus one. `up` is `counting` for all there are."""
     count = len(ids)
-    if count < _FEW or ids.item(-1) - (first := ids.item(0)) != count - 1:
+    if not count or ids.item(-1) - (first := ids.item(0)) != count - 1:
         return ids
     run = slice(first, first + count)
     return run if up[run].tobytes() == ids.tobytes() else ids  # a third of the time of a look at each

@@ -15,6 +15,8 @@ from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
+NO_SLOTS: Ids = np.empty(0, dtype=np.int32)
+
 IntArray = npt.ArrayLike
 Longs = npt.NDArray[np.int64]
 
@@ -58,7 +60,9 @@ class TokenSlots(ABC):
         self._check_continued(prefix, seq, last)
         size = self.page_size
         if len(seq) == 1:
-            return self._extend_one(prefix.item(), seq.item(), last.item())
+            start, end = prefix.item(), seq.item()
+            pages = self.alloc_pages(pages_for(end, size) - pages_for(start, size))
+            return slots_behind(last.item(), start, end, pages, size)
         pages = self.alloc_pages(int((-(-seq // size)).sum() - (-(-prefix // size)).sum()))
         return pages if size == 1 else _grown_slots(prefix, seq, last, pages, size)
 
@@ -68,32 +72,19 @@ class TokenSlots(ABC):
         Only sequences that cross into a new page (`seq % P == 1`) cost an id. Errors as for `alloc_extend`.
         """
         seq, last = _longs(seq_lens), _longs(last_loc)
-        prefix, following = seq - 1, last + 1
-        if (
-            len(last) != len(seq)
-            or np.count_nonzero(seq < 1)
-            or np.count_nonzero((following - prefix) % self.page_size)
-        ):
+        size, prefix, following = self.page_size, seq - 1, last + 1
+        inside = following % size
+        if len(last) != len(seq) or np.count_nonzero(seq < 1) or np.count_nonzero(prefix % size != inside):
             self._check_lengths(prefix, seq, last)  # raises
         self._check_continued(prefix, seq, last)
+        num_new = len(seq) - int(np.count_nonzero(inside))
+        new = self.alloc_pages(num_new) * np.int32(size) if num_new else NO_SLOTS
+        if num_new == len(seq):
+            return new
         slots: Ids = following.astype(np.int32)
-        inside = slots % np.int32(self.page_size)
-        num_new = len(slots) - int(np.count_nonzero(inside))
         if num_new:
-            first = self.alloc_pages(num_new) * np.int32(self.page_size)
-            if num_new == len(slots):
-                return first
-            slots[inside == 0] = first
+            slots[inside == 0] = new
         return slots
-
-    def _extend_one(self, prefix: int, seq: int, last: int) -> Ids:
-        size = self.page_size
-        pages = self.alloc_pages(pages_for(seq, size) - pages_for(prefix, size))
-        rest = min(seq - prefix, -prefix % size)
-        if not rest:
-            return slots_of(pages, size)[: seq - prefix]
-        old = np.arange(last + 1, last + 1 + rest, dtype=np.int32)
-        return np.concatenate((old, slots_of(pages, size)))[: seq - prefix]
 
     def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - a page that is out is there
         """Raises InvalidInput where a sequence goes on inside a page that has no place for it any more."""
@@ -132,6 +123,14 @@ def slots_of(pages: Ids, page_size: int) -> Ids:
         return pages
     slots: Ids = np.add.outer(pages * np.int32(page_size), np.arange(page_size, dtype=np.int32)).reshape(-1)
     return slots
+
+
+def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int) -> Ids:
+    """Slots of a sequence's tokens `start..end`, int32: behind slot `last` in its old page, then in the new ones."""
+    new, rest = slots_of(new_pages, page_size), min(end - start, -start % page_size)
+    if rest:
+        new = np.concatenate((np.arange(last + 1, last + 1 + rest, dtype=np.int32), new))
+    return new[: end - start]
 
 
 def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:

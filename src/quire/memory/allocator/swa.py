@@ -15,10 +15,11 @@ import numpy as np
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, token_allocator
 from quire.memory.allocator.frames import PageFrames
-from quire.memory.allocator.slots import IntArray, Longs, TokenSlots, slot_array
+from quire.memory.allocator.slots import IntArray, Longs, TokenSlots, slot_array, slots_behind
 from quire.memory.residency import Column
 from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
+from quire.spec.pages import pages_for
 
 UNLIMITED: Final = sys.maxsize
 """Tokens free on a full side that does not exist: it is never what an allocation waits for."""
@@ -145,32 +146,22 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         if len(prefix) != 1 or swa_tail_len < 0:
             raise InvalidInput(f"one sequence and its tail: got {len(prefix)} and a tail of {swa_tail_len} tokens.")
-        start, end = int(prefix[0]), int(seq[0])
+        start, end = prefix.item(), seq.item()
         tail = max(start, end - swa_tail_len)
-        first_new, stop = -(-start // size), -(-end // size)
+        first_new, stop = pages_for(start, size), pages_for(end, size)
         first_mapped = max(first_new, tail // size if tail < end else stop)
         if min(end, first_new * size) > (start if self._windows_only else tail):
             self._check_windows(last)
-        if not self._windows_only:
-            full.ids.check_room(stop - first_new)
-        self.swa_attn_allocator.ids.check_room(stop - first_mapped)
+        pages = np.zeros(stop - first_new, dtype=np.int32)  # the padding page, where there is no full side
+        mapped = pages[first_mapped - first_new :]
         if self._windows_only:
-            return self._extend_windows(start, end, int(last[0]), first_mapped)
-        slots = full.alloc_extend(prefix, seq, last)
-        pages = slots[slots % size == 0] // np.int32(size)  # those whose first slot was returned are new
-        self._map(pages[first_mapped - first_new :])
-        return slots
-
-    def _extend_windows(self, start: int, end: int, last: int, first_mapped: int) -> Ids:
-        """Slots from `start` to `end`: in the old page, then on the padding page, then from page `first_mapped` on."""
-        position = np.arange(start, end, dtype=np.int64)
-        in_old_page = position < -(-start // self.page_size) * self.page_size
-        slots = np.where(in_old_page, position + last + 1 - start, position % self.page_size).astype(np.int32)
-        mapped = ~in_old_page & (position >= first_mapped * self.page_size)
-        if mapped.any():
-            first = end - int(np.count_nonzero(mapped))  # begins a page, so nothing comes before it
-            slots[mapped] = self.alloc_extend([first], [end], [-1])
-        return slots
+            mapped[:] = self.alloc_pages(len(mapped))
+        else:
+            full.ids.check_room(len(pages))
+            self.swa_attn_allocator.ids.check_room(len(mapped))
+            pages[:] = full.alloc_pages(len(pages))
+            self.take(mapped)
+        return slots_behind(last.item(), start, end, pages, size)
 
     # -- giving back
 
