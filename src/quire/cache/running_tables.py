@@ -155,10 +155,11 @@ class RunningTables:
     def rows_of(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
         """Their rows. Raises LeaseError if one has ended."""
         if isinstance(kvs, RunningBatch):
-            rows, alive = kvs.rows, np.array_equal(self.table.serials[kvs.rows], kvs.serials)
+            rows = kvs.rows
+            alive = not np.count_nonzero(self.table.serials[rows] != kvs.serials)
         else:
             rows = np.array([kv.row for kv in kvs], dtype=np.intp)
-            alive = np.minimum.reduce(rows, initial=0) >= 0
+            alive = bool(np.minimum.reduce(rows, initial=0) >= 0)
         if not alive:
             raise LeaseError("a request's cache record was used after it had finished.")
         return rows

@@ -149,7 +149,7 @@ class StepRows:
     def terms(self) -> Terms:
         """Of each its entry of `TERMS`: as it is when this is first asked, while they run."""
         if self._terms is None:
-            self._terms = self._table[self.rows]
+            self._terms = self._table.take(self.rows)  # a tenth of what indexing costs
         return self._terms
 
     def stopping(self, owners: Rows, tokens: Lengths, outputs: Lengths) -> Bools:
@@ -226,9 +226,9 @@ class Step:
     def places(self) -> Places:
         """Its draws, for a sampler."""
         requests, terms, prompt = self.of.requests, self.of.terms, self.of.prompt
-        if len(self.drawers) != len(self) or not self.is_decode:
+        if not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
             requests = [requests[i] for i in self.drawers.tolist()]
-            terms, prompt = terms[self.drawers], prompt[self.drawers]
+            terms, prompt = terms.take(self.drawers), prompt[self.drawers]
         return Places(terms, self.positions[self.draws] + 1 - prompt, requests)
 
     def continued(self, previous: Step) -> Rows:
