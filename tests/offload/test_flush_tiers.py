@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import StoreError
 from quire.offload.tier_settings import WritePolicy
+from quire.prefix.divergence import find_divergence
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
 from quire.testing.clear import clear
 from quire.tiers.forgotten import mark_of
@@ -376,7 +377,8 @@ def test_nothing_is_explained_by_what_was_flushed() -> None:
     kv = tiered.begin(asking(SECRET), ALICE)
     tiered.flush(ALICE)
     prompt = np.append(SECRET[:PAGE], 9).astype(np.int32)
-    divergence = tiered.cache.tree.divergence(tiered.cache.tree.match(BOB, prompt), prompt)
+    tree = tiered.cache.tree
+    divergence = find_divergence(tree.roots, tree.match(BOB, prompt), prompt, tree.page_size)
     assert divergence.elsewhere is None
     tiered.finish(kv)
     tiered.close()

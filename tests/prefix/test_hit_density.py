@@ -8,8 +8,8 @@ import numpy as np
 
 from quire.prefix.evict import eviction_policy
 from quire.prefix.hit_density import AGES, ANSWERS, KINDS, RUNS, HitDensity, worth
-from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import Node
+from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 

@@ -14,6 +14,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.cache.running_tables import RunningTables
 from quire.observe.explain import Explanation
+from quire.prefix.divergence import find_divergence
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
 
@@ -54,7 +55,7 @@ class Admission:
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
         """Why a prompt that hits `hit`, which is current, is cached as far as it is and not further: a cause for every
         token."""
-        divergence = self._tree.divergence(hit.match, tokens)
+        divergence = find_divergence(self._tree.roots, hit.match, tokens, self._size)
         return explain_prompt(len(tokens), self._size, hit, divergence, self._seconds())
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:

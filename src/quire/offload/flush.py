@@ -90,7 +90,8 @@ def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
     pages = np.concatenate([NO_PAGES, *(gone for gone, _ in flushed)])
     cache.parts.give_back(pages)
     if namespace is None:
-        tree.forget_evicted()
+        tree.ghosts.clear()
+        tree.names.cleared()
     cache.parts.changed()
     size = cache.page_size
     held = sum(num_held for _, num_held in flushed)

@@ -7,7 +7,7 @@ prompt   |-- cached --|-- evicted --|-- evicted --|-- part of a page --|-- new -
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,6 +19,8 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 _MOST_COMPARED = 64  # continuations where a prompt diverges that are looked at: this is paid at every admission
+_MOST_NAMESPACES = 512  # others that are looked at
+_MOST_FOLLOWED = 8  # of those that begin alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,10 @@ class Divergence:
     elsewhere: tuple[Namespace, int] | None
 
 
-def find_divergence(root: Node | None, match: Match, tokens: Ids, page_size: int, others: Iterable[Node]) -> Divergence:
-    """Follow `tokens` below `root`, through cached edges, which `match` has done, and then through ghosts. O(pages
-    evicted of it), and of a prompt that was never seen no more than a page is looked at.
-
-    `others` are roots of other namespaces that may hold the same tokens.
-    """
+def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, page_size: int) -> Divergence:
+    """Follow `tokens` in the tree with these roots, through cached edges, which the current `match` has done, and then
+    through ghosts. O(pages evicted of it), and of a prompt that was never seen no more than a page is looked at."""
+    root = roots.get(match.namespace)
     unit = page_size * TOKEN_BYTES
     end, next_pages = _end_of(root, match, unit)
     rest = tokens[match.num_pages * page_size :]
@@ -61,7 +61,10 @@ def find_divergence(root: Node | None, match: Match, tokens: Ids, page_size: int
         node = end = ghost if common == len(ghost.key) else None
     page = data[at : at + unit]
     common = max(_most_common(page, next_pages), _most_common(page, [end.tail] if end is not None else []))
-    found = [(other.namespace, len(find(other, tokens, page_size)[0])) for other in others]
+    first = tokens[:page_size].tobytes()
+    others = (other for other in islice(roots.values(), _MOST_NAMESPACES) if other is not root)
+    alike = islice((other for other in others if first in other.children), _MOST_FOLLOWED)
+    found = [(other.namespace, len(find(other, tokens, page_size)[0])) for other in alike]
     elsewhere = max(found, key=lambda entry: entry[1], default=None)
     return Divergence(match.num_pages, tuple(evicted), common, elsewhere)
 

@@ -14,8 +14,8 @@ from itertools import chain
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.prefix.hit_density import HitDensity
-from quire.prefix.leaves import EvictionPolicy, live
 from quire.prefix.node import Node
+from quire.prefix.policy import EvictionPolicy, live
 
 SMALL_SHARE = 0.1  # of the leaves: what S3-FIFO keeps on probation, as published
 

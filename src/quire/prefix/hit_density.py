@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.lazy_queue import LazyQueue
-from quire.prefix.leaves import EvictionPolicy, live
 from quire.prefix.node import Node
+from quire.prefix.policy import EvictionPolicy, live
 
 Table = NDArray[np.float64]
 

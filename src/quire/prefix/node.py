@@ -78,20 +78,18 @@ class Node:
         return len(self.run) // ID_BYTES
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """A pin on a path of the tree, from the root to `node`. Released exactly once; using it afterwards is an error.
 
     While it lives, none of the path's pages is evicted. `num_pages` is the length of the path.
     """
 
-    __slots__ = ("_node", "counts", "num_pages", "priority", "turn")
-
-    def __init__(self, node: Node, num_pages: int, priority: int, *, counts: bool = True) -> None:
-        self._node: Node | None = node
-        self.num_pages = num_pages
-        self.priority = priority
-        self.counts = counts  # as a use of what it holds
-        self.turn = node.turn + 1  # of what its holder appends, in however many pieces
+    _node: Node | None
+    num_pages: int
+    priority: int
+    turn: int  # of what its holder appends, in however many pieces
+    counts: bool = True  # as a use of what it holds
 
     @property
     def node(self) -> Node:

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from quire.lazy_queue import LazyQueue
-from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.node import ID_BYTES, Node, path_to
+from quire.prefix.policy import EvictionPolicy
 from quire.spec.ids import Bools, Ids
 
 

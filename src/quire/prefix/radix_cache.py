@@ -21,15 +21,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.divergence import Divergence, find_divergence
 from quire.prefix.ghosts import Ghosts, hang
 from quire.prefix.hashing import cut_hashes
-from quire.prefix.leaves import EvictionPolicy
 from quire.prefix.match import Evicted, Insertion, Match, find
 from quire.prefix.node import (
     ID_BYTES,
@@ -45,6 +42,7 @@ from quire.prefix.node import (
 )
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import Placement, Whereabouts
+from quire.prefix.policy import EvictionPolicy
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 
@@ -52,8 +50,6 @@ Give = Callable[[Ids], None]
 """Called with pages that stay in the tree and leave a tier: on return they have."""
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
-_MOST_NAMESPACES = 512  # that are looked at to explain a miss
-_MOST_FOLLOWED = 8  # of those that begin alike
 
 
 class RadixCache:
@@ -138,7 +134,7 @@ class RadixCache:
         node.priority = max(node.priority, priority)
         self._policy.used(node)
         self._levels.hold(node)
-        return Lease(node, wanted, priority)
+        return Lease(node, wanted, priority, node.turn + 1)
 
     def release(self, lease: Lease) -> None:
         """Give a lease or a pin back. What it alone held becomes evictable. Raises LeaseError the second time."""
@@ -152,7 +148,7 @@ class RadixCache:
     def pin(self, node: Node) -> Lease:
         """Lease the path to a node without using it: nothing is counted or stamped."""
         self._levels.hold(node)
-        return Lease(node, node.depth + node.num_pages, node.priority, counts=False)
+        return Lease(node, node.depth + node.num_pages, node.priority, node.turn + 1, counts=False)
 
     def pin_path(self, match: Match, num_pages: int) -> Lease:
         """As `pin`, the first `num_pages` pages of a match that is current."""
@@ -161,14 +157,6 @@ class RadixCache:
     def pin_part(self, lease: Lease, num_pages: int) -> Lease:
         """As `pin`, the first `num_pages` pages, at least one, of a path that is leased already."""
         return self.pin(self._ending(path_to(lease.node), num_pages))
-
-    def divergence(self, match: Match, tokens: Ids) -> Divergence:
-        """What is known of what would have come next behind the current match of `tokens`. Changes nothing."""
-        root = self.roots.get(match.namespace)
-        first = tokens[: self.page_size].tobytes()
-        looked_at = islice(self.roots.values(), _MOST_NAMESPACES)
-        others = islice((other for other in looked_at if other is not root and first in other.children), _MOST_FOLLOWED)
-        return find_divergence(root, match, tokens, self.page_size, others)
 
     # -- growing
 
@@ -310,11 +298,6 @@ class RadixCache:
         """Forget what was flushed while a lease held it and none does any more; the pages are the caller's. O(what was
         flushed and is left)."""
         return np.concatenate([_NO_PAGES, *map(self._forget_unheld, list(self.hidden_roots))])
-
-    def forget_evicted(self) -> None:
-        """Forget what was evicted, and say that nothing is cached under any name: everything has been flushed."""
-        self.ghosts.clear()
-        self.names.cleared()
 
     # -- tiers
 
