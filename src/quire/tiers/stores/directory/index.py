@@ -248,6 +248,8 @@ def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row
 def release(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
     """Forget records, and give their slots back unless the slab is gone."""
     numbers = [(number,) for number in ids]
+    if not numbers:
+        return
     connection.executemany(
         "INSERT OR IGNORE INTO free SELECT r.slot_bytes, r.slab, r.slot FROM records r JOIN slabs s ON s.id = r.slab"
         " WHERE r.id = ? AND s.slot_bytes = r.slot_bytes",

@@ -126,7 +126,7 @@ class DirectoryStore:
         answers = [RETRY] * len(keys)
         times = self._uses.now(len(keys))
         first = {key: at for at, key in reversed(list(enumerate(keys)))}  # of a key that is there twice
-        left = [at for at, key in enumerate(keys) if first[key] == at and sizes[at] > 0]
+        left = [at for at in sorted(first.values()) if sizes[at] > 0]
         has_more_room = True
         with suppress(Busy):
             while has_more_room and left:
@@ -142,10 +142,12 @@ class DirectoryStore:
         self._files.close_removed()
         if self._uses.are_due:
             self._flush_uses()
-        return [
-            PENDING if answers[first[key]] is MISS and first[key] != at else answers[first[key]]
-            for at, key in enumerate(keys)
-        ]
+        if len(first) < len(keys):
+            said = {key: answers[at] for key, at in first.items()}
+            for at, key in enumerate(keys):
+                if first[key] != at:
+                    answers[at] = PENDING if said[key] is MISS else said[key]
+        return answers
 
     def _reserve(
         self, index: sqlite3.Connection, wanted: list[tuple[int, bytes, int, int]]

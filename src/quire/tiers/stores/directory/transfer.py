@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import itemgetter
 from threading import local
 from typing import Any, NamedTuple
 
@@ -108,13 +109,13 @@ class Transfer:
 def _runs(places: Sequence[Place]) -> list[list[_Piece]]:
     """The places in pieces, and pieces that lie side by side together, as long as they fit one call."""
     pieces = [
-        _Piece(file.descriptor, offset + at, memory[at : at + _PIECE], record)
+        _Piece(file.descriptor, offset + at, memory[at : at + _PIECE] if len(memory) > _PIECE else memory, record)
         for record, (file, offset, memory) in enumerate(places)
         for at in range(0, max(1, len(memory)), _PIECE)
     ]
     runs: list[list[_Piece]] = []
     end, room = (-1, -1), 0
-    for piece in sorted(pieces, key=lambda piece: piece[:2]):
+    for piece in sorted(pieces, key=itemgetter(0, 1)):
         length = piece.length
         if piece[:2] == end and length <= room:
             runs[-1].append(piece)
