@@ -8,7 +8,7 @@ import torch
 
 from quire.cache import KVCache
 from quire.memory.page_table import DevicePageTables
-from quire.memory.page_table_changes import PageTableChanges
+from quire.memory.residency import PageTableChanges
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
 from quire.testing.fuzz.choices import Choices

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.request_kv import RequestKV
-from quire.memory.page_table_changes import PageTableChanges
+from quire.memory.residency import PageTableChanges
 from quire.spec.ids import Ids
 
 Lengths = npt.NDArray[np.int64]

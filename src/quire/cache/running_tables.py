@@ -10,8 +10,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows, RowTable, RunningBatch
 from quire.errors import InvalidInput, LeaseError
 from quire.memory.allocator import PageFrames, slots_in_pages
-from quire.memory.page_table_changes import PageTableChanges
-from quire.memory.residency import Residency
+from quire.memory.residency import PageTableChanges, Residency
 from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for

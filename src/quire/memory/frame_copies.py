@@ -7,8 +7,7 @@ moves, for each frame, field and layer, one piece: the entries of that layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -92,31 +91,20 @@ def _copies(pool: Pool, rows: Rows) -> GroupCopies:
     return HostedFrames(pool, rows) if pool.device.type == "cpu" else StagedFrames(pool, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    """What several frames keep for one or several layers of one field, on both sides, indexed by frame first.
+class _Side(NamedTuple):
+    """What the frames of one side keep for one or several layers of one field, indexed by frame first: `[frames + 1,
+    layers, bytes of a piece]` or `[frames + 1, bytes of a piece]`, one memory seen two ways."""
 
-    Both are `[frames + 1, layers, bytes of a piece]` or `[frames + 1, bytes of a piece]`, one memory seen two ways.
-    """
-
-    device: Bytes
-    host: Bytes
-    device_words: Tensor
-    host_words: Tensor
-
-    @property
-    def is_small(self) -> bool:
-        """Whether torch's loop is the faster one for many frames at once."""
-        size: int = self.device.shape[-1]
-        return size < _SMALL_PIECE
+    pieces: Bytes
+    words: Tensor
 
 
 class HostedFrames:
     """Copies of one group whose device is the CPU: from memory to memory, without anything in between."""
 
     def __init__(self, pool: Pool, rows: Rows) -> None:
-        self._all: list[_Plane] = []
-        self._of_layer: dict[int, list[_Plane]] = {}
+        self._all: list[tuple[_Side, _Side]] = []  # on the device and on the host
+        self._of_layer: dict[int, list[tuple[_Side, _Side]]] = {}
         offset = HEADER_BYTES
         for field, tensor in pool.tensors:
             num_layers, num_frames = tensor.shape[:2]
@@ -124,61 +112,58 @@ class HostedFrames:
             piece = pieces.shape[2]
             host = rows[:, offset : offset + num_layers * piece].reshape(len(rows), num_layers, piece)
             assert np.shares_memory(host, rows)
-            self._all.append(_plane(pieces.numpy().transpose(1, 0, 2), host))
+            self._all.append(_sides(pieces.numpy().transpose(1, 0, 2), host))
             for index, layer in enumerate(field.layers):
-                self._of_layer.setdefault(layer, []).append(_plane(pieces.numpy()[index], host[:, index]))
+                self._of_layer.setdefault(layer, []).append(_sides(pieces.numpy()[index], host[:, index]))
             offset += num_layers * piece
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
         """As `FrameCopies.to_host`."""
         runs = _runs(device_frames, host_frames)
-        for plane in self._all:
-            for first, start, count in runs:
-                if count == 1:
-                    plane.host[start] = plane.device[first]
-                elif plane.is_small:
-                    plane.host_words[start : start + count].copy_(plane.device_words[first : first + count])
-                else:
-                    plane.host[start : start + count] = plane.device[first : first + count]
+        for device, host in self._all:
+            _copy(device, host, runs)
 
     def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
         """As `FrameCopies.to_device`."""
-        planes = self._all if layer is None else self._of_layer.get(layer, [])
-        runs = _runs(device_frames, host_frames)
-        for plane in planes:
-            for first, start, count in runs:
-                if count == 1:
-                    plane.device[first] = plane.host[start]
-                elif plane.is_small:
-                    plane.device_words[first : first + count].copy_(plane.host_words[start : start + count])
-                else:
-                    plane.device[first : first + count] = plane.host[start : start + count]
+        runs = _runs(host_frames, device_frames)
+        for device, host in self._all if layer is None else self._of_layer.get(layer, []):
+            _copy(host, device, runs)
 
 
-def _plane(device: Bytes, host: Bytes) -> _Plane:
-    wide = all(
-        side.shape[-1] % 8 == 0 and side.ctypes.data % 8 == 0 and side.strides[0] % 8 == 0 for side in (device, host)
-    )
-    words = [torch.from_numpy(side.view(np.int64) if wide else side) for side in (device, host)]
-    return _Plane(device, host, *words)
+def _sides(device: Bytes, host: Bytes) -> tuple[_Side, _Side]:
+    both = (device, host)
+    wide = all(s.shape[-1] % 8 == 0 and s.ctypes.data % 8 == 0 and s.strides[0] % 8 == 0 for s in both)
+    on_device, on_host = (_Side(s, torch.from_numpy(s.view(np.int64) if wide else s)) for s in both)
+    return on_device, on_host
 
 
-def _runs(device_frames: Ids, host_frames: Ids) -> list[tuple[int, int, int]]:
-    """`(first device frame, first host frame, count)` of runs that are neighbours, ascending, on both sides."""
-    if not len(device_frames):
+def _copy(source: _Side, target: _Side, runs: Sequence[tuple[int, int, int]]) -> None:
+    is_small = source.pieces.shape[-1] < _SMALL_PIECE
+    for first, start, count in runs:
+        if count == 1:
+            target.pieces[start] = source.pieces[first]
+        elif is_small:
+            target.words[start : start + count].copy_(source.words[first : first + count])
+        else:
+            target.pieces[start : start + count] = source.pieces[first : first + count]
+
+
+def _runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
+    """`(first source, first target, count)` of runs that are neighbours, ascending, on both sides."""
+    if not len(sources):
         return []
-    device, host = np.asarray(device_frames, dtype=np.int64), np.asarray(host_frames, dtype=np.int64)
-    breaks = _breaks(device, host)
+    source, target = np.asarray(sources, dtype=np.int64), np.asarray(targets, dtype=np.int64)
+    breaks = _breaks(source, target)
     if len(breaks):
-        order = np.argsort(host, kind="stable")
-        device, host = device[order], host[order]
-        breaks = _breaks(device, host)
+        order = np.argsort(target, kind="stable")
+        source, target = source[order], target[order]
+        breaks = _breaks(source, target)
     starts = np.concatenate(([0], breaks))
-    counts = np.diff(starts, append=len(device))
-    return list(zip(device[starts].tolist(), host[starts].tolist(), counts.tolist(), strict=True))
+    counts = np.diff(starts, append=len(source))
+    return list(zip(source[starts].tolist(), target[starts].tolist(), counts.tolist(), strict=True))
 
 
-def _breaks(device: npt.NDArray[np.int64], host: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _breaks(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Where a run ends and another starts."""
-    found: npt.NDArray[np.int64] = np.flatnonzero((np.diff(device) != 1) | (np.diff(host) != 1)) + 1
+    found: npt.NDArray[np.int64] = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     return found

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.errors import HostMemoryError, InvalidInput, OutOfPages
-from quire.memory.allocator import PagedTokenToKVPoolAllocator
+from quire.memory.allocator import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator
 from quire.memory.mapping import Progress, reserve, touch
 from quire.memory.record import RecordFormat, Rows
 from quire.spec.group import GroupSpec
@@ -23,21 +22,7 @@ from quire.spec.pages import pages_for
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
 
 
-class _PagedHost(Protocol):
-    """What the mixin needs of the allocator that it is mixed into."""
-
-    page_size: int
-    name: str
-
-    @property
-    def num_free_pages(self) -> int: ...
-
-    def alloc(self, need_size: int) -> Ids: ...
-
-    def alloc_page(self, num_pages: int) -> Ids: ...
-
-
-class HiSparseHostPoolMixin:
+class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
     """Three verbs for requests whose tokens have rows of host slots: whole pages are taken, token slots come out.
 
     `req_to_host_pool` is `[rows, width]`, int32, with the slot of each token and -1 where there is none.
@@ -45,7 +30,7 @@ class HiSparseHostPoolMixin:
     Both are the caller's, live on the host, and are written here only when everything asked for could be had.
     """
 
-    def alloc_page(self: _PagedHost, num_pages: int) -> Ids:
+    def alloc_page(self, num_pages: int) -> Ids:
         """Take whole pages and return their token slots, int32 `[num_pages * page_size]`.
 
         Raises OutOfPages, changing nothing.
@@ -53,7 +38,7 @@ class HiSparseHostPoolMixin:
         return self.alloc(num_pages * self.page_size)
 
     def alloc_paged_token_slots(
-        self: _PagedHost,
+        self,
         req_to_host_pool: Ids,
         req_to_host_pool_allocated_len: npt.NDArray[np.int64],
         req_pool_idx: int,
@@ -96,7 +81,7 @@ class HiSparseHostPoolMixin:
         slots: Ids = row[start_pos:end].astype(np.int32)
         return slots
 
-    def allocated_host_indices(self: _PagedHost, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
+    def allocated_host_indices(self, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
         """Slots of a row's first `allocated_len` tokens, rounded up to pages, without the -1 among them; int32, a copy.
 
         They are what `free` takes to give the row's pages back. Raises InvalidInput where the row does not exist.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.memory.page_table_changes import PageTableChanges
+from quire.memory.residency import PageTableChanges
 from quire.spec.ids import Ids
 
 

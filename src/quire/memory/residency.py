@@ -12,6 +12,7 @@ free; a `Column` says which page has which frame, and nothing else does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntFlag
 
 import numpy as np
@@ -254,6 +255,18 @@ class _Idle:
     def _live(self, ticket: int, pages: Ids) -> Ids | None:
         found = pages[self.ticket[pages] == ticket]
         return found if len(found) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PageTableChanges:
+    """What a device has still to hear of the running requests' page tables: `row * pages_per_row + page` in `places`,
+    int32 `[k]`, and the page's frame there now in each group whose frames follow the pages, int32 `[groups, k]`."""
+
+    places: Ids
+    frames: Ids
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 class Residency:
