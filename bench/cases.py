@@ -256,17 +256,17 @@ def _pools(sizes: Sizes) -> Iterator[Case]:
                 relative=None if kind == "full" else (f"decode-commit-full-{page}", 2.0),
                 expect={"slots": sizes.running},
             )
-    for events in ("off", "on"):
+    told = {"off": "off", "on": "on, the step's thread", "read": "on, every key made, whoever makes it"}
+    for events, words in told.items():
         yield Case(
             name=f"admit-{events}",
-            label=f"admit {sizes.admitted:,} tokens cold, evicting, KV events {events}"
-            + (", hashes computed" if events == "on" else ""),
+            label=f"admit {sizes.admitted:,} tokens cold, evicting, KV events {words}",
             operation="admit",
             arguments={"page": 16, "events": events},
-            peers=("vllm",),
-            goals={"vllm": 60.0} if events == "on" else {},
+            peers=() if events == "on" else ("vllm",),  # its own step makes its keys
+            goals={"vllm": 60.0} if events == "read" else {},
             relative=("admit-off", 1.1) if events == "on" else None,
-            expect={"tokens": sizes.admitted} | ({"hashes": 2 * sizes.admitted // 16} if events == "on" else {}),
+            expect={"tokens": sizes.admitted} | ({"hashes": 2 * sizes.admitted // 16} if events != "off" else {}),
         )
 
 

@@ -299,8 +299,7 @@ class System:
 
     def admit(self, sizes: Sizes, page: int, events: str) -> Operation:
         """A prompt of which nothing is cached, in a pool that is full: match, begin, extend, commit. With events `on`
-        they are taken from the cache with every hash in them, which a reader computes; the part is what the thread
-        of the step takes up to there."""
+        they are taken from the cache; where they are `read`, every key in them is made in the row, too."""
         taken: list[Any] = []
         emit = {} if events == "off" else {"emit": taken.append}
         cache = new_cache(sizes.admit_pool, page, context=2 * sizes.admitted, requests=4, **emit, **StepCalls.DEFAULTS)
@@ -314,18 +313,18 @@ class System:
             prompt = tokens(sizes.admitted, "admit", count)
             evicted, hashes = cache.statistics().evicted_pages, 0
             taken.clear()
-            began = time.thread_time_ns()
             with (watch := Stopwatch()):
                 hit = cache.match(prompt)
                 kv = cache.begin(prompt, hit=hit)
                 cache.extend([kv], [len(prompt)])
                 cache.commit(kv, prompt)
-                thread = time.thread_time_ns() - began
+                if events == "read":
+                    hashes = sum(len(event.hashes) for event in taken)
+            if events == "on":
                 hashes = sum(len(event.hashes) for event in taken)
             cache.finish(kv)
             evicted = (cache.statistics().evicted_pages - evicted) * page
-            parts = {"thread of the step": [thread / 1e3] * 3}
-            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes, parts=parts)
+            yield watch.sample(1, tokens=evicted, events=len(taken), hashes=hashes)
 
     def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """A whole decode step without the model: `Scheduler.schedule`, `ModelRunner.launch`, `Scheduler.settle`."""
