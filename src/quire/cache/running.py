@@ -66,8 +66,8 @@ class RowTable:
         O(entries written)."""
         assert self._written is not None, "a table that does not follow what is written has no changes to tell"
         written, self._written = self._written, []
-        parts = [np.arange(part.start, part.stop) if isinstance(part, range) else part for part in written]
-        places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts or [_NO_PLACES]))
+        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [_NO_PLACES]]
+        places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
         pages = self.flat[places]
         frames = np.empty((len(columns), len(places)), dtype=np.int32)
         for group, column in enumerate(columns):
