@@ -34,7 +34,7 @@ class DevicePageTables:
         if not count:
             return
         if self.host is not None:
-            self.host.reshape(len(self.host), -1)[:, changes.places] = changes.frames
+            self._flat.numpy()[:, changes.places] = changes.frames
             return
         self._turn = (self._turn + 1) % len(self._buffers)
         if self._buffers[self._turn].shape[1] < count:
