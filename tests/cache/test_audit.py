@@ -73,22 +73,22 @@ def carry_a_page_s_frame(cache: KVCache, kv: Any) -> None:
 
 
 def forget_a_pin(cache: KVCache, kv: Any) -> None:
-    pins = cache.groups[1].table.idle.pins
+    pins = cache.groups[1].table.pins
     pins[np.flatnonzero(pins)[0]] -= 1
 
 
 def pin_twice(cache: KVCache, kv: Any) -> None:
-    pins = cache.groups[1].table.idle.pins
+    pins = cache.groups[1].table.pins
     pins[np.flatnonzero(pins)[0]] += 1
 
 
 def forget_that_a_frame_is_idle(cache: KVCache, kv: Any) -> None:
-    ticket = cache.groups[2].table.idle.ticket
+    ticket = cache.groups[2].table.ticket
     ticket[np.flatnonzero(ticket)[0]] = 0
 
 
 def miscount_idle_frames(cache: KVCache, kv: Any) -> None:
-    cache.groups[2].table.idle.num_idle += 1
+    cache.groups[2].table.num_idle += 1
 
 
 def drop_a_frame_that_is_read(cache: KVCache, kv: Any) -> None:

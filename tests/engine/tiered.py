@@ -90,8 +90,8 @@ def at_rest(core: EngineCore) -> dict[str, Any]:
     assert core.offload.prefetcher is None or not core.offload.prefetcher.in_flight
     assert core.cache.tree.num_protected == 0
     for group, host in zip(core.cache.groups, tiers.hosts, strict=True):
-        assert group.table.idle is None or group.table.idle.num_pinned == 0
-        assert host.table.idle is None or host.table.idle.num_pinned == 0
+        assert group.table.num_pinned == 0
+        assert host.table.num_pinned == 0
         assert not host.still_read
     found = core.statistics()
     assert all(frames["private"] == frames["moving"] == 0 for frames in found["frames"].values())

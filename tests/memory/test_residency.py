@@ -86,7 +86,7 @@ class TableBesideDictionary(RuleBasedStateMachine):
     def pin(self, place: tuple[Tier, int], pages: list[int], rank: Rank) -> None:
         pages = [page for page in pages if (*place, page) in self.frames]
         self.column(place).pin(ids(*pages), rank)
-        for page in pages if self.column(place).idle is not None else ():
+        for page in pages if self.column(place).reclaims else ():
             self.pins[(*place, page)] = self.pins.get((*place, page), 0) + 1
             self.ranks[(*place, page)] = max(rank, self.ranks.get((*place, page), 0))
             self.idle[place] = [entry for entry in self.idle[place] if entry[1] != page]
@@ -121,13 +121,12 @@ class TableBesideDictionary(RuleBasedStateMachine):
             assert column.mapping.tolist() == [*(self.frames.get((*place, page), 0) for page in pages), -1]
             assert column.state.tolist() == [self.states.get((*place, page), State.ABSENT) for page in pages]
             assert column.num_present == sum(1 for key in self.frames if key[:2] == place)
-            idle = column.idle
-            assert (idle is None) == (column.name == "full" and self.table.anchored)
-            if idle is not None:
-                assert idle.pins.tolist() == [self.pins.get((*place, page), 0) for page in pages]
-                assert idle.ticket.nonzero()[0].tolist() == sorted(page for _, page in self.idle[place])
-                assert idle.num_idle == len(self.idle[place])
-                assert idle.num_pinned == sum(1 for key, count in self.pins.items() if key[:2] == place and count)
+            assert column.reclaims != (column.name == "full" and self.table.anchored)
+            if column.reclaims:
+                assert column.pins.tolist() == [self.pins.get((*place, page), 0) for page in pages]
+                assert column.ticket.nonzero()[0].tolist() == sorted(page for _, page in self.idle[place])
+                assert column.num_idle == len(self.idle[place])
+                assert column.num_pinned == sum(1 for key, count in self.pins.items() if key[:2] == place and count)
 
 
 TestTable = TableBesideDictionary.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.cache.carried import CarriedGroup
 from quire.cache.groups import PassingGroup
 from quire.cache.request_kv import RequestKV
-from quire.memory.residency import Column, _Idle
+from quire.memory.residency import Column
 from quire.scheduler.followers import Leaders
 from quire.spec.rank import Rank
 from tests.mutants.mutants import Patch, mutant
@@ -21,8 +21,8 @@ def windows_go_tail_first(patch: Patch) -> None:
 
 @mutant("idle", "what a long prompt has passed outlives the ends of all other conversations")
 def all_windows_are_worth_the_same(patch: Patch) -> None:
-    real = _Idle._raise_rank
-    patch.setattr(_Idle, "_raise_rank", lambda self, pages, rank: real(self, pages, Rank.MARKED))
+    real = Column._raise_rank
+    patch.setattr(Column, "_raise_rank", lambda self, pages, rank: real(self, pages, Rank.MARKED))
 
 
 @mutant("reuse", "a window pool that is full of cached windows admits nobody")

@@ -239,7 +239,7 @@ class CachedBytes(ABC):
         idle = cache.tree.num_evictable + cache.tree.num_below
         assert cache.pages.num_free_pages + idle == cache.pages.num_pages
         for host in tiers.hosts:
-            assert not host.still_read and (host.table.idle is None or host.table.idle.num_pinned == 0)
+            assert not host.still_read and host.table.num_pinned == 0
             frames = host.statistics()
             assert frames["moving"] == 0 and host.num_free + frames["cached"] + len(host.quarantined) == host.num_frames
         for name, frames in cache.statistics().frames.items():

@@ -160,7 +160,7 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     assert world.cached(TOKENS) == len(TOKENS)
     world.cache.audit()
     world.ahead.stop_prefetch(prefetch)
-    assert tiers.hosts[1].table.idle is not None and tiers.hosts[1].table.idle.num_pinned == 0
+    assert tiers.hosts[1].table.reclaims and tiers.hosts[1].table.num_pinned == 0
     world.close()
 
 

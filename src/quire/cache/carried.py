@@ -288,8 +288,7 @@ class CarriedGroup(GroupCache):
     def _takeable(self, rows: Rows) -> Rows:
         """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
         sources = self._source[rows]
-        assert self._idle is not None
-        found: Rows = rows[(sources != 0) & (self._idle.pins[sources] == 1)]
+        found: Rows = rows[(sources != 0) & (self.table.pins[sources] == 1)]
         return found
 
     def _pieces(

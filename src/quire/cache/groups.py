@@ -107,7 +107,6 @@ class GroupCache(ABC):
         self.table: Column = frames.table
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
         self._tree = tree
-        self._idle = frames.table.idle
 
     @property
     def num_free(self) -> int:
@@ -117,12 +116,13 @@ class GroupCache(ABC):
     @property
     def num_evictable(self) -> int:
         """Frames of cached pages that could be had."""
-        return self._tree.num_evictable if self._idle is None else self._idle.num_idle
+        return self.table.num_idle if self.table.reclaims else self._tree.num_evictable
 
     @property
     def num_cached(self) -> int:
         """Frames of cached pages."""
-        return self._tree.num_pages if self._idle is None else self._idle.num_pages
+        table = self.table
+        return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
 
     # -- what requests will take
 
@@ -284,8 +284,7 @@ class PassingGroup(WholeGroup):
         self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        assert self._idle is not None
-        return self._idle.count_idle(pages[self.reach.first(len(pages)) :])
+        return self.table.num_idle_of(pages[self.reach.first(len(pages)) :])
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         read = num_cached - self.reach.first(num_cached)  # it holds these from the start

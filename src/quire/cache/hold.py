@@ -151,7 +151,7 @@ class Holds:
     def readers(self, group: int, tier: Tier) -> Ids:
         """Pages of a group whose frames are held in a tier, once for each hold; none of groups that keep their frames
         as long as their pages."""
-        if self._table.of(tier, group).idle is None:
+        if not self._table.of(tier, group).reclaims:
             return _NO_PAGES
         runs = [each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier]
         return np.concatenate(runs) if runs else _NO_PAGES

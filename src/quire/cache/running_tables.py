@@ -67,7 +67,7 @@ class RunningTables:
         table: Ids = column.frame[pages]
         num_pages = -(-num_tokens // self.page_size)[:, None]
         read = np.arange(width) < num_pages
-        if column.idle is not None:  # windows pass: what is before the last page may be gone
+        if column.reclaims:  # windows pass: what is before the last page may be gone
             read &= np.arange(width) == num_pages - 1
         if np.count_nonzero(table[read]) != np.count_nonzero(read):
             raise column.missing(pages[read])
@@ -80,7 +80,7 @@ class RunningTables:
         """
         changes = self.table.changes(self.columns)
         for group, frames in zip(self._following.values(), changes.frames, strict=True):
-            if group.table.idle is None and np.count_nonzero(frames) != len(frames):
+            if not group.table.reclaims and np.count_nonzero(frames) != len(frames):
                 pages = self.table.flat[changes.places]
                 if len(read := pages[(pages != 0) & (frames == 0)]):
                     raise group.table.missing(read)

@@ -191,7 +191,7 @@ class Snapshot:
 
     def _group(self, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
         frames, table, holds = group.frames, self.cache.rows.table, self.cache.parts.holds
-        out, idle = frames.allocator.is_out(_ALL), group.table.idle
+        out = frames.allocator.is_out(_ALL)
         held = holds.readers(group.index, Tier.DEVICE).tolist()
         counts = frames.num_free, group.num_evictable
         books = (frames.table.books(), out.tobytes(), counts, group.books(), held)
@@ -201,7 +201,7 @@ class Snapshot:
                 return before.groups[group.index]
         column, is_out = frames.column.tolist(), out.nonzero()[0].tolist()
         found = GroupSnapshot(books, group, column, is_out, group.num_free, group.num_evictable)
-        if idle is None:
+        if not group.table.reclaims:
             return found
         found.readers += held
         for index, unpinned, _, given in self.waits.given:
@@ -212,6 +212,6 @@ class Snapshot:
             found.readers += group.pinned(row.kv.row, table.pages[row.kv.row, : row.shared]).tolist()
             if group.reach.carried:
                 found.carried += group.frames_of(row.kv.row).tolist()
-        found.pins, found.num_pinned = idle.pins.tolist(), idle.num_pinned
-        found.idle = idle.ticket.nonzero()[0].tolist()
+        found.pins, found.num_pinned = group.table.pins.tolist(), group.table.num_pinned
+        found.idle = group.table.ticket.nonzero()[0].tolist()
         return found

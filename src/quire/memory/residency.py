@@ -58,9 +58,18 @@ class Column:
         self.frame: Ids = self.mapping[:-1]
         self.state = np.zeros(num_pages + 1, dtype=np.uint8)
         self._up = counting(num_pages + 1)
-        self.idle = _Idle(num_pages) if reclaims else None
         self.num_present = 0
         """Pages that have a frame here."""
+        self.reclaims = reclaims
+        size = num_pages + 1 if reclaims else 0
+        self.pins = np.zeros(size, dtype=np.int32)
+        self.rank = np.zeros(size, dtype=np.int8)
+        self.ticket = np.zeros(size, dtype=np.int64)
+        """Which entry of the queues counts for each page; 0 where its frame is not idle."""
+        self.num_idle = 0
+        self.num_pinned = 0
+        self._queues = tuple(LazyQueue(self._live, size=len) for _ in Rank)
+        self._next_ticket = 1
 
     # -- reading
 
@@ -105,8 +114,8 @@ class Column:
             frames = frames[frames != 0]
         elif isinstance(at, slice):
             frames = frames.copy()
-        if self.idle is not None:
-            self.idle.remove(pages)
+        if self.reclaims:
+            self._remove(pages)
         self.frame[at] = 0
         self.state[at] = _ABSENT
         self.num_present -= len(pages)
@@ -131,78 +140,27 @@ class Column:
         """It is not true of them any more."""
         self.state[pages] &= np.uint8(0xFF ^ state)
 
-    def pin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
-        """One more hold keeps these frames where they are. Where frames do not go before their pages, holds on pages
-        do that, and this does nothing."""
-        if self.idle is not None:
-            self.idle.pin(pages, rank)
+    # -- frames that may go before their pages. Without `reclaims`, pin, unpin and put do nothing
 
-    def unpin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
-        """One hold less; frames without any are idle from now on, in this order."""
-        if self.idle is not None:
-            self.idle.unpin(pages, rank)
-
-    def put(self, pages: Ids, rank: Rank) -> None:
-        """These cached pages have a frame now that nothing pins; those that were idle are as if used now."""
-        if self.idle is not None:
-            self.idle.put(pages, rank)
-
-    def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
-        """Up to so many pages whose frames are idle, lowest rank first and none above rank `most`; they are not idle
-        any more, and the caller takes their frames. O(reclaimed)."""
-        return self.idle.reclaim(num_frames, most) if self.idle is not None else _NO_PAGES
-
-    # -- looking, for audits
-
-    def books(self) -> tuple[object, ...]:
-        """Everything it says, for comparison with what it said before."""
-        return self.mapping.tobytes(), self.state.tobytes(), self.idle.books() if self.idle is not None else None
-
-
-def _nowhere(num_pages: int) -> Ids:
-    mapping = np.zeros(num_pages + 2, dtype=np.int32)
-    mapping[-1] = -1
-    return mapping
-
-
-class _Idle:
-    """Pins and the order of idle frames of one column."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.pins = np.zeros(num_pages + 1, dtype=np.int32)
-        self.rank = np.zeros(num_pages + 1, dtype=np.int8)
-        self.ticket = np.zeros(num_pages + 1, dtype=np.int64)  # of the entry that counts; 0: not idle
-        self._queues = tuple(LazyQueue(self._live, size=len) for _ in Rank)
-        self._next = 1
-        self.num_idle = 0
-        self.num_pinned = 0
-
-    @property
-    def num_pages(self) -> int:
-        """Cached pages that have a frame here."""
-        return self.num_idle + self.num_pinned
-
-    def is_idle(self, pages: Ids | slice) -> Bools:
-        """Per page: whether its frame could be reclaimed now."""
-        idle: Bools = self.ticket[pages] != 0
-        return idle
-
-    def count_idle(self, pages: Ids) -> int:
-        """How many of these pages' frames could be reclaimed now."""
+    def num_idle_of(self, pages: Ids) -> int:
+        """How many of these pages' frames `reclaim` could take now."""
         return int(np.count_nonzero(self.ticket[pages]))
 
-    def books(self) -> tuple[object, ...]:
-        return self.pins.tobytes(), self.ticket.tobytes(), self.num_idle, self.num_pinned
-
-    def pin(self, pages: Ids, rank: Rank) -> None:
-        self.num_idle -= self.count_idle(pages)
+    def pin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
+        """One more hold keeps these frames where they are."""
+        if not self.reclaims:
+            return
+        self.num_idle -= self.num_idle_of(pages)
         self.ticket[pages] = 0
         pins = self.pins[pages]
         self.num_pinned += len(pages) - int(np.count_nonzero(pins))
         self.pins[pages] = pins + 1
         self._raise_rank(pages, rank)
 
-    def unpin(self, pages: Ids, rank: Rank) -> None:
+    def unpin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
+        """One hold less; frames without holds become idle, in this order."""
+        if not self.reclaims:
+            return
         pins = self.pins[pages] - 1
         assert np.minimum.reduce(pins, initial=0) >= 0, "a page was unpinned that nothing pins"
         self.pins[pages] = pins
@@ -212,18 +170,19 @@ class _Idle:
         self._queue(free)
 
     def put(self, pages: Ids, rank: Rank) -> None:
+        """These pages are cached: frames that nothing pins become idle, or, if they are, count as used now."""
+        if not self.reclaims:
+            return
         self._raise_rank(pages, rank)
         free = pages[self.pins[pages] == 0]
-        self.num_idle -= self.count_idle(free)
+        self.num_idle -= self.num_idle_of(free)
         self._queue(free)
 
-    def remove(self, pages: Ids) -> None:
-        assert not np.count_nonzero(self.pins[pages]), "a pinned page was removed"
-        self.num_idle -= self.count_idle(pages)
-        self.ticket[pages] = 0
-        self.rank[pages] = 0
+    def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
+        """Up to `num_frames` pages whose frames were idle, lowest rank first and none above `most`.
 
-    def reclaim(self, num_frames: int, most: Rank) -> Ids:
+        They are not idle any more; the caller takes their frames. O(reclaimed).
+        """
         victims: list[Ids] = []
         left = num_frames
         for queue in self._queues[: most + 1]:
@@ -234,9 +193,17 @@ class _Idle:
                     pages = pages[:left]
                 left -= len(pages)
                 victims.append(pages)
-        found = np.concatenate(victims) if victims else _NO_PAGES
-        self.remove(found)
+        if not victims:
+            return _NO_PAGES
+        found = np.concatenate(victims)
+        self._remove(found)
         return found
+
+    def _remove(self, pages: Ids) -> None:
+        assert not np.count_nonzero(self.pins[pages]), "a pinned page was removed"
+        self.num_idle -= self.num_idle_of(pages)
+        self.ticket[pages] = 0
+        self.rank[pages] = 0
 
     def _raise_rank(self, pages: Ids, rank: Rank) -> None:
         if rank > Rank.PASSED:
@@ -248,13 +215,26 @@ class _Idle:
         for rank, queue in enumerate(self._queues):  # a plain number: an array compares itself with it much faster
             part = pages[ranks == rank]
             if len(part):
-                self.ticket[part] = self._next
-                queue.push(self._next, part.copy())
-                self._next += 1
+                self.ticket[part] = self._next_ticket
+                queue.push(self._next_ticket, part.copy())
+                self._next_ticket += 1
 
     def _live(self, ticket: int, pages: Ids) -> Ids | None:
         found = pages[self.ticket[pages] == ticket]
         return found if len(found) else None
+
+    # -- looking, for audits
+
+    def books(self) -> tuple[object, ...]:
+        """Everything it says, for comparison with what it said before."""
+        arrays = (self.mapping, self.state, self.pins, self.ticket)
+        return *(array.tobytes() for array in arrays), self.num_idle, self.num_pinned
+
+
+def _nowhere(num_pages: int) -> Ids:
+    mapping = np.zeros(num_pages + 2, dtype=np.int32)
+    mapping[-1] = -1
+    return mapping
 
 
 @dataclass(frozen=True, slots=True)

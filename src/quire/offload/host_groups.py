@@ -27,7 +27,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator) -> None:
         super().__init__(table, allocator)
         self.index = index
-        self.whole = table.idle is None
+        self.whole = not table.reclaims
         self.quarantined: deque[int] = deque()
         self.still_read: dict[int, bool] = {}
         self.dropped_frames = 0
@@ -86,7 +86,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def unpinned(self, pages: Ids) -> Ids:
         """Those of these pages whose frames no hold keeps here."""
-        return pages if self.table.idle is None else pages[self.table.idle.pins[pages] == 0]
+        return pages[self.table.pins[pages] == 0] if self.table.reclaims else pages
 
     # -- what they hold
 

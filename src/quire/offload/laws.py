@@ -77,14 +77,12 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
         if len(odd):
             yield f"{name}: page {odd[0]} has a copy in one group and none in another"
         return
-    idle_frames = host.table.idle
-    assert idle_frames is not None
     readers = Counter(snapshot.cache.parts.holds.readers(host.index, Tier.HOST).tolist())
-    pins = idle_frames.pins.tolist()
+    pins = host.table.pins.tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:
         yield f"{name}: page {wrong[0]} has {pins[wrong[0]]} pins and {readers[wrong[0]]} moves that read it"
-    queued = idle_frames.ticket.nonzero()[0].tolist()
+    queued = host.table.ticket.nonzero()[0].tolist()
     idle = [page for page in resident if not readers[page]]
     if queued != idle:
         yield f"{name}: page {min(set(queued) ^ set(idle))} is idle or not, which is wrong"

@@ -108,11 +108,11 @@ class RetainedPrefixes:
 
     def only_soft_frames(self, group: int, others: int = 0) -> Ids:
         """Pages whose frames in a group soft retentions hold on the device, and at most so many `others`."""
-        idle = self._groups[group].table.idle
-        if idle is None or not len(held := self.frames(group, pinned=False)):
+        table = self._groups[group].table
+        if not table.reclaims or not len(held := self.frames(group, pinned=False)):
             return NO_PAGES
         pages, counts = np.unique(held, return_counts=True)
-        found: Ids = pages[idle.pins[pages] - counts <= others]
+        found: Ids = pages[table.pins[pages] - counts <= others]
         return found
 
 

@@ -245,8 +245,7 @@ class Retention(RetentionPort):
         """Likewise, until so many frames of a group that is read in part are to be had. A request takes over a frame
         that it alone pins, where frames are carried along."""
         self.expire()
-        idle, most = group.table.idle, int(group.reach.carried)
-        assert idle is not None
+        most = int(group.reach.carried)
         only = self._kept.only_soft_frames(group.index, others=most)
         for kept in self._kept.soft():
             if num_frames <= 0:
@@ -255,7 +254,7 @@ class Retention(RetentionPort):
             if any(np.isin(pages, only).any() for pages in mine):
                 self._end(kept)
                 self.num_given_up += 1
-                num_frames -= sum(int(np.count_nonzero(idle.pins[pages] <= most)) for pages in mine)
+                num_frames -= sum(int(np.count_nonzero(group.table.pins[pages] <= most)) for pages in mine)
 
     # -- looking
 

@@ -134,7 +134,7 @@ class Tiering(Below):
             self.counters.unsaved_frames += len(at) - len(taken)
             if len(taken):
                 saved = pages[taken]
-                ranks = group.table.idle.rank[saved] if group.table.idle is not None else None
+                ranks = group.table.rank[saved] if group.table.reclaims else None
                 parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
         if not parts:
             self._tree.release(lease)
@@ -161,8 +161,8 @@ class Tiering(Below):
         host = self.hosts[group.index]
         lacks = group.frames.resident(pages) & ~host.good(pages) & ~self.damaged.are(pages)
         lacks &= ~host.table.has(pages, State.ARRIVING) & ~group.table.has(pages, State.ARRIVING)
-        if group.table.idle is not None:
-            useful: Bools = group.table.idle.rank[pages] >= Rank.MARKED
+        if group.table.reclaims:
+            useful: Bools = group.table.rank[pages] >= Rank.MARKED
             for end in ends:
                 if end <= len(pages):
                     needed = group.reach.needed(end)

@@ -544,12 +544,11 @@ class TieredCache(FollowedCache, ReadAhead):
     def _room_beside(self, group: int, pages: list[int]) -> int:
         """Host frames that could be had without those that a request behind these pages needs."""
         host = self.tiers.hosts[group]
-        idle = host.table.idle
-        if idle is None:
+        if not host.table.reclaims:
             return host.num_free
         needed = pages[self.device.first_page(group, len(pages) * self.page_size) :]
-        kept = [page for page in needed if page and host.column[page] and not idle.pins[page]]
-        return host.num_free + idle.num_idle - len(kept)
+        kept = [page for page in needed if page and host.column[page] and not host.table.pins[page]]
+        return host.num_free + host.table.num_idle - len(kept)
 
     def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:
         """By group, how many frames the device lacks for a request that begins behind so many pages."""

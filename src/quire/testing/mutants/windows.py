@@ -82,8 +82,7 @@ def a_window_is_unpinned_twice(patch: Patch) -> None:
     real = PassingGroup.give_back
 
     def give_back(group: PassingGroup, given: Any) -> None:
-        assert group._idle is not None
-        again = given.unpinned[group._idle.pins[given.unpinned] > 1]
+        again = given.unpinned[group.table.pins[given.unpinned] > 1]
         real(group, given)
         group.table.unpin(again, given.rank)
 
