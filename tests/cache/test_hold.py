@@ -57,6 +57,24 @@ def test_a_held_path_is_not_evicted_and_its_holder_is_named() -> None:
     cache.audit()
 
 
+def test_steps_in_flight_that_keep_what_was_given_up_are_named() -> None:
+    cache = cache_of(2)
+    other = cache.begin(tokens("abcd"))
+    cache.extend([other], [4])
+    fences = [cache.open_fence(), cache.open_fence()]
+    kv = cache.begin(tokens("uv"))
+    with pytest.raises(OutOfPages, match=r"2 running requests hold the rest\. Fix:"):
+        cache.extend([kv], [2])
+    cache.finish(other)
+    for still_open in (2, 1):
+        steps = f"{still_open} launched step{'s' if still_open > 1 else ''}"
+        with pytest.raises(OutOfPages, match=rf"1 running requests hold the rest, beside {steps}\. Fix:"):
+            cache.extend([kv], [2])
+        cache.close_fence(fences.pop(0))
+    cache.extend([kv], [2])
+    cache.audit()
+
+
 def test_a_hold_is_released_once() -> None:
     cache = cache_of(4)
     compute(cache, "ab")

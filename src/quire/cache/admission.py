@@ -1,5 +1,4 @@
-"""Admission: whether one more request fits, beside what running requests were promised, and whether what it was matched
-with still holds."""
+"""Admission: whether one more request fits, whether a hit still holds, and why a prompt misses."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.cache.explain import explain_prompt
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.cache.running_tables import RunningTables
-from quire.observe.explain import Explanation
-from quire.prefix.divergence import find_divergence
+from quire.observe.explain import Cause, Explanation, Reason, never_seen
+from quire.prefix.divergence import Divergence, find_divergence
+from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
 
@@ -34,11 +33,11 @@ class Admission:
         self._size = parts.plan.page_size
         self._partial = [group for group in parts.groups if not group.reach.whole]
         self.gives_back_early = bool(self._partial)
-        """Whether what settles may set frames free before its request ends."""
+        """Whether a commit may free frames before its request ends."""
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `extend` could find: free ones, evictable ones, and those that are kept until they are missed."""
+        """Pages that `extend` can have: free ones, evictable ones, and those that are retained softly."""
         return self._pages.num_free_pages + self._tree.num_evictable + self._retention.num_soft
 
     @property
@@ -47,27 +46,25 @@ class Admission:
         return sum([group.dropped_frames for group in self._groups])
 
     def is_current(self, hit: PrefixHit) -> bool:
-        """Whether a hit still holds: no edge was cut since, no page lost a frame, and what it would load is worth it as
-        before. It may have become longer."""
+        """Whether a hit still holds: no edge was cut, no page lost a frame, and its loads stand. More may be cached."""
         is_same = hit.match.version == self._tree.version and hit.num_dropped == self.num_dropped
         return is_same and hit.choice.stands()
 
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
-        """Why a prompt that hits `hit`, which is current, is cached as far as it is and not further: a cause for every
-        token."""
+        """Why a prompt is cached as far as `hit`, which is current, and no further: a cause for every token."""
         divergence = find_divergence(self._tree.roots, hit.match, tokens, self._size)
-        return explain_prompt(len(tokens), self._size, hit, divergence, self._seconds())
+        return _explain(len(tokens), self._size, hit, divergence, self._seconds())
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""
+        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for group in self._partial:
             found |= group.frees(rows, num_pages)
         return found
 
     def at_once(self, kv: RequestKV, count: int) -> int:
-        """How many of `count` tokens, at least one, `extend` may be asked for at once where frames are short of which
-        a request gives back what it has passed: the rest fits when these have settled."""
+        """How many of `count` tokens, at least one, to `extend` at once where a window's frames are short. The rest
+        fits when these tokens have settled and their window has moved on."""
         slack = -self._rows.allocated(kv) % self._size
         passing = [
             g.num_free + g.num_evictable + self._retention.num_soft_frames(g.index)
@@ -77,8 +74,8 @@ class Admission:
         return max(1, min(count, slack + min(passing) * self._size)) if passing else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
-        """Whether a running request has still to compute, or to leave for others to begin on, the end of its first
-        `num_pages` pages. From now on it means to: another one waits for that prefix."""
+        """Whether a running request will still compute its first `num_pages` pages, or leave a resume point after them.
+        Marks that place: another request waits for the prefix."""
         row = self._rows.row_of(kv)
         if not kv.shares:
             return False
@@ -90,8 +87,7 @@ class Admission:
     ) -> str:
         """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
 
-        It must fit beside what the running requests in `rows` take until each has `reached[i]` pages, and `reserve`
-        pages more for each of them.
+        Reserves what the running `rows` take until each has `reached[i]` pages, and `reserve` pages more for each.
         """
         for name, left, own, spare in self._claims(hit, num_pages, rows, reached, reserve):
             if own + spare > left:
@@ -104,9 +100,8 @@ class Admission:
     def _claims(
         self, hit: PrefixHit, num_pages: int, rows: Rows, reached: Lengths, reserve: int
     ) -> Iterator[tuple[str, int, int, int]]:
-        """Of each group, by its name, and of page ids: how many are `left` of what could be had, but for what the
-        request's own prefix keeps and what running requests were promised; how many it takes itself; and how many stay
-        for the next tokens of those that run. What is retained softly can be had."""
+        """Name, left, taken and reserved, for each group and for page ids. *Left* is free, evictable or softly
+        retained, without the request's own prefix and what is reserved for `reached`."""
         retention, have = self._retention, -(-self._rows.table.allocated[rows] // self._size)
         soft_of_hit = retention.num_soft_of(hit.match, hit.num_pages)
         for group in self._groups:
@@ -123,3 +118,47 @@ class Admission:
             yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, group.reserve(len(rows) * reserve)
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
         yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve
+
+
+def _explain(num_tokens: int, page_size: int, hit: PrefixHit, divergence: Divergence, now: float) -> Explanation:
+    reasons: list[Reason] = []
+    at = 0
+
+    def until(stop: int, cause: Cause, detail: str = "", by: str = "", ago: float | None = None) -> None:
+        nonlocal at
+        stop = min(stop, num_tokens)
+        if stop > at:
+            reasons.append(Reason(cause, at, stop - at, detail, by, ago))
+            at = stop
+
+    choice, limited_by = hit.choice, hit.choice.limited_by
+    near = choice.num_pages - choice.host_pages
+    until(near * page_size, Cause.HIT)
+    until((choice.num_pages - choice.storage_pages) * page_size, Cause.HIT, "from host memory")
+    until(choice.num_pages * page_size, Cause.HIT, "from storage")
+    if choice.declined_pages:
+        until(at + choice.declined_pages * page_size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
+    if limited_by:
+        usable = min(divergence.matched, max(0, num_tokens - 1) // page_size)
+        until(usable * page_size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
+    until(divergence.matched * page_size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
+    for pages, eviction in divergence.evicted:
+        ago = max(0.0, now - eviction.seconds)
+        by = eviction.cause or "a request to evict"
+        until(at + pages * page_size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
+    until(
+        at + divergence.common,
+        Cause.PAGE,
+        f"seen, but not as a page: only whole pages of {page_size} tokens are reused",
+    )
+    if divergence.elsewhere is not None:
+        namespace, pages = divergence.elsewhere
+        until(pages * page_size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
+    return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
+
+
+def _with(namespace: Namespace) -> str:
+    """A namespace in words. A salt is a secret, so it is not shown."""
+    adapter = f"adapter '{namespace.adapter}'" if namespace.adapter else ""
+    salt = "a salt of their own" if namespace.salt else ""
+    return f"with {' and '.join(filter(None, (adapter, salt)))}" if adapter or salt else "without adapter and salt"

@@ -1,4 +1,4 @@
-"""DamagedPages: cached pages whose bytes cannot be had any more, as the residency table has them."""
+"""DamagedPages: cached pages whose bytes are lost, as the residency table marks them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from quire.spec.ids import Bools, Ids
 
 
 class DamagedPages:
-    """No request begins on damaged pages. `num_marked` counts how often some became so. `pages` is the column that says
-    which pages are on the device."""
+    """No request begins on damaged pages. `num_marked` counts the calls of `mark`. `pages` is the device's anchor."""
 
     def __init__(self, pages: Column, groups: Sequence[GroupCache]) -> None:
         self._pages = pages
@@ -25,23 +24,22 @@ class DamagedPages:
         return self._pages.has(pages, State.DAMAGED)
 
     def before(self, pages: Ids) -> int:
-        """How many of these pages come before the first damaged one."""
+        """How many of these pages precede the first damaged one."""
         return int(np.argmax(np.append(self.are(pages), True))) if self.num_damaged else len(pages)
 
     def have_frames(self, pages: Ids) -> bool:
-        """Whether frames of damaged ones among these cached pages are there: then nothing can be cached in their place
-        or behind them."""
+        """Whether a damaged page among these has frames: then nothing can be cached in its place or after it."""
         damaged = pages[self.are(pages)] if self.num_damaged else pages[:0]
         return any(group.frames.resident(damaged).any() for group in self._groups)
 
     def mark(self, pages: Ids) -> None:
-        """These cannot be had."""
+        """The bytes of these pages are lost."""
         self._pages.mark(pages, State.DAMAGED)
         self._count()
         self.num_marked += 1
 
     def mend(self, pages: Ids) -> None:
-        """These have been computed again, or are no more."""
+        """These pages have been computed again, or have left the cache."""
         if self.num_damaged:
             self._pages.unmark(pages, State.DAMAGED)
             self._count()

@@ -1,15 +1,15 @@
-"""KVCache: the one door to cached memory for everything above. Pages, frames, sharing and eviction behind seven verbs.
+"""KVCache: the one door to cached memory for everything above: pages, frames, sharing and eviction behind seven verbs.
 
     match    how much of a prompt is cached                     changes nothing
     begin    open a request on that prefix                      leases it
-    extend   room for more tokens, for a whole batch            evicts if it must; all or nothing
-    commit   tokens that have settled become reusable           duplicates are given up
+    extend   room for more tokens, for a whole batch            evicts where needed; all or nothing
+    commit   settled tokens become reusable                     duplicates are given up
     finish   end a request                                      private pages are given up
-    evict    forget cached pages                                on demand; extend does it by itself
+    evict    forget cached pages                                on demand; extend also evicts
     audit    check every law                                    see `quire.cache.audit`
 
-What a request gives up goes through a fence: its pages are handed out again, and its lease is released, only when every
-step that was in flight at that moment has settled (`open_fence`, `close_fence`).
+Pages and leases that a request gives up are free only when all steps that were in flight at that moment have settled
+(`open_fence`, `close_fence`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ import numpy as np
 
 from quire.cache.admission import Admission
 from quire.cache.audit import audit
-from quire.cache.build import build_groups
+from quire.cache.carried import CarriedGroup
 from quire.cache.damaged import DamagedPages
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, NewPages, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, NewPages, PassingGroup, Pieces, RowPages, WholeGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
-from quire.cache.placement import PagePlacement
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, RunningBatch
 from quire.cache.running_tables import RunningTables
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import PageFrames, token_allocator
+from quire.memory.allocator import (
+    BaseTokenToKVPoolAllocator,
+    PageFrames,
+    carried_frames,
+    passing_frames,
+    token_allocator,
+    whole_frames,
+)
 from quire.memory.residency import Residency
 from quire.observe.explain import Cause
 from quire.plan.budget import MemoryPlan
@@ -46,29 +52,27 @@ from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
 
 NAMESPACE = Namespace()
-CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves what it carries, if frames are to spare
-
+CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves its carried frame, if frames are to spare
 
 _Settled = tuple[RequestKV, int, int]
-"""A request, and from which of its pages on and up to which they have settled now."""
+"""A request, and the start and end of its pages that have settled now."""
 
 
 class KVCache:
-    """The cache of one engine, on the plan's pages. Single-threaded: the engine's step loop is its only caller.
+    """The cache of one engine. Single-threaded: the engine's step loop is its only caller.
 
-    `plan` is the `memory` of what `quire.plan.planner.make_plan` returns, or made by hand (`quire.testing.small_plan`).
-    With `explains`, every request that begins learns why no more of its prompt was cached (`RequestKV.explanation`),
-    and the tokens are counted by cause. Of evicted prefixes the newest `remembered` tokens are kept for that and for
-    the eviction policy, by default four times what the pool holds. `seconds` is the clock that says when it happened.
-    With `page_tables`, `rows.page_table_changes` tells a device what it has to hear of. `offload` makes what moves
-    pages to other tiers and keeps some for callers (`quire.offload.Offloads`); without it nothing does.
+    `plan` is the `memory` of what `quire.plan.planner.make_plan` returns, or `quire.testing.small_plan`. With
+    `explains`, each request gets the causes why no more of its prompt is cached (`RequestKV.explanation`), and the
+    counters count tokens by cause. `remembered` tokens of evicted prefixes, by default four times the pool, are kept
+    for that and for the eviction policy. With `page_tables`, `rows.page_table_changes` reports changes to a device.
+    `offload` moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
 
-    `rows` is what a step reads, `admission` what a scheduler asks before a request begins. `num_changes` counts how
-    often something came back or became cached: whom it was too full for may ask again.
+    `rows` is what a step reads, `admission` what a scheduler asks before a request begins. `num_changes` grows where
+    pages are given back or become cached: a request that did not fit may then ask again.
     """
 
     def __init__(
@@ -101,11 +105,11 @@ class KVCache:
             identity=layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups]),
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
-            placement=PagePlacement(table) if offload.below else None,
+            placement=_PagePlacement(table) if offload.below else None,
             num_named=num_pages if offload.below else 0,
         )
         self.pages = token_allocator(num_pages * plan.page_size, plan.page_size, name="pages")
-        self.groups = build_groups(plan, table, self.pages, self.tree, checkpoint_interval)
+        self.groups = _groups_of(plan, table, self.pages, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self.rows = RunningTables(plan, table, following, follows=page_tables)
         self.fences = Fences(seconds)
@@ -119,6 +123,7 @@ class KVCache:
             tree=self.tree,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
             holds=Holds(self.tree, table, self._give_back),
+            fences=self.fences,
             seconds=seconds,
             give_back=self._give_back,
             sweep=self._sweep,
@@ -131,15 +136,13 @@ class KVCache:
         self._growth = Growth(self.parts, self.rows, self.offload, self.counters)
         self._table = self.rows.table
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
-        self._settling = self.groups if offload.below else self._partial  # those that hear of what settles
+        self._settling = self.groups if offload.below else self._partial  # whole groups commit only with tiers
         self._carried = tuple(group for group in self.groups if group.reach.carried)
 
-    # -- the verbs
-
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
-        """How many leading tokens of a prompt can be reused: where every group can resume, in whole pages.
+        """How much of a prompt can be reused: whole pages up to where every group can resume.
 
-        At most all but one token: the last one is always computed, since its output is what the request came for.
+        At most all tokens but one: the output of the last one has to be computed.
         """
         found, size = self.tree.match(namespace, tokens), self.page_size
         choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
@@ -156,13 +159,12 @@ class KVCache:
         resumed: bool = False,
         label: str = "",
     ) -> RequestKV:
-        """Open a request on the cached prefix of `tokens`, which stays until `finish`. Takes no memory.
+        """Open a request on the cached prefix of `tokens`, and hold that prefix until `finish`.
 
         Its first `num_cached` tokens are allocated and committed; the rest has to be computed. A request that is
-        `resumed` after a preemption is not counted again in the statistics. `label` names it to those whose prefixes
-        are evicted for it. What of the prefix is below the device is loaded: room is made for that, and no step may be
-        launched for the request before `is_ready`. Raises OutOfPages when all `max_requests` rows are taken, or where
-        there is no room to load.
+        `resumed` after a preemption is not counted again. Explanations name `label` as the cause of what is evicted
+        for it. Pages of the prefix below the device are loaded, and no step may be launched before `is_ready`.
+        Raises OutOfPages where all `max_requests` rows are taken or there is no room to load.
         """
         if not self._table.free:
             holders = f"{len(self.rows.live)} running requests hold them"
@@ -207,12 +209,10 @@ class KVCache:
         return kv
 
     def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int] | Lengths) -> None:
-        """Make room for `counts[i]` more tokens in each request (one number: in every one), evicting cached pages if
-        that is needed.
+        """Make room for `counts[i]` more tokens in each request (one number: in every one). Evicts where needed.
 
-        One vectorised operation for the batch; only requests that reach a new page cost an id, and the next token of a
-        `RunningBatch` costs arithmetic only. Raises OutOfPages, with nothing evicted and nothing changed, where even
-        evicting everything would not do, and InvalidInput for counts below zero or beyond the plan's context.
+        Raises OutOfPages where evicting everything would not do, and InvalidInput for counts below zero or beyond the
+        plan's context; both with nothing changed. Growing a `RunningBatch` by one token costs array arithmetic only.
         """
         if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
             self._growth.by_one(kvs)
@@ -220,20 +220,18 @@ class KVCache:
             self._growth.by(kvs, self.rows.distinct(kvs), counts)
 
     def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int] | Lengths) -> None:
-        """Make room for `lengths[i]` tokens in each request that has less: how far a step may run ahead of what has
-        settled. As `extend`, but that it may go beyond the plan's context, as far as rows are longer than that, where
-        it is cut."""
+        """As `extend`, up to `lengths[i]` tokens in each request that has less: room for drafts.
+
+        Lengths may exceed the plan's context. They are cut at the end of a row."""
         self._growth.up_to(kvs, self.rows.distinct(kvs), lengths)
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
-        """Say that `tokens`, all of a request's from its first on, have settled: the steps that wrote them are done.
-        Of one request, or of several with the tokens of each.
+        """The steps that wrote `tokens`, all tokens of a request from its first on, have settled. For one or several.
 
-        Their whole pages become reusable. Where another request cached the same tokens meanwhile, its pages take the
-        place of ours in the row, and ours are given up:
+        Whole pages become reusable. Where others have cached the same tokens meanwhile, their pages replace ours:
 
             |-- protected --|-- cached by another --|-- whole pages of ours --|-- part of a page --|
-                             ours are retired         enter the tree            stays private
+                             ours are given up        enter the tree            stays private
         """
         many, all_tokens = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
         fresh: list[_Settled] = []
@@ -249,7 +247,7 @@ class KVCache:
                 continue
             fresh.append((kv, start, end))
             ours = self._insert(kv, own, start, end)
-            if len(ours):  # what came back to the device with that has its frames before the tree is asked again
+            if len(ours):  # pages that came back to the device with this need frames before the tree is asked again
                 self._committed(fresh, ours)
                 fresh = []
         if fresh:
@@ -259,7 +257,7 @@ class KVCache:
             self._retire(given=[part for group in self._partial for part in group.passed(new)])
 
     def _settle(self, kv: RequestKV, tokens: Ids) -> tuple[int, int]:
-        """So many tokens have settled; from which page on, and up to which, whole pages have that had not."""
+        """These tokens have settled. Returns the start and end of the whole pages that had not."""
         row, committed = self.rows.row_of(kv), self._table.committed
         before = int(committed[row])
         if not before <= len(tokens) <= self._table.allocated[row]:
@@ -272,8 +270,7 @@ class KVCache:
         return before // self.page_size, len(tokens) // self.page_size
 
     def _insert(self, kv: RequestKV, tokens: Ids, start: int, end: int) -> Ids:
-        """Pages `start` up to `end` of a request enter the tree. Returns those that others had cached, which are
-        replaced in its row."""
+        """Pages `start` to `end` enter the tree. Returns the request's duplicates, which leave its row."""
         pages = self._table.pages[kv.row]
         inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
         self.counters.committed_pages += end - start
@@ -286,7 +283,7 @@ class KVCache:
         return ours
 
     def _committed(self, fresh: Sequence[_Settled], ours: Ids) -> None:
-        """These pages are the tree's now. `ours` were the last request's own, for the first of its."""
+        """These pages are in the tree. `ours` are the duplicates of the first pages of the last request."""
         self.num_changes += 1
         kv, start, _ = fresh[-1]
         given: list[Given] = []
@@ -305,9 +302,8 @@ class KVCache:
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
 
-        Without `tokens` nothing more becomes reusable: for aborts and preemption. What was committed stays cached, and
-        where it `returns` is worth a copy below the device at once.
-        Raises LeaseError if it has ended already.
+        Without `tokens`, for aborts and preemption, nothing more becomes reusable. A request that `returns` will run
+        again: its committed pages are written back at once. Raises LeaseError if it has ended already.
         """
         row = self.rows.row_of(kv)
         if tokens is not None:
@@ -326,21 +322,19 @@ class KVCache:
         self._retire(private, kv.lease, given)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
-        """Forget up to `num_pages` cached pages that no request holds, and what is cached behind them below the device,
-        for `cause`; returns how many were."""
+        """Forget up to `num_pages` cached pages that nothing holds, with the pages after them below the device. Returns
+        how many."""
         victims = self.tree.evict(num_pages, cause)
         self.counters.evicted(len(victims))
         self._give_back(victims)
         return len(victims)
 
-    # -- steps in flight
-
     def open_fence(self) -> int:
-        """A step is being launched: pages given up from now on wait for it."""
+        """A step is launched: pages given up from now on wait for it."""
         return self.fences.open()
 
     def close_fence(self, fence: int) -> None:
-        """That step has settled. What waited for it is given up, all of it even where an error is raised for one."""
+        """That step has settled. What waited for it is free, all of it even where one part raises an error."""
         ready = self.fences.close(fence)
         if len(ready) < 2:
             for retired in ready:
@@ -356,11 +350,11 @@ class KVCache:
     def launch(
         self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths, draws: Lengths | None = None
     ) -> Pieces | None:
-        """What the step being launched does in that group with the frames that requests carry, which moves them on to
-        `ends[i]` tokens; None for a group of which requests carry none. Once per step, after `open_fence`.
+        """What a step does with the frames that its requests carry in a group, up to `ends[i]` tokens; None where they
+        carry none. Once per step and group, after `open_fence`.
 
-        Where it draws several tokens of a request, `draws[i]`, all but the first are behind drafts; `commit` says how
-        many of these came true, before the next step of the request is launched."""
+        The step draws `draws[i]` tokens, all but the first after drafts. `commit` says how many drafts were right,
+        before the next step of the request is launched."""
         if not self.groups[group].reach.carried:
             return None
         rows = self.rows.rows_of(kvs)
@@ -371,8 +365,6 @@ class KVCache:
         pieces, given = launched
         self._retire(given=given)
         return pieces
-
-    # -- reading
 
     def audit(self) -> None:
         """Check every law (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
@@ -392,10 +384,8 @@ class KVCache:
             frames={group.name: count_frames(group, waiting) for group in self.groups},
         )
 
-    # -- inside
-
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
-        """Give these up, now or when no launched step can touch them any more."""
+        """Give these up, at once or when no launched step can touch them any more."""
         if not len(pages) and lease is None and not given:
             return
         if not self.fences.num_open or self.fences.retire(Retired(pages, lease, tuple(given))):
@@ -411,7 +401,7 @@ class KVCache:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Give back what was flushed while somebody held it and is held no longer. O(1) if nothing is."""
+        """Give back flushed pages that nothing holds any more. O(1) where there are none."""
         if self.tree.hidden_roots:
             self._give_back(self.tree.sweep())
 
@@ -423,3 +413,36 @@ class KVCache:
         if len(pages):
             self._growth.free(pages)
             self.offload.forgotten(pages)
+
+
+def _groups_of(
+    plan: MemoryPlan, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, grid: int
+) -> tuple[GroupCache, ...]:
+    """One for each group of the plan; the class follows from the reach."""
+    size, rows, drafts = plan.page_size, plan.max_requests, plan.tokens_per_step - 1
+    groups: list[GroupCache] = []
+    for index, group in enumerate(plan.groups):
+        num_frames, column, reach = plan.frames_of(index), table.of(Tier.DEVICE, index), reach_of(group.reach, size)
+        if reach.carried:
+            own = carried_frames(column, num_frames)
+            groups.append(
+                CarriedGroup(index, reach, own, tree, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
+            )
+        elif reach.whole:
+            groups.append(WholeGroup(index, reach, whole_frames(column, num_frames, pages), tree))
+        else:
+            groups.append(PassingGroup(index, reach, passing_frames(column, num_frames, pages), tree, rows))
+    return tuple(groups)
+
+
+class _PagePlacement:
+    """`quire.prefix.placement.Placement` for caches with tiers, from the residency table."""
+
+    def __init__(self, table: Residency) -> None:
+        self._device, self._host = table.anchor(Tier.DEVICE), table.anchor(Tier.HOST)
+
+    def on_device(self, page: int) -> bool:
+        return bool(self._device.frame[page])
+
+    def have_copies(self, pages: Ids) -> Bools:
+        return self._host.present(pages)

@@ -1,7 +1,6 @@
-"""Offload: what a cache asks of the policies that keep pages, and that move them between the device and what is below.
+"""Offload: the port through which a cache calls the policies that retain pages and move them between tiers.
 
-A cache calls this port and knows nothing of hosts, stores and policies. As the classes are here, a cache has the device
-alone and retains nothing for callers; those of `quire.offload` say what else is done.
+The classes here do nothing: the cache has the device alone and retains nothing. `quire.offload` implements them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.damaged import DamagedPages
+from quire.cache.fences import Fences
 from quire.cache.groups import GroupCache
 from quire.cache.hold import Holds
 from quire.cache.prefix_hit import Choice, PrefixHit
@@ -28,13 +28,12 @@ from quire.tiers.transfer import Transfer
 
 @dataclass(frozen=True, slots=True)
 class CacheParts:
-    """The parts of one cache that an offload uses. The cache owns them.
+    """The parts of one cache that its offload uses. The cache owns them.
 
-    `give_back` takes pages that have left the tree. `sweep` gives back what was flushed and is held no longer.
-    `reclaim` frees so many frames of each group, for `cause`, without waiting, or raises OutOfPages, with nothing
-    evicted. `changed` says that something came back: requests that did not fit may fit now. `step_seconds` is what a
-    step takes while any request runs, else 0. What an offload keeps is in `holds`. It adds to `laws` what the audit
-    checks beside its own.
+    `give_back` takes pages that have left the tree. `sweep` gives back flushed pages that nothing holds any more.
+    `reclaim(frames of each group, cause)` does not wait; where it raises OutOfPages it has evicted nothing. `changed`
+    reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
+    runs. The audit also checks `laws`.
     """
 
     plan: MemoryPlan
@@ -44,6 +43,7 @@ class CacheParts:
     tree: RadixCache
     damaged: DamagedPages
     holds: Holds
+    fences: Fences
     seconds: Callable[[], float]
     give_back: Callable[[Ids], None]
     sweep: Callable[[], None]
@@ -54,43 +54,42 @@ class CacheParts:
 
 
 class RetentionPort:
-    """What is retained for callers: here, nothing. *Soft* is what goes before a running request is refused a page."""
+    """Pages that callers retain; here none. *Soft* retentions end before a running request is refused a page."""
 
     @property
     def num_soft(self) -> int:
-        """Pages on the device that soft retentions alone keep from being evicted."""
+        """Pages on the device that only soft retentions protect from eviction."""
         return 0
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
-        """Which of `num_soft` a request would hold itself that begins on the first `num_pages` pages of a match."""
+        """Pages among `num_soft` that a request on the first `num_pages` pages of a match would hold itself."""
         return 0
 
     def num_soft_frames(self, group: int) -> int:
-        """As `num_soft`, of frames of a group that is read in part."""
+        """Like `num_soft`, in frames of a group that is read in part."""
         return 0
 
     def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        """Which of these a request would hold itself that begins behind `pages`."""
+        """Frames among `num_soft_frames` that a request that begins after `pages` would hold itself."""
         return 0
 
     @property
     def num_pinned(self) -> int:
-        """Pages that are not given up for requests."""
+        """Pages that are retained even where requests lack room."""
         return 0
 
     def expire(self) -> int:
-        """End what has been retained for its time; returns how many retentions that were. O(1) if it is none."""
+        """End the retentions whose time is over, and return their number. O(1) where there are none."""
         return 0
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """Give up what is soft until `wanted` frames, by group, and `num_new` page ids could be had, or nothing would
-        help; whether anything was given up."""
+        """End soft retentions until `wanted` frames per group and `num_new` page ids can be had, or until no more of
+        them would help. Returns whether any ended."""
         return False
 
 
 class Offload:
-    """What has bytes moved between the device and other tiers, and what is retained for callers. Here what leaves the
-    device is forgotten."""
+    """Moves bytes between the device and other tiers. This one forgets what leaves the device."""
 
     def __init__(self, parts: CacheParts) -> None:
         self.retention = RetentionPort()
@@ -98,57 +97,57 @@ class Offload:
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
 
     def choose(self, found: Match, limit: int) -> Choice:
-        """How many of the first `limit` pages of a match to reuse, and what of them to load. Changes nothing."""
+        """How many of the first `limit` pages of a match to reuse, and which to load. Changes nothing."""
         if not self._partial:
             return Choice(limit)
         return Choice(*resume_point(self._partial, found.pages[:limit]))
 
     def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
-        """Start to load what the device lacks of a leased hit; returns what has to arrive before a step may read it.
-        Raises OutOfPages where there is no room, and then nothing has changed: the lease is the caller's still."""
+        """Start to load what the device lacks of a leased hit, and return the transfers that a step has to wait for.
+
+        Where it raises OutOfPages nothing has changed, and the caller still owns the lease.
+        """
         return []
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
-        """A request has begun on a hit that was brought."""
+        """A request has begun, after `bring` of the same hit."""
 
     def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
-        """Pages of a request are cached, a view of its row: those from `start` on since now, and those from `new` on
-        are its own."""
+        """`pages`, a view of a request's row, are cached: from `start` on since now, from `new` on its own pages."""
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
-        """A request that ends has left these pages, a view of its row, cached. `returns` where it will go on, and will
-        want them."""
+        """A request ends and leaves `pages`, a view of its row, cached. `returns`: it will run again and want them."""
 
     def make_room(self, *, waits: bool) -> bool:
-        """Give up something that it keeps from being evicted, or, where the caller `waits`, wait a little for bytes on
-        their way; False where there is nothing of the kind."""
+        """Release a hold that keeps pages from eviction or, where the caller `waits`, wait a little for a transfer.
+        False where neither is possible."""
         return False
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
-        """Take up to `num_pages` pages that nothing holds off the device, and give up ids of pages that are elsewhere
-        until `num_ids` are free. All that has left the tree has been given back."""
+        """Take up to `num_pages` pages without holds off the device, and free the ids of pages on other tiers until
+        `num_ids` are free. Gives back all pages that leave the tree."""
         removed = self._parts.tree.evict(num_pages, cause)
         self._parts.give_back(removed)
         return Evicted(removed, 0)
 
     def forgotten(self, pages: Ids) -> None:
-        """These pages have left the cache, or never were in it."""
+        """These pages have left the cache, or never entered it."""
 
 
 class OffloadFactory:
-    """Makes the offload of a cache."""
+    """Makes the offload of a cache; by default one for a cache with the device alone."""
 
     @property
     def below(self) -> tuple[Tier, ...]:
-        """Tiers that frames have beside the device."""
+        """Tiers below the device that have frames."""
         return ()
 
     def num_pages(self, plan: MemoryPlan) -> int:
-        """Ids for pages that are on other tiers only."""
+        """Additional page ids, for pages that are only on other tiers."""
         return 0
 
     def make(self, parts: CacheParts) -> Offload:
-        """The offload of the cache that has these parts."""
+        """The offload of the cache with these parts."""
         return Offload(parts)
 
 

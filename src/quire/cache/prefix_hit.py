@@ -15,46 +15,35 @@ def _always() -> bool:
 
 @dataclass(slots=True)
 class Choice:
-    """How many pages of a cached prefix are reused. `limited_by` names a group that could not resume further on.
-
-    `loads` counts by group the frames that come from the host, and `host_pages` the pages that are reused thanks to
-    them, of which `storage_pages` had been fetched from storage and not been used since; `declined_pages` could be had
-    from there, and are computed again because that is quicker. `weighed` has the tokens and bytes of that comparison;
-    `stands` says whether it would be chosen again.
-    """
+    """How many pages of a cached prefix are reused, and what is loaded for that."""
 
     num_pages: int
-    limited_by: str = ""
-    loads: Sequence[int] = ()
-    host_pages: int = 0
-    storage_pages: int = 0
-    declined_pages: int = 0
-    weighed: tuple[int, int] | None = None
-    stands: Callable[[], bool] = _always
+    limited_by: str = ""  # a group that cannot resume after more pages
+    loads: Sequence[int] = ()  # by group: frames to load from the host
+    host_pages: int = 0  # pages whose reuse needs these loads
+    storage_pages: int = 0  # of them, pages fetched from storage and not used since
+    declined_pages: int = 0  # pages on the host that are computed again because that is faster
+    weighed: tuple[int, int] | None = None  # tokens and bytes of that comparison
+    stands: Callable[[], bool] = _always  # whether it would be chosen again
 
 
 @dataclass(slots=True, eq=False)
 class PrefixHit:
-    """How much of a prompt is cached, in whole pages, and why not more. A snapshot; `begin` makes it last.
-
-    Of what matches, the first `num_tokens` tokens, `num_pages` pages, can be reused. The rest is computed again: the
-    last token of a prompt always is, and `choice` may name a group that could not resume further on. `num_dropped`
-    counts the frames that cached pages had lost until then, `num_changes` those of `KVCache.num_changes`.
-    """
+    """How much of a prompt is cached, in whole pages. A snapshot: only a request that begins on it holds its pages."""
 
     match: Match
     choice: Choice
-    num_pages: int
-    num_tokens: int
-    num_dropped: int
-    num_changes: int
+    num_pages: int  # reusable; fewer than match where a group cannot resume there, or for the prompt's last token
+    num_tokens: int  # the tokens of these pages
+    num_dropped: int  # `Admission.num_dropped` at that time
+    num_changes: int  # `KVCache.num_changes` at that time
 
     @property
     def pages(self) -> Ids:
-        """Ids of the pages that can be reused, in order, not to be written."""
+        """Ids of the reusable pages, in order; a view that must not be written."""
         return self.match.pages[: self.num_pages]
 
     @property
     def num_evictable(self) -> int:
-        """Its pages that could be evicted now, and not once a request begins on them."""
+        """Reusable pages that are evictable now; a request that begins on them takes that away."""
         return self.match.num_evictable(self.num_pages)

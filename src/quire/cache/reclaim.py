@@ -1,13 +1,11 @@
-"""Reclaim: what goes so that running requests find pages and frames, and in which order.
+"""Reclaim: makes room for running requests, in this order.
 
-    what is free                              first
-    what callers asked to keep, softly        until enough could be evicted; the lowest priority first
-    what is on its way between tiers          is waited for: it can be evicted when it has arrived
-    what requests that read ahead keep        is taken, from the last that began, and it reads no further
-    what is cached                            whole pages where pages are short, or frames of a group that has all of
-                                              them; where another group is short, its frames go, and the pages stay
-
-What cannot be served is refused before any of the cached pages goes.
+free pages and frames
+soft retentions           end, the lowest priority first, until enough is evictable
+transfers                 are waited for: their pages are evictable when they have arrived
+prompts read ahead        are abandoned, the newest first
+cached pages              are evicted where page ids or frames of a whole group are short
+frames of other groups    are reclaimed where these are short; their pages stay cached
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from quire.errors import OutOfPages
 
 
 class Reclaim:
-    """Makes room in one cache. `wanted` are frames by group, `num_new` new pages. `live` are the requests that run.
+    """Makes room in one cache: `wanted` frames by group, `num_new` page ids. `live` are the running requests.
 
-    Raises OutOfPages before anything cached is evicted.
+    Raises OutOfPages before it evicts anything.
     """
 
     def __init__(
@@ -35,18 +33,18 @@ class Reclaim:
         self._live = live
 
     def for_rows(self, rows: Rows, num_new: int, cause: str) -> None:
-        """Evict until these rows can take so many new pages."""
+        """Evict until these rows can take `num_new` pages."""
         self._offload.retention.expire()
         self._until(lambda: [g.wanted(rows, num_new) for g in self._parts.groups], num_new, cause, waits=True)
 
     def frames(self, wanted: Sequence[int], cause: str) -> None:
-        """Evict until so many frames are free in each group, without waiting for what is on its way."""
+        """Evict until each group has `wanted[i]` free frames. Does not wait for transfers."""
         self._until(lambda: wanted, 0, cause, waits=False)
 
     # -- inside
 
     def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
-        """Give up what is kept until all that is asked for, which may change by that, can be evicted; and evict."""
+        """Release holds until `ask()`, which that may change, is evictable; then evict."""
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
             if not (self._offload.retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
@@ -62,7 +60,7 @@ class Reclaim:
                 group.evict(n - group.num_free)
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
-        """What is short even if everything evictable goes."""
+        """The refusal where evicting everything would not do."""
         parts, tree = self._parts, self._parts.tree
         found = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(parts.groups, wanted, strict=True)]
         found.append(("pages", num_new, parts.pages.num_free_pages, tree.num_evictable + tree.num_below))
@@ -71,6 +69,9 @@ class Reclaim:
                 holders = f"{len(self._live)} running requests hold the rest"
                 if held := parts.holds.summary():
                     holders += f", beside {held}"
+                if parts.fences.waiting:
+                    num_open = parts.fences.num_open
+                    holders += f", beside {num_open} launched step{'s' if num_open > 1 else ''}"
                 if num_pinned := self._offload.retention.num_pinned:
                     holders += f", but for {num_pinned} pages that callers have pinned"
                 return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=holders)

@@ -1,4 +1,4 @@
-"""resume_point: behind how many pages of a cached path a request could begin, with the frames that there are."""
+"""resume_point: after how many pages of a cached path a request can begin, with the frames that are there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ HostFrames = GroupFrames[Any]
 
 
 def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[HostFrames] = ()) -> tuple[int, str]:
-    """The most of these pages behind which a request could begin, and a group that stood in the way of more, "" where
-    none did.
+    """The most of `pages` after which a request can begin, and the name of a group that allows no more, or "".
 
-    `groups` are those that are read in part; in the others a cached page has its frame. What the host has counts where
-    `hosts`, which are all groups', are given. O(what is read) where a request could begin behind all of them.
+    `groups` are those that are read in part: in the others a cached page has its frame. `hosts`, one for each group of
+    the cache, add frames on the host. O(pages read) where a request can begin after all pages.
     """
     if all(resident(group, needed_pages(group, pages), hosts).all() for group in groups):
         return len(pages), ""
@@ -30,12 +29,12 @@ def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[HostF
 
 
 def needed_pages(group: GroupCache, pages: Ids) -> Ids:
-    """Those of a path that a request reads in a group when it begins behind all of them, a view."""
+    """The pages that a request that begins after all of `pages` reads in this group; a view."""
     needed = group.reach.needed(len(pages))
     return pages[needed.start : needed.stop]
 
 
 def resident(group: GroupCache, pages: Ids, hosts: Sequence[HostFrames] = ()) -> Bools:
-    """Per page: whether it has a frame on the device or, where `hosts` are given, on the host."""
+    """Per page: whether it has a frame on the device or in `hosts`."""
     found = group.frames.resident(pages)
     return found | hosts[group.index].resident(pages) if hosts else found
