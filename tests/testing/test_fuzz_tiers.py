@@ -6,12 +6,18 @@ from itertools import count
 
 import pytest
 
+from quire.cache.request_kv import RequestKV
+from quire.testing.fuzz.choices import Choices
+from quire.testing.fuzz.device import Part, Step, ids
 from quire.testing.fuzz.parallel import Task, fuzz
 from quire.testing.fuzz.run import Tally, run_life, run_lives
 from quire.testing.fuzz.shorten import shorten
 from quire.testing.fuzz.tier_faults import DAMAGING, FAULTS
-from quire.testing.fuzz.tier_world import TierAsk
+from quire.testing.fuzz.tier_world import TierAsk, TierWorld
+from quire.testing.fuzz.tiered_cache import TieredCache
+from quire.testing.fuzz.tiered_machine import come_to_rest, let_all_arrive, make_cache
 from quire.testing.mutants import MUTANTS, injected
+from quire.testing.plans import small_plan
 
 MUST_HAPPEN = (
     "hit",
@@ -65,6 +71,45 @@ def test_two_thousand_seeds_with_faults() -> None:
 def test_a_life_without_storage_has_none() -> None:
     found = lives(5, 6, TierAsk(storage=False))
     assert not found.happened["prefetch"] and found.happened["loads"]
+
+
+def test_what_a_commit_forgot_for_its_first_request_its_second_one_caches_anew() -> None:
+    plan = small_plan(6, 1, max_requests=4)
+    drawn = Choices(lambda n: int(n == 12))
+    world = TierWorld(plan, TierAsk(storage=False), drawn)
+    assert world.settings.host_frames == (2,)
+    cache = TieredCache(make_cache(world, plan, None, drawn, checkpoint_interval=1), world, None)
+
+    def compute(*kvs: RequestKV) -> Step:
+        batch = [cache.followed(kv) for kv in kvs]
+        cache.extend(kvs, [s.num_tokens for s in batch])
+        for s in batch:
+            s.launched = s.settled = s.num_tokens
+        step = cache.device.launch([*kvs], [Part(0, s.num_tokens, s.name) for s in batch])
+        cache.launched(step)
+        cache.execute(step, batch)
+        return step
+
+    both = [cache.begin(ids([2, 3])), cache.begin(ids([7]))]
+    for tokens in (ids([2]), ids([7])):
+        other = cache.begin(tokens)
+        cache.close_fence(compute(other))
+        cache.commit(other, tokens)
+    cache.finish(other)
+    let_all_arrive(cache)
+    cache.demote(1)
+    assert cache.statistics().cached_pages == 1, "only the host has 7, in the frame that 3 will need"
+
+    step = compute(*both)
+    cache.commit(both, [ids([2, 3]), ids([7])])
+    assert cache.happened["forgotten meanwhile"] == 1
+    assert (cache.statistics().cached_pages, cache.statistics().duplicate_pages) == (3, 1)
+    assert cache.pages.num_free_pages == 8 - 3 - 1, "the duplicate waits for the step"
+    cache.close_fence(step)
+    assert cache.pages.num_free_pages == 8 - 3
+    for s in [*cache.model.live]:
+        cache.finish(s.kv)
+    come_to_rest(cache)
 
 
 def test_a_seed_is_a_life_with_tiers_too() -> None:

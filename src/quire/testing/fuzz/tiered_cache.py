@@ -205,8 +205,11 @@ class TieredCache(FollowedCache, ReadAhead):
         for s, own in settling:
             self._name_of(s, own)
             self._register(s, len(own))
+        duplicates = self.duplicates
         self.cache.commit(kvs, tokens)
-        for s, _ in settling:
+        for s, own in settling:
+            if s.kv.shares and self.duplicates > duplicates:
+                self._forgotten_meanwhile(s, len(own))
             self._settled(s, self.cache.rows.committed(s.kv))
         self.happened["commit of several"] += len(settling) > 1
         self._check("commit")
@@ -328,9 +331,8 @@ class TieredCache(FollowedCache, ReadAhead):
     def obtainable(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> int | None:
         """Behind how many pages a request can begin once all that is stored has come, with nothing else on its way.
         None where that depends: on what is quicker, on what a store forgets, on who makes room."""
-        if not (self.world.is_faultless and self.world.settings.always) or self.tiers.deletion.scopes:
-            return None
-        if not self.can_prefetch:
+        knows = self.world.is_faultless and self.world.settings.always and self.can_prefetch
+        if not knows or self.tiers.deletion.scopes:
             return None
         name = self._name(tokens, namespace)
         ends = self.names.ends[name][: (len(tokens) - 1) // self.page_size]
@@ -569,6 +571,19 @@ class TieredCache(FollowedCache, ReadAhead):
         return sum(len(pages) for node, pages in self.watch.snapshot.tree.edges if here(node) and not node.level)
 
     # -- inside
+
+    def _forgotten_meanwhile(self, s: Followed, num_tokens: int) -> None:
+        """In a commit of several, a request with duplicates is saved before the next one enters the tree. If host room
+        for that was made of pages which the next one has too, its own enter the tree, and are no duplicates."""
+        pages, before = slice(s.pinned, num_tokens // self.page_size), self.watch.snapshot
+        had = next(row.pages[pages] for row in before.requests.rows if row.kv is s.kv)
+        rows = zip(self.names.ends[s.name][pages], had, self.cache.rows.table.pages[s.kv.row, pages], strict=True)
+        gone = {end for end, old, new in rows if old == new} & self.model.cached
+        assert gone.isdisjoint(self.model.leased()), "a commit forgot a page that a lease holds"
+        here = [end for end in gone for group in before.groups if group.column[self.watch.ends[end]]]
+        assert not here, "a commit forgot a page that was on the device"
+        self.model.cached -= gone
+        self.happened["forgotten meanwhile"] += len(gone)
 
     def _settled(self, s: Followed, num_tokens: int) -> None:
         """The model does what the cache has done."""
