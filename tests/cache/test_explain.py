@@ -108,6 +108,16 @@ def test_another_namespace_is_named(cache: KVCache) -> None:
     assert found.reasons[0].detail == "cached for requests with adapter 'lora' and a salt of their own"
 
 
+def test_at_most_512_namespaces_are_looked_at() -> None:
+    cache = KVCache(small_plan(600, 4), explains=True)
+    for number in range(511):
+        serve(cache, ids([1000 + number] * 4), Namespace(salt=str(number)))
+    serve(cache, ids(range(8)), Namespace("the 512th"))
+    serve(cache, ids(range(50, 58)), Namespace("the 513th"))
+    assert causes(explained(cache, ids(range(9)))) == [("namespace", 8), ("new", 1)]
+    assert causes(explained(cache, ids(range(50, 59)))) == [("new", 9)]
+
+
 def test_a_group_that_lost_its_frames_is_named() -> None:
     plan = small_plan(12, 4, groups=("full", "near"), reaches=(ReachSpec(), ReachSpec("window", 5)), frames=(12, 3))
     cache = KVCache(plan, explains=True)
