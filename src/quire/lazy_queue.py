@@ -1,12 +1,10 @@
-"""LazyQueue: an order in which things go. Entries that no longer count are dropped when they are met.
+"""LazyQueue: a queue for eviction and expiry that removes invalid entries lazily.
 
-To leave the queue costs nothing: the item's owner makes its entry invalid, by another ticket or none. Invalid entries
-are cleaned out before they are most of the queue. By key that is done at once, and an operation costs O(log n),
-amortised; otherwise a few entries are looked at with every `push`, so that no operation takes long:
+The owner of an item makes its entry invalid by another ticket, or none, which costs the queue nothing. Invalid entries
+are removed before they are most of the queue. With keys that is one pass, and an operation costs O(log n) amortised.
+Otherwise every `push` checks a few entries, so that no operation takes long:
 
-    pops from here --[ first: looked at ]--[ rest: not looked at yet, in segments ]-- pushes, newest pops
-
-Every order of eviction and of expiry is one of these.
+    pops from here --[ first: checked ]--[ rest: not checked yet, in segments ]-- pushes, newest pops
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _SLACK = 64
-_LOOKED_AT = 4  # entries with each push: one more is added meanwhile, so this ends
+_CHECKED = 4  # entries per push: more than the one that it adds, so that a pass ends
 
 
 class Entry(NamedTuple, Generic[T]):
-    """`ticket` tells apart the entries of one item: at most one of them counts."""
+    """An item may have several entries with different tickets: at most one of them is valid."""
 
     key: Any
     ticket: int
@@ -32,11 +30,10 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class LazyQueue(Generic[T]):
-    """First in, first out; by key, where `by_key`, the smallest first and equal keys in the order of their tickets; or
-    `newest_first`.
+    """First in, first out; or `by_key`, the smallest key first, then the smallest ticket; or `newest_first`.
 
-    `live(ticket, item)` is what of an item an entry still stands for: the item, a part of it, or None. `size(item)` is
-    how much of the queue it takes: 1, or the number of its parts.
+    `live(ticket, item)` returns the valid part of an entry: the item, a part of it, or None. `size(item)` is the number
+    of its parts (default 1).
     """
 
     __slots__ = ("_by_key", "_first", "_live", "_newest_first", "_rest", "_size", "_size_cleaned", "_sum")
@@ -54,23 +51,22 @@ class LazyQueue(Generic[T]):
         self._newest_first = newest_first
         self._size = size
         self._first: Any = [] if by_key else deque()
-        self._rest: deque[deque[Any]] = deque()  # empty by key, and where no cleaning is under way
+        self._rest: deque[deque[Any]] = deque()  # empty by key, and while no pass is under way
         self._sum = 0  # sizes of all entries
-        self._size_cleaned = 0  # the same, after the last cleaning
+        self._size_cleaned = 0  # the same, after the last pass
 
     def __len__(self) -> int:
-        """Sizes of all entries, of which some may not count any more: at most 90 more than three times those that did
-        when they were last counted."""
+        """Sizes of all entries, valid or not: at most 90 more than three times the valid ones of the last pass."""
         return self._sum
 
     def __iter__(self) -> Iterator[T]:
-        """What counts, in no order. O(entries)."""
+        """Valid items, in no order. O(entries)."""
         return (
             found for entry in chain(self._first, *self._rest) if (found := self._live(entry[1], entry[2])) is not None
         )
 
     def push(self, ticket: int, item: T, key: Any = 0) -> None:
-        """Add an entry. Tickets ascend; an older entry of the same item should not count from now on."""
+        """Add an entry. Tickets ascend; older entries of the same item must be invalid."""
         entry = (key, ticket, item)
         if self._by_key:
             heapq.heappush(self._first, entry)
@@ -78,15 +74,15 @@ class LazyQueue(Generic[T]):
             (self._rest[-1] if self._rest else self._first).append(entry)
         self._sum += 1 if self._size is None else self._size(item)
         if self._rest:
-            self.tidy(_LOOKED_AT)
+            self.tidy(_CHECKED)
         elif self._sum > _SLACK + 2 * self._size_cleaned:
             if self._by_key:
                 self._clean()
             else:
-                self._look_again()
+                self._begin_pass()
 
     def pop(self) -> Entry[T] | None:
-        """Take out the first entry that counts; None where there is none."""
+        """Remove and return the first valid entry; None if there is none."""
         while (entry := self._take()) is not None:
             key, ticket, item = entry
             self._sum -= 1 if self._size is None else self._size(item)
@@ -96,7 +92,7 @@ class LazyQueue(Generic[T]):
         return None
 
     def _take(self) -> Any:
-        """The next entry, whether it counts or not; None where there is none."""
+        """Remove and return the next entry, valid or not; None if there is none."""
         if self._by_key:
             return heapq.heappop(self._first) if self._first else None
         if self._newest_first:
@@ -114,7 +110,7 @@ class LazyQueue(Generic[T]):
         return None
 
     def first_key(self, default: Any) -> Any:
-        """By key: that of the first entry that counts, which stays; `default` where there is none."""
+        """By key: the key of the first valid entry, which stays; `default` if there is none."""
         while self._first:
             key, ticket, item = self._first[0]
             if self._live(ticket, item) is not None:
@@ -124,7 +120,7 @@ class LazyQueue(Generic[T]):
         return default
 
     def put_back(self, entry: Entry[T]) -> None:
-        """What is left of the entry that `pop` gave last goes back to its place."""
+        """Return the rest of the last popped entry to its place."""
         assert not self._by_key
         if self._newest_first:
             (self._rest[-1] if self._rest else self._first).append(entry)
@@ -133,17 +129,16 @@ class LazyQueue(Generic[T]):
         self._sum += 1 if self._size is None else self._size(entry.item)
 
     def join(self, later: LazyQueue[T]) -> None:
-        """All of another queue comes behind all of this one, and the other is not used any more. O(1), and `tidy` has
-        work to do."""
+        """Append all entries of `later`, which must not be used any more. O(1): `tidy` then checks all entries."""
         assert not self._by_key
         if not self._rest:
-            self._look_again()
+            self._begin_pass()
         self._rest.append(later._first)
         self._rest += later._rest
         self._sum += later._sum
 
     def tidy(self, num_entries: int) -> bool:
-        """Look at so many entries more, and drop those that do not count; whether all have been looked at."""
+        """Check `num_entries` more entries, and drop invalid ones. Returns whether all are checked."""
         for _ in range(num_entries):
             while self._rest and not self._rest[0]:
                 self._rest.popleft()
@@ -159,12 +154,12 @@ class LazyQueue(Generic[T]):
         return False
 
     def clear(self) -> None:
-        """Drop every entry."""
+        """Remove all entries."""
         self._first.clear()
         self._rest.clear()
         self._sum = self._size_cleaned = 0
 
-    def _look_again(self) -> None:
+    def _begin_pass(self) -> None:
         self._rest, self._first = deque((self._first,)), deque()
 
     def _clean(self) -> None:

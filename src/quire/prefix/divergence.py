@@ -1,4 +1,4 @@
-"""Divergence: where a prompt leaves what is cached, and what is known of what would have come next.
+"""Divergence: where a prompt leaves what is cached, and what is known about its next pages.
 
 prompt   |-- cached --|-- evicted --|-- evicted --|-- part of a page --|-- new ----
          live edges     ghosts, each with the         the same tokens as a page that
@@ -18,16 +18,17 @@ from quire.prefix.node import TOKEN_BYTES, Eviction, Node, common_pages
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-_MOST_COMPARED = 64  # continuations where a prompt diverges that are looked at: this is paid at every admission
-_MOST_NAMESPACES = 512  # others that are looked at
-_MOST_FOLLOWED = 8  # of those that begin alike
+# Every admission pays for these searches, so they are bounded.
+_MOST_COMPARED = 64  # continuations where a prompt diverges
+_MOST_NAMESPACES = 512  # roots, the oldest first; there may be one for each salt
+_MOST_FOLLOWED = 8  # of the namespaces that begin like the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """`matched` pages are cached. The pages after them were `evicted`, in runs, each by one eviction. Behind these,
-    `common` tokens, less than a page, are as in a page that is or was cached there. `elsewhere` names the namespace in
-    which most of the prompt is cached, and how many of its pages, if that is more than here."""
+    """`matched` pages are cached. `evicted` counts the pages that follow, in runs of one eviction each. `common` tokens
+    after these, less than a page, equal the start of a page that is or was cached there. `elsewhere` is the other
+    namespace that caches most of the prompt, and how many pages; None if no other namespace has its first page."""
 
     matched: int
     evicted: tuple[tuple[int, Eviction], ...]
@@ -36,8 +37,7 @@ class Divergence:
 
 
 def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, page_size: int) -> Divergence:
-    """Follow `tokens` in the tree with these roots, through cached edges, which the current `match` has done, and then
-    through ghosts. O(pages evicted of it), and of a prompt that was never seen no more than a page is looked at."""
+    """Follow `tokens` through ghosts from the end of its current `match`. O(evicted pages of the prompt)."""
     root = roots.get(match.namespace)
     unit = page_size * TOKEN_BYTES
     end, next_pages = _end_of(root, match, unit)
@@ -70,7 +70,7 @@ def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, 
 
 
 def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Node | None, list[bytes]]:
-    """The node at whose end a match ends (None inside an edge), and the pages that come next."""
+    """The node at whose end a match ends (None inside an edge), and the cached pages that follow."""
     last = match.path[-1] if match.path else root
     if last is None:
         return None, []
@@ -81,7 +81,7 @@ def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Node | None, li
 
 
 def _most_common(page: bytes, others: list[bytes]) -> int:
-    """The most tokens that `page`, which may be short, begins with in common with one of these, all of one length."""
+    """The longest common start, in tokens, of `page` and one of these pages, which have one length."""
     width = len(others[0]) // TOKEN_BYTES if others else 0
     count = min(len(page) // TOKEN_BYTES, width)
     if not count:

@@ -1,8 +1,4 @@
-"""Eviction policies: which cached leaf goes first. The tree reports what happens to nodes; a policy names the victims.
-
-Most policies are an order: a key per leaf, kept in a heap (`Order`). Those that need more than a key keep their own
-queues. The policy that learns, and is the default, is in `hit_density.py`.
-"""
+"""Eviction policies by name. Most sort leaves by a key (`Order`); the default is `HitDensity`."""
 
 from __future__ import annotations
 
@@ -17,12 +13,11 @@ from quire.prefix.hit_density import HitDensity
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy, live
 
-SMALL_SHARE = 0.1  # of the leaves: what S3-FIFO keeps on probation, as published
+_SHORT_SHARE = 0.1  # of the leaves: the size of the short queue of S3-FIFO, as published
 
 
 class Order(EvictionPolicy):
-    """Leaves by a key, the smallest first. A leaf's key is taken when it becomes evictable and may change only while
-    it is not. O(log leaves) per leaf."""
+    """Leaves by a key, the smallest first. The key is computed when a leaf becomes evictable. O(log leaves)."""
 
     def __init__(self, key: Callable[[Node], tuple[float, ...]]) -> None:
         self._key = key
@@ -43,16 +38,16 @@ class Order(EvictionPolicy):
         return entry.item
 
     def left(self, key: tuple[float, ...]) -> None:
-        """A victim with that key was taken."""
+        """A victim with this key was taken."""
 
     def candidates(self) -> Iterator[Node]:
         return iter(self._queue)
 
 
 class GDSF(Order):
-    """Greedy dual: hits since it was stored, on top of what the last victim had when the leaf became evictable.
+    """Greedy dual: hits since the leaf was stored, plus the key of the last victim when the leaf became evictable.
 
-    A leaf is trimmed page by page and each page is worth the same computation, so cost over size is one for all."""
+    Leaves are trimmed page by page, and every page costs the same to compute, so cost over size is 1."""
 
     def __init__(self) -> None:
         super().__init__(lambda node: (self._floor + 1 + node.hits, node.last_used))
@@ -63,8 +58,8 @@ class GDSF(Order):
 
 
 class S3FIFO(EvictionPolicy):
-    """A short queue for what is new and a long one for what was hit there or came back soon after it went; in both,
-    a leaf that was hit since it was queued goes round once more for each hit, at most three times."""
+    """A short queue for new leaves, and a long one for leaves that were hit in the short one or came back from a ghost.
+    A leaf that was hit since it was queued is queued again: in the long queue once per hit, at most three times."""
 
     def __init__(self) -> None:
         self._queues: tuple[LazyQueue[Node], LazyQueue[Node]] = (LazyQueue(live), LazyQueue(live))
@@ -90,7 +85,7 @@ class S3FIFO(EvictionPolicy):
     def victim(self) -> Node | None:
         short, long = self._queues
         while short or long:
-            from_short = len(short) > SMALL_SHARE * (len(short) + len(long)) or not long
+            from_short = len(short) > _SHORT_SHARE * (len(short) + len(long)) or not long
             entry = (short if from_short else long).pop()
             if entry is None:
                 continue
@@ -110,7 +105,7 @@ class S3FIFO(EvictionPolicy):
 
 @dataclass(slots=True)
 class _Place:
-    """What S3-FIFO knows of a node: in which queue it belongs, and how often it may still go round."""
+    """The memo of S3-FIFO: whether a node belongs to the long queue, and how often it may still be queued again."""
 
     long: bool = False
     credit: int = 0
@@ -134,13 +129,13 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "gdsf": GDSF,
     "s3fifo": S3FIFO,
 }
-"""By name. Among equals, the least recently used goes first; `priority` is that of requests, the lowest first."""
+"""Among equal keys the least recently used leaf goes first. `priority` is that of requests, the lowest first."""
 DEFAULT_POLICY = "density"
 """Chosen by measurement: docs/decisions/020-the-order-of-eviction.md."""
 
 
 def eviction_policy(name: str) -> EvictionPolicy:
-    """The policy of that name. Raises InvalidInput, listing the names there are."""
+    """A new policy with this name. Raises InvalidInput for an unknown name."""
     if name not in POLICIES:
         raise InvalidInput(f"unknown eviction policy '{name}'.", fix=f"use one of {', '.join(POLICIES)}.")
     return POLICIES[name]()

@@ -1,11 +1,10 @@
-"""Ghosts: what was evicted, by whom and when. Tokens without pages, kept where they hung while they are few.
+"""Ghosts: evicted edges, as tokens without pages.
 
-They answer why a prompt is not cached any more (`quire.prefix.divergence`), and tell an eviction policy what came back.
-A ghost hangs below the node, or the ghost, that its edge hung below; whoever inserts the same tokens again takes it
-away.
+They say why a prompt is not cached any more (`quire.prefix.divergence`), and tell an eviction policy what came back.
+A ghost is a child of the node, or the ghost, that was its edge's parent. It ends when the same tokens are cached again.
 
-    node --[page page]--> node          the tree, which knows nothing of what is gone
-       \\..[page page page]..> ghost      forgotten when all ghosts together exceed the tokens that are allowed
+    node --[page page]--> node          cached
+       \\..[page page page]..> ghost      the oldest are forgotten when ghosts exceed their capacity
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from quire.prefix.node import Node, common_pages
 
 
 class Ghosts:
-    """All ghosts of a tree, oldest first, with at most `capacity` tokens' bytes between them; 0 keeps none. `forgotten`
-    hears of what a forgotten ghost hung below."""
+    """All ghosts of a tree, oldest first, of at most `capacity` bytes of tokens. `forgotten` is called with the parent
+    of each ghost that is forgotten."""
 
     def __init__(self, capacity: int, page_bytes: int, forgotten: Callable[[Node], None]) -> None:
         self.capacity = capacity
@@ -28,7 +27,7 @@ class Ghosts:
         self.num_bytes = 0
 
     def leave(self, ghost: Node, parent: Node) -> None:
-        """An edge below `parent` was evicted."""
+        """Add the ghost of an edge below `parent`."""
         parent.ghosts[ghost.key[: self._page_bytes]] = ghost
         self._order.push(0, ghost)
         self.num_bytes += len(ghost.key)
@@ -36,8 +35,8 @@ class Ghosts:
             self._forget_oldest()
 
     def returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Node], Node | None]:
-        """How much of `data` goes below `node` as one edge, the ghosts that hang at its end, and the deepest of those
-        that its tokens bring back, which is no ghost any more."""
+        """How many bytes of `data` become one edge below `node`, the ghosts at the end of that edge, and the deepest
+        ghost that these tokens bring back, which is removed."""
         last: Node | None = None
         below: dict[bytes, Node] = {}
         size = 0
@@ -58,23 +57,23 @@ class Ghosts:
         return size, below, last
 
     def forget_below(self, nodes: Iterable[Node]) -> None:
-        """Forget all that hangs below these nodes, and below these ghosts."""
+        """Forget the ghosts below these nodes, and the ghosts below those."""
         ghosts = [ghost for node in nodes for ghost in node.ghosts.values()]
         for ghost in ghosts:  # grows while it is walked
             ghosts += self._take(ghost, len(ghost.key)).values()
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget all ghosts."""
         while self._forget_oldest():
             pass
 
     def __len__(self) -> int:
-        """Ghosts there are, and some that are none any more."""
+        """Entries of the queue, some of which may be no ghosts any more."""
         return len(self._order)
 
     def _take(self, ghost: Node, num_bytes: int) -> dict[bytes, Node]:
-        """The first `num_bytes` of a ghost's tokens, whole pages, are cached again; returns what hangs behind them:
-        its own ghosts, or the rest of it. The caller hangs these below the new edge."""
+        """Remove the first `num_bytes` of a ghost, whole pages; returns the ghosts that follow them, without a parent:
+        its children, or its rest."""
         assert ghost.parent is not None and ghost.eviction is not None
         del ghost.parent.ghosts[ghost.key[: self._page_bytes]]
         self.num_bytes -= num_bytes
@@ -85,7 +84,7 @@ class Ghosts:
         return {ghost.key[: self._page_bytes]: ghost}
 
     def _forget_oldest(self) -> bool:
-        """Whether there was one. Ghosts below one are older, so it has none any more."""
+        """Whether there was one. The oldest ghost has no children, since they are older than their parent."""
         entry = self._order.pop()
         if entry is None:
             return False
@@ -99,7 +98,7 @@ class Ghosts:
 
 
 def hang(node: Node, ghosts: dict[bytes, Node]) -> None:
-    """These ghosts hang below a node from now on, which has none yet."""
+    """Make these the ghosts of a node that has none."""
     node.ghosts = ghosts
     for ghost in ghosts.values():
         ghost.parent = node

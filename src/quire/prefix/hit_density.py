@@ -1,4 +1,4 @@
-"""HitDensity: evict first what earns the fewest hits for the pages and the time it takes. Learned while it runs."""
+"""HitDensity: evicts the pages first that get the fewest hits per page and time, as learned from earlier hits."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from quire.prefix.policy import EvictionPolicy, live
 
 Table = NDArray[np.float64]
 
-TURNS, HITS, ANSWERS = 4, 3, 4  # levels of what tells leaves apart; the last level of each is open above
+TURNS, HITS, ANSWERS = 4, 3, 4  # levels of each feature of a leaf; the last level has no upper bound
 KINDS = TURNS * HITS * ANSWERS
-STEPS_PER_OCTAVE = 4  # ages 19 % apart are told apart
+STEPS_PER_OCTAVE = 4  # classes of ages, each 19 % wide
 AGES = np.unique(np.round(2 ** (np.arange(17 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)).astype(np.int64))
 WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
-PRIOR = 20.0  # stays that the first guess counts for, and a kind's relatives count for against its own record
+PRIOR = 20.0  # stays: the weight of the first guess, and of a kind's relatives against its own record
 MEMORY = 20_000  # reuses after which a record counts half
-RUNS = 256  # of candidates at most; more, and runs of neighbouring ages are merged
-TIDIED = 16  # entries of merged runs that are looked at with each offer
+RUNS = 256  # at most; runs of neighbouring ages are merged if there are more
+TIDIED = 16  # entries of merged runs that each offer checks
 
 _AGES = AGES.tolist()
 _FIRST_GUESS = (np.arange(len(AGES)) + 3.0) ** -1.2
 _FIRST_GUESS *= 0.5 / _FIRST_GUESS.sum()
-_BLOCK = 4  # ages whose worth is computed at once
+_BLOCK = 4  # ages for which `worth` is computed together
 _NOT_LATER = np.where(np.arange(len(AGES)) >= np.arange(_BLOCK)[:, None], 0.0, np.inf)
 
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """From the last use of a path's end until its next. Nodes and ghosts of one path share it."""
+    """The time from the last use of a path's end to its next. Nodes and ghosts of one path share it."""
 
     kind: int
     since: int
@@ -43,16 +43,15 @@ class Stay:
 
 
 class HitDensity(EvictionPolicy):
-    """Keeps the leaves whose pages are likely to be hit soon, as far as the past tells.
+    """Keeps the leaves whose pages are likely to be hit soon.
 
-    A *stay* begins when a path is left by its last user and ends when it is used again, cached or as a ghost. Its kind
-    is: the path's turn, hits on its end, tokens generated at its end. Per kind, a histogram of the ages at which stays
-    ended gives the chance that one of age `a` ends within the next `t` ticks, and how long its pages would be held
-    meanwhile. The greatest ratio of the two over all `t` is the leaf's worth: the hits per page and tick that keeping
-    it can earn. A tick is one stay begun, so nothing depends on a clock or on chance.
+    A *stay* begins when the last lease of a path ends. It ends when the path is used again, cached or as a ghost. Its
+    kind is the path's turn, hits on its end, and tokens generated at its end. Each kind has a histogram of the ages at
+    which stays ended. It gives the chance that a stay of age `a` ends within `t` ticks, and the time its pages are held
+    until then. The greatest ratio of the two over all `t` is the leaf's worth. A tick is one stay begun: nothing
+    depends on a clock or on random numbers.
 
-    Candidates wait in runs of one kind and nearly one age. Runs are ranked anew every few ticks, so a victim costs one
-    `pop`, whatever the number of leaves.
+    Candidates wait in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class HitDensity(EvictionPolicy):
         self._reused = np.zeros((KINDS, len(AGES)))
         self._num_reused = 0
         self._runs: dict[tuple[int, int], LazyQueue[Node]] = {}  # by kind and epoch: since // self._epoch
-        self._untidy: list[LazyQueue[Node]] = []  # merged of late
+        self._untidy: list[LazyQueue[Node]] = []  # recently merged
         self._epoch = 1
         self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
         self._rank_at = self._learn_at = 0
@@ -79,8 +78,8 @@ class HitDensity(EvictionPolicy):
         node.memo = None
 
     def merged(self, child: Node, parent: Node) -> None:
-        # A path that one conversation lengthened lives and dies with it. One that several began on, such as a system
-        # prompt, has a record of its own.
+        # A path with hits by several requests, such as a system prompt, has a record of its own. Any other path
+        # continues the stay of its one conversation.
         parent.memo = child.memo if parent.hits < 2 else None
 
     def _end(self, stay: object | None) -> None:
@@ -138,7 +137,7 @@ class HitDensity(EvictionPolicy):
         return chain(*self._runs.values())
 
     def _learn(self) -> None:
-        """Compute what leaves are worth; runs are ranked by it a little later, so that no step waits for both."""
+        """Compute the worth of leaves. The next rank uses it one tick later, so that no step waits for both."""
         self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
         self._rank_at = self._now + 1
         self._table = worth(self._begun, self._reused)
@@ -156,7 +155,7 @@ class HitDensity(EvictionPolicy):
         self._ranked = sorted(zip(worths.tolist(), where, strict=True))
 
     def _merge_runs(self) -> None:
-        """Double the ages that one run spans. O(runs): what they hold is tidied up a little at every offer."""
+        """Double the ages that one run spans. O(runs): each later offer tidies some of their entries."""
         self._epoch *= 2
         runs: dict[tuple[int, int], LazyQueue[Node]] = {}
         for kind, epoch in sorted(self._runs):
@@ -172,15 +171,14 @@ class HitDensity(EvictionPolicy):
 
 
 def worth(begun: Table, reused: Table) -> Table:
-    """Per kind and age: the most hits per page and tick that keeping a leaf from this age on can earn.
+    """Per kind and age [KINDS, ages]: the most hits per page and tick that a leaf kept from this age on can earn.
 
-    `begun` counts stays by kind, `reused` those that ended by kind and age. A kind with a short record is taken to be
-    like its relatives, those that differ in the answer only, and they like all; with no record at all, reuse is the
-    less likely the older the leaf, which is LRU.
+    `begun` [KINDS] counts stays, and `reused` [KINDS, ages] those that ended. A short record is completed from kinds
+    that differ in the answer only, and these from all kinds. The first guess is LRU: reuse becomes rarer with age.
     """
     guess = _FIRST_GUESS
     padded = np.empty((KINDS, len(AGES) + 2))
-    for _ in range(3):  # a histogram of few counts is mostly gaps
+    for _ in range(3):  # smooth: a histogram of few counts is mostly gaps
         padded[:, 1:-1], padded[:, 0], padded[:, -1] = reused, reused[:, 0], reused[:, -1]
         reused = padded[:, 1:-1] * 2
         reused += padded[:, :-2]
@@ -190,7 +188,7 @@ def worth(begun: Table, reused: Table) -> Table:
         mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
         stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)
-    rows: dict[bytes, int] = {}  # most kinds have no record, and are alike
+    rows: dict[bytes, int] = {}  # most kinds have no record, and equal rows
     which = [rows.setdefault(row.tobytes(), len(rows)) for row in guess]
     guess = np.frombuffer(b"".join(rows)).reshape(len(rows), -1)
     ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do

@@ -1,4 +1,4 @@
-"""Match, Insertion, Evicted: what the tree answers, and how a match is found."""
+"""Match, Insertion, Evicted: the results of the tree's methods; `find`, the search for a prefix."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
-_LONG = 1 << 13  # tokens: more are worth a look at the first edge before they are copied
+_LONG = 1 << 13  # tokens: a longer prompt is compared with its first edge in place, before it is copied
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """How far a prefix is cached. A snapshot: valid until the tree changes; `RadixCache.lease` makes it last.
+    """How far a prefix is cached. Valid until the tree's `version` changes; `RadixCache.lease` pins its pages.
 
-    `pages` are the page ids of the matched pages, in order, not to be written. `path` holds the nodes they come from,
-    the last one possibly matched in part. The first `num_here` pages are on the device.
+    `pages` are read-only ids of the matched pages, in order. `path` are their nodes; the last one may be matched in
+    part. The first `num_here` pages are on the device.
     """
 
     namespace: Namespace
@@ -31,8 +31,7 @@ class Match:
     num_here: int
 
     def num_evictable(self, num_pages: int) -> int:
-        """How many of the first `num_pages` pages are on the device and held by no lease now; leases hold from the root
-        on."""
+        """How many of the first `num_pages` pages are on the device and held by no lease now."""
         end = first = min(num_pages, self.num_here)
         for node in reversed(self.path):
             if node.level:
@@ -42,23 +41,23 @@ class Match:
 
 
 class Insertion(NamedTuple):
-    """What `RadixCache.insert` did: the pages that now stand for the inserted tokens, and the caller's pages that were
-    not taken because those tokens were cached already (the caller still owns these)."""
+    """`pages` hold the inserted tokens now. `duplicates` are pages of the caller that the tree did not take, because
+    their tokens were cached already: the caller still owns them."""
 
     pages: Ids
     duplicates: Ids
 
 
 class Evicted(NamedTuple):
-    """Ids of pages that are `removed` from the tree, and how many others have left the tier and stay in the tree."""
+    """Pages `removed` from the tree, which the caller owns now, and how many others left the tier only."""
 
     removed: Ids
     num_moved: int
 
 
 def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node]]:
-    """The pages of the longest prefix of `tokens` below a root, in order, and the nodes they come from, the last one
-    possibly matched in part. O(edges + bytes compared)."""
+    """The pages of the longest cached prefix of `tokens`, and their nodes; the last one may be matched in part.
+    O(edges + bytes compared)."""
     path: list[Node] = []
     if root is None:
         return _NO_PAGES, path
@@ -93,7 +92,7 @@ def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node
 
 
 def _begins_with(tokens: Ids, key: bytes) -> bool:
-    """Whether the tokens begin with `key`, compared where they are."""
+    """Whether contiguous tokens begin with `key`, compared in place."""
     if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
         return False
     return key.startswith(tokens.data.cast("B")[: len(key)])

@@ -1,4 +1,4 @@
-"""Placement: what the tree asks about where the bytes of its pages are. It keeps no record of that itself."""
+"""Placement: where the bytes of pages are. Whereabouts: the same for nodes, and which of them may leave a tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.spec.ids import Bools, Ids
 
 
 class Placement(Protocol):
-    """Pages are on the device, below it, or both. Of every path the pages on the device come first."""
+    """Pages are on the device, below it, or both. On every path the pages on the device come first."""
 
     def on_device(self, page: int) -> bool:
         """Whether a page is on the device, or on its way there."""
@@ -25,11 +25,10 @@ class Placement(Protocol):
 
 
 class Whereabouts:
-    """The same of nodes, and which of them may leave: those on the device are offered to its `policy`, and `copies` are
-    nodes whose copies may go, those used longest ago first, and ends of paths before what is above them.
+    """Offers nodes on the device to `policy`. `copies` queues nodes whose copies may be evicted: the least recently
+    used first, and the end of a path before the nodes above it.
 
-    Without a `placement` every page is on the device alone. All of a node's pages are on the device, or none; of its
-    copies, only those of its first pages count.
+    Without a `placement` every page is on the device alone. Only copies of a node's first pages, without a gap, count.
     """
 
     def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
@@ -39,20 +38,20 @@ class Whereabouts:
         self._ticket = 0
 
     def is_here(self, node: Node) -> bool:
-        """Whether a node's pages are on the device. Roots are."""
+        """Whether a node's pages are on the device, or on their way there. True for roots."""
         if self._placement is None or node.parent is None:
             return True
         return self._placement.on_device(int.from_bytes(node.run[:ID_BYTES], sys.byteorder))
 
     def num_copies(self, node: Node) -> int:
-        """How many of a node's pages, from the first on, have copies."""
+        """How many of a node's pages, from the first on, have copies below the device."""
         if self._placement is None:
             return 0
         found = self._placement.have_copies(node.pages)
         return int(np.argmin(found)) if not found.all() else len(found)
 
     def countable(self, path: Sequence[Node], start: int, stop: int) -> int:
-        """Up to which page copies of pages `start..stop - 1` of a path, its end first, would count."""
+        """The end of the pages from `start` to `stop` whose copies would count; the end of `path` comes first."""
         for node in reversed(path):
             if node.depth >= stop:
                 break
@@ -63,14 +62,14 @@ class Whereabouts:
         return start
 
     def offer(self, node: Node) -> None:
-        """Queue an unleased node where it may leave a tier."""
+        """Queue a node without leases in each tier that it may leave."""
         if self._is_last_here(node):
             self._policy.offered(node)
         self.offer_path(node)
 
     def offer_path(self, node: Node) -> None:
-        """Queue this node and those above it whose copies may go: there may be several on one path, since not every
-        page on it has a copy. And queue the last one on the device above it, if that is a leaf there now."""
+        """Queue every node of a path whose copies may be evicted: several, if some pages between have no copy. And
+        queue the first node above that is on the device, if it is a leaf there now."""
         was_here = self.is_here(node)
         for above in path_to(node):
             if above.level:
@@ -81,7 +80,7 @@ class Whereabouts:
             was_here = self.is_here(above)
 
     def offer_copies(self, node: Node) -> None:
-        """Queue a node if its copies may go."""
+        """Queue a node if its copies may be evicted."""
         if self._may_lose_copies(node):
             self._ticket += 1
             node.copy_ticket = self._ticket
@@ -91,12 +90,12 @@ class Whereabouts:
         return node if ticket == node.copy_ticket and self._may_lose_copies(node) else None
 
     def _may_lose_copies(self, node: Node) -> bool:
-        """Whether a node that no lease holds has copies, and none of its children has."""
+        """Whether a node has copies and no leases, and no child has copies."""
         if node.level or not node.run or not self.num_copies(node):
             return False
         return not any(self.num_copies(child) for child in reversed(node.children.values()))
 
     def _is_last_here(self, node: Node) -> bool:
-        """Whether a node is on the device, and none of its children is."""
-        # What came to the device last is the last child, so this seldom looks at more than one.
+        """Whether a node is on the device, and no child is."""
+        # The last child came to the device last, so this seldom looks at more than one.
         return self.is_here(node) and not any(self.is_here(child) for child in reversed(node.children.values()))

@@ -1,4 +1,4 @@
-"""EvictionPolicy: what the tree tells a policy about its nodes, and what it asks."""
+"""EvictionPolicy: the calls from the tree to its eviction policy."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from quire.prefix.node import Node
 
 
 class EvictionPolicy(ABC):
-    """Chooses among the leaves that no lease holds. It changes nothing in the tree, and may keep what it likes in
-    `Node.memo`, which a split copies to the upper part and a ghost keeps.
+    """Chooses among the leaves that no lease holds. It changes no tree, and may store its own data in `Node.memo`: a
+    split copies the memo to the upper part, and a ghost keeps it.
 
-        lease on a hit      used(end of the leased path)
-        insert a new leaf   stored(leaf, memo of the deepest ghost that its tokens had left, if any)
-        last lease gone     offered(leaf)
-        a page is short     victim(); what is left of the leaf is offered again, or else
-                            merged(leaf, parent), and the parent is offered if it is a leaf now
+        lease on a hit        used(end of the leased path)
+        insert a new leaf     stored(leaf, memo of a ghost)
+        last lease released   offered(leaf)
+        pages are needed      victim(); then the rest of the leaf is offered again, or
+                              merged(leaf, parent), and the parent is offered if it is a leaf now
     """
 
-    def used(self, node: Node) -> None:  # noqa: B027 - most policies need no word of it
-        """A request begins on a hit that ends at this node. `last_used` and `hits` are stamped already."""
+    def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
+        """A request begins on a hit that ends at this node. `last_used` and `hits` include it already."""
 
     def stored(self, node: Node, ghost: object | None) -> None:  # noqa: B027
-        """A new leaf. `ghost` is the memo of the deepest evicted edge that its tokens bring back."""
+        """A new leaf. `ghost` is the memo of the deepest ghost that its tokens bring back, if any."""
 
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
-        """The last page of `child` is evicted; what was known of it may live on in its parent, whose own `last_used`
-        and `hits` do not yet include the child's."""
+        """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""
 
     @abstractmethod
     def offered(self, node: Node) -> None:
-        """The node is a leaf that nothing leases: a candidate from now on, until the tree sets `Node.ticket` to 0
-        because it got a lease or a child, or is gone."""
+        """The node is a leaf without leases: a candidate until the tree sets its `ticket` to 0."""
 
     @abstractmethod
     def victim(self) -> Node | None:
-        """Take the candidate that should go first, or None if there is none. It is no candidate any more."""
+        """Remove and return the first candidate; None if there is none."""
 
     @abstractmethod
     def candidates(self) -> Iterator[Node]:
@@ -44,5 +42,5 @@ class EvictionPolicy(ABC):
 
 
 def live(ticket: int, node: Node) -> Node | None:
-    """The node, where an entry of a policy's queue with that ticket still counts."""
+    """The `live` of a policy's `LazyQueue`."""
     return node if ticket == node.ticket else None

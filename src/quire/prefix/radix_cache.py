@@ -1,20 +1,15 @@
-"""RadixCache: which prefixes are cached, in which pages, and which may go. It decides; the cache executes.
+"""RadixCache: which prefixes are cached, in which pages, and which are evicted.
 
-One tree per namespace. An edge is a run of whole pages: its tokens as raw int32 bytes, and their page ids. Children are
-found by the bytes of their first page. The tree never frees a page: the caller gives back the ids that it returns.
+There is one tree per namespace. An edge is a run of whole pages:
 
     root --[page page page]--> node --[page page]--> node (leaf)
                                 \\--[page]----------> node (leaf)
 
-A leased node and everything above it stays. The rest can be evicted leaf by leaf, so `num_evictable` counts it all.
-
 A page that leaves the device stays in the tree, under its id, while it has a copy below. Pages on the device come first
-on every path; of one edge, copies are those of its first pages:
+on every path, and the copies of an edge are those of its first pages. A tier evicts the ends of its paths:
 
     root --[device, copies]--> node --[device]--> node                   on the device
                                 \\--[copies]--> node --[copies]--> node   below only: loaded before they are used
-
-What is evicted from a tier are the ends of its paths.
 """
 
 from __future__ import annotations
@@ -47,18 +42,18 @@ from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids, Tier
 
 Give = Callable[[Ids], None]
-"""Called with pages that stay in the tree and leave a tier: on return they have."""
+"""Takes pages out of a tier that stay in the tree; it has done so when it returns."""
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
-_LONGEST_GROWN = 1 << 16  # bytes: a longer edge is not lengthened, because that copies it
+_LONGEST_GROWN = 1 << 16  # bytes: a longer edge gets a child instead of more pages, which would copy it
 
 
 class RadixCache:
-    """One radix tree for every kind of memory: it holds page ids, and looks up where their bytes are.
+    """Radix trees of page ids, for every kind of memory. The tree never frees a page: the caller owns the ids that its
+    methods return as removed, and executes what they decide.
 
-    `emit` receives an event for every page that becomes or stops being reusable. `names` has the keys of `num_named`
-    page ids, for tiers. With neither no page is ever hashed. `identity` is what hashes begin with, so that caches of
-    different models or layouts never name their pages alike.
-    Of what is evicted, the newest `remembered` tokens are kept as ghosts; `seconds` is the clock that says when.
+    `emit` receives an event for pages that become or stop being reusable. `num_named` page ids have keys, for tiers.
+    With neither, no page is hashed. `identity` stands for the model and the layouts: every hash depends on it.
+    The last `remembered` evicted tokens stay as ghosts, with the time in `seconds`.
     """
 
     def __init__(
@@ -80,18 +75,18 @@ class RadixCache:
         self._policy = policy
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
         self._seconds = seconds
-        self.roots: dict[Namespace, Node] = {}  # what prompts are matched against
-        self.hidden_roots: list[Node] = []  # flushed; they stay while a lease holds something below them
+        self.roots: dict[Namespace, Node] = {}
+        self.hidden_roots: list[Node] = []  # of flushed namespaces, while a lease holds pages below
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
-        self.version = 0  # changes whenever a `Match` taken before may no longer be followed
+        self.version = 0  # changes when an earlier `Match` becomes invalid
         self._levels = Levels(self._where.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
         self.num_below = 0  # pages that have a copy below only
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `evict` could take off the device: all there that no lease holds."""
+        """Pages on the device that no lease holds."""
         return self.num_pages - self._levels.num_held[1]
 
     @property
@@ -101,11 +96,11 @@ class RadixCache:
 
     @property
     def num_shared(self) -> int:
-        """Of these, pages that at least two hold."""
+        """Pages on the device that at least two leases hold."""
         return self._levels.num_held[2]
 
     def root(self, namespace: Namespace) -> Node:
-        """The root of a namespace, made where it has none."""
+        """The root of a namespace, created if it has none."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
@@ -122,9 +117,9 @@ class RadixCache:
         return Match(namespace, pages, len(pages), path, self.version, num_here)
 
     def lease(self, match: Match, num_pages: int | None = None, *, priority: int = 0) -> Lease:
-        """Pin the first `num_pages` pages of a match (all of them by default) and count a hit on them.
+        """Pin the first `num_pages` pages of a match (default: all) and count a hit on them.
 
-        Splits an edge where the pinned part ends inside it. Raises LeaseError if edges were cut since the match.
+        Raises LeaseError if the match is not valid any more.
         """
         wanted = match.num_pages if num_pages is None else num_pages
         node = self._end_of(match, wanted)
@@ -137,25 +132,25 @@ class RadixCache:
         return Lease(node, wanted, priority, node.turn + 1)
 
     def release(self, lease: Lease) -> None:
-        """Give a lease or a pin back. What it alone held becomes evictable. Raises LeaseError the second time."""
+        """Release a lease or a pin. Raises LeaseError the second time."""
         node = lease.close()
         if lease.counts:
             self._clock += 1
             node.last_used = self._clock
-        self._levels.let_go(node)
+        self._levels.release(node)
         self.offer(node)
 
     def pin(self, node: Node) -> Lease:
-        """Lease the path to a node without using it: nothing is counted or stamped."""
+        """Lease the path to a node. A pin does not count as a use."""
         self._levels.hold(node)
         return Lease(node, node.depth + node.num_pages, node.priority, node.turn + 1, counts=False)
 
     def pin_path(self, match: Match, num_pages: int) -> Lease:
-        """As `pin`, the first `num_pages` pages of a match that is current."""
+        """Pin the first `num_pages` pages of a match. Raises LeaseError if it is not valid any more."""
         return self.pin(self._end_of(match, num_pages))
 
     def pin_part(self, lease: Lease, num_pages: int) -> Lease:
-        """As `pin`, the first `num_pages` pages, at least one, of a path that is leased already."""
+        """Pin the first `num_pages` pages, at least one, of a leased path."""
         return self.pin(self._ending(path_to(lease.node), num_pages))
 
     # -- growing
@@ -163,12 +158,12 @@ class RadixCache:
     def insert(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) after the leased path, and move the lease to their end.
 
-        Pages on its way that had a copy below only come to the device: the caller gives them frames before it asks
-        anything else of the tree. The tree takes over the caller's `pages` for what was not cached yet:
+        Pages on the path that had a copy below only come to the device: the caller gives them frames before its next
+        call of the tree. The tree takes over the caller's `pages` for the tokens that were not cached yet:
 
-            leased path | tokens cached meanwhile by another | new tokens
-                        | tree's pages stand; caller's are   | caller's pages
-                        | `duplicates`                       | become the tree's
+            leased path | tokens that another request cached | new tokens
+                        | tree's pages stay; caller's pages  | caller's pages
+                        | are `duplicates`                   | become the tree's
         """
         self._clock += 1
         node, insertion = self._grow(lease, tokens, pages, here=True)
@@ -180,13 +175,13 @@ class RadixCache:
         return insertion
 
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
-        """As `insert`, behind a pinned path and in pages that have copies below only: the caller gives them host frames
-        before it asks anything else of the tree. Nothing arrives on the device, and nothing counts as used."""
+        """As `insert`, with pages that have copies below only: the caller gives them host frames before its next call
+        of the tree. Nothing comes to the device or counts as used."""
         return self._grow(lease, tokens, pages, here=False)[1]
 
     def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
-        """The lease's request is over: behind its path it had `tail`, less than a page, and it had generated so many
-        tokens in all. For those who ask later why no more is cached, and for the policy."""
+        """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path. Explanations
+        use the tail, and the policy uses `num_generated`."""
         node = lease.node
         node.answer = max(0, num_generated)
         if self.ghosts.capacity:
@@ -196,10 +191,9 @@ class RadixCache:
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Forget up to `num_pages` pages that are on the device and that no lease holds, in the policy's order, with
-        their copies and what hangs behind them; returns all of them.
+        their copies and all pages below them in the tree; returns all of them.
 
-        A leaf loses its tail first, and only as much of it as is needed. O(leaves evicted), and what the policy takes
-        to choose them. `cause` says for whom, to those who ask later.
+        A leaf loses its last pages first. O(leaves evicted), plus the policy's choice. `cause` is for explanations.
         """
         removed: list[bytes] = []
         eviction = self._eviction(cause)
@@ -210,11 +204,10 @@ class RadixCache:
         return join_ids(removed)
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
-        """Take up to `num_pages` pages that no lease holds off the device, in the policy's order.
+        """As `evict`, but pages that have copies stay in the tree, and `leave` takes their device frames.
 
-        As `evict`, but that pages which have copies stay in the tree; `leave` takes their device frames. `keep(node)`
-        makes copies of a node's pages that have none, as far as it can, and returns how many of its first pages have
-        one. The rest, and what hangs behind it, is forgotten. Without `keep` no more copies are made.
+        `keep(node)` copies pages of a node that have no copy, as far as it can, and returns how many of its first pages
+        have one. The other pages, and all below them, are forgotten. Without `keep` no copies are made.
         """
         removed: list[bytes] = []
         num_moved = 0
@@ -236,9 +229,8 @@ class RadixCache:
         return Evicted(join_ids(removed), num_moved)
 
     def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
-        """Give up copies below of up to `num_pages` pages that no lease holds, those used longest ago first, and those
-        at the end of a path before those above them. Pages that are on the device lose the copy only, which `leave`
-        takes; the others are forgotten."""
+        """Remove copies of up to `num_pages` pages that no lease holds, in the order of `Whereabouts.copies`. Pages on
+        the device stay there, and `leave` takes their copies; the others are forgotten."""
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
@@ -257,8 +249,8 @@ class RadixCache:
         return Evicted(join_ids(removed), num_moved)
 
     def discard(self, node: Node, start: int) -> Ids | None:
-        """Forget a node's pages from its page `start` on, and everything below; returns the ids of all of them. None,
-        and nothing has changed, where a lease holds any."""
+        """Forget a node's pages from its page `start` on, and all nodes below; returns the ids. Changes nothing and
+        returns None if a lease holds the node."""
         if node.level:
             return None
         removed: list[bytes] = []
@@ -266,20 +258,20 @@ class RadixCache:
         return join_ids(removed)
 
     def clear(self) -> Ids:
-        """Forget everything that no lease holds and return its pages; forget what was evicted."""
+        """Forget all pages that no lease holds, and all ghosts; returns the pages."""
         pages = np.concatenate((self.evict(self.num_pages), self.evict_lower(self.num_below, _stays).removed))
         self.ghosts.clear()
         if not self.num_pages and not self.num_below:
             self.names.cleared()
         return pages
 
-    # -- flushing: whatever the policy thinks of it
+    # -- flushing
 
     def flush(self, namespace: Namespace) -> tuple[Ids, int]:
-        """Forget every page of `namespace`, in every tier, and what is remembered of those that were evicted before.
+        """Forget every page of `namespace`, in every tier, and its ghosts.
 
-        Returns the pages that no lease holds, which are the caller's now, and how many others there are: no prompt
-        matches them any more, and they come from `sweep` later. O(nodes and ghosts of the namespace).
+        Returns the pages that no lease holds, and how many others there are. No prompt matches these any more, and
+        `sweep` returns them later. O(nodes and ghosts of the namespace).
         """
         root = self.roots.get(namespace)
         if root is None:
@@ -291,27 +283,26 @@ class RadixCache:
         self.hidden_roots.append(self.roots.pop(namespace))
         held = nodes_below(root)
         for node in reversed(held):
-            self._tell_gone(node, 0)  # and no event tells what becomes of it later
+            self._tell_gone(node, 0)
         return pages, sum(node.num_pages for node in held)
 
     def sweep(self) -> Ids:
-        """Forget what was flushed while a lease held it and none does any more; the pages are the caller's. O(what was
-        flushed and is left)."""
+        """Forget flushed pages that no lease holds any more, and return them. O(flushed nodes that are left)."""
         return np.concatenate([_NO_PAGES, *map(self._forget_unheld, list(self.hidden_roots))])
 
     # -- tiers
 
     def is_here(self, node: Node) -> bool:
-        """Whether a node's pages are on the device, or on their way there."""
+        """As `Whereabouts.is_here`."""
         return self._where.is_here(node)
 
     def num_copies(self, node: Node) -> int:
-        """How many of a node's pages, from the first on, have copies below the device."""
+        """As `Whereabouts.num_copies`."""
         return self._where.num_copies(node)
 
     def arrive(self, lease: Lease, start: int, stop: int) -> None:
-        """Pages `start..stop - 1` of a leased path come to the device, those before them are there. The caller gives
-        them frames before it asks anything else of the tree."""
+        """Pages `start..stop - 1` of a leased path come to the device, where those before them are. The caller gives
+        them frames before its next call of the tree."""
         coming = [node for node in path_to(lease.node) if start <= node.depth < stop]
         if coming and coming[0].depth + coming[0].num_pages > stop:
             coming[0] = self._split(coming[0], stop - coming[0].depth)
@@ -319,12 +310,11 @@ class RadixCache:
             self._arrive(node)
 
     def countable(self, lease: Lease, start: int, stop: int) -> int:
-        """Up to which page copies of pages `start..stop - 1` of a pinned path would count: of one edge, only copies
-        without a gap before them do."""
+        """The end of the pages from `start` to `stop` of a pinned path whose copies would count."""
         return self._where.countable(path_to(lease.node), start, stop)
 
     def copied(self, lease: Lease, start: int, stop: int) -> None:
-        """Pages `start..stop - 1` of a pinned path have copies below now, which count and did not before."""
+        """Pages `start..stop - 1` of a pinned path have copies now that count and did not before."""
         for node in reversed(path_to(lease.node)):
             if node.depth < stop and node.depth + node.num_pages > start:
                 self.names.stored(node, max(0, start - node.depth), min(node.num_pages, stop - node.depth), Tier.HOST)
@@ -333,22 +323,22 @@ class RadixCache:
     # -- looking, for audits and statistics
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents before children."""
+        """All nodes except roots, parents before children."""
         for root in self.all_roots():
             yield from nodes_below(root)
 
     def all_roots(self) -> list[Node]:
-        """Every root, of namespaces that were flushed and are still in use too."""
+        """All roots, with those of flushed namespaces that are still in use."""
         return [*self.roots.values(), *self.hidden_roots]
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
-        """Nodes that could be evicted from a tier. O(its queues)."""
+        """Nodes that could be evicted from a tier. O(entries of its queues)."""
         return set(self._policy.candidates() if tier is Tier.DEVICE else self._where.copies)
 
     # -- inside
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
-        """The node at the end of a match's first `num_pages` pages. Raises LeaseError if edges were cut since."""
+        """The node at the end of a match's first `num_pages` pages. Splits an edge if they end inside it."""
         if match.version != self.version:
             raise LeaseError("a match was leased after the tree had changed; match again.")
         assert num_pages <= match.num_pages
@@ -357,14 +347,14 @@ class RadixCache:
         return self._ending(reversed(match.path), num_pages)
 
     def _ending(self, path: Iterable[Node], num_pages: int) -> Node:
-        """The node at the end of the first `num_pages` pages, at least one, of a path whose end comes first."""
+        """The node at the end of the first `num_pages` pages, at least one; the end of `path` comes first."""
         node = next(node for node in path if node.depth < num_pages)
         if num_pages - node.depth < node.num_pages:
             return self._split(node, num_pages - node.depth)
         return node
 
     def _grow(self, lease: Lease, tokens: Ids, pages: Ids, *, here: bool) -> tuple[Node, Insertion]:
-        """Cache what is not cached yet of `tokens` behind a lease, which ends at the node that is returned now."""
+        """Cache `tokens` after a lease, and move it to the node that is returned."""
         data, page_bytes = tokens.tobytes(), self._page_bytes
         assert len(data) == len(pages) * page_bytes
         node, at = lease.node, 0
@@ -382,20 +372,15 @@ class RadixCache:
         if at < len(data):
             runs.append(pages[depth:].tobytes())
             node = self._append(node, lease, data[at:], runs[-1], here=here)
-        self._move_lease(lease, node, len(pages))
+        if node is not lease.node:
+            self._levels.hold(node)
+            self._levels.release(lease.node)
+        lease.move_to(node, lease.num_pages + len(pages))
         return node, Insertion(join_ids(runs) if depth else pages, pages[:depth])
 
-    def _move_lease(self, lease: Lease, node: Node, num_pages: int) -> None:
-        """The lease ends at `node` now, so many pages deeper."""
-        start = lease.node
-        if node is not start:
-            self._levels.hold(node)
-            self._levels.let_go(start)
-        lease.move_to(node, lease.num_pages + num_pages)
-
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge after its first `at` pages and return the new upper part. The lower part keeps its identity, so
-        leases on it stay right; the upper part has its level, since whoever holds the lower part holds the upper."""
+        """Cut an edge after its first `at` pages and return the new upper part. The lower part is the old node, so its
+        leases stay valid; they hold the upper part too, which gets the same level."""
         assert 0 < at < node.num_pages and node.parent is not None
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
@@ -416,7 +401,7 @@ class RadixCache:
         return upper
 
     def _append(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool) -> Node:
-        """Hang new pages below `node`: by lengthening its edge where this lease alone holds it, else as new nodes."""
+        """Lengthen the edge of `node` if this lease alone holds it; else add new nodes below."""
         count = len(run) // ID_BYTES
         if not here:
             self.num_below += count
@@ -440,8 +425,7 @@ class RadixCache:
         return node
 
     def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
-        """New pages below `node` as new nodes: one, or several where tokens come back, since a new edge ends where
-        something else that was evicted still hangs."""
+        """Add new pages below `node`: one node, or several, because an edge ends where ghosts of other tokens begin."""
         while data:
             size, below, ghost = self.ghosts.returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
@@ -460,13 +444,13 @@ class RadixCache:
         return Eviction(cause, self._clock, self._seconds())
 
     def _forget(self, node: Node, keep: int, eviction: Eviction, removed: list[bytes]) -> None:
-        """Forget all but the first `keep` pages of an unleased node, and all below it; their ids go to `removed`."""
+        """Forget all but the first `keep` pages of a node without leases, and all nodes below; adds to `removed`."""
         if node.children:
             removed += [self._cut(found, 0, eviction) for found in reversed(nodes_below(node))]
         removed.append(self._cut(node, keep, eviction))
 
     def _cut(self, node: Node, keep: int, eviction: Eviction) -> bytes:
-        """Keep an unleased leaf's first `keep` pages; with none, take it out of the tree. Returns the other ids."""
+        """Cut a leaf without leases to its first `keep` pages, or remove it if 0. Returns the other ids."""
         parent = node.parent
         assert parent is not None
         self.version += 1
@@ -494,7 +478,7 @@ class RadixCache:
         return run
 
     def _cut_key(self, node: Node, at: int, eviction: Eviction) -> None:
-        """What an edge loses behind its first `at` bytes is a ghost at its end now."""
+        """Cut an edge's tokens to the first `at` bytes; the others become a ghost at its end."""
         if self.ghosts.capacity:
             ghost = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
             ghost.turn, ghost.memo, ghost.tail, ghost.eviction = node.turn, node.memo, node.tail, eviction
@@ -505,7 +489,7 @@ class RadixCache:
         node.key = node.key[:at]
 
     def _forget_unheld(self, root: Node) -> Ids:
-        """Forget what no lease holds below a root, and its ghosts; the root goes too where nothing is left."""
+        """Forget all nodes below a root that no lease holds, all its ghosts, and the root if it is empty then."""
         removed: list[bytes] = []
         eviction = self._eviction("")
         held = [root]
@@ -520,7 +504,7 @@ class RadixCache:
         return join_ids(removed)
 
     def offer(self, node: Node) -> None:
-        """Queue a node for eviction if it is now an unleased leaf; drop a root that nothing needs."""
+        """Queue a node for eviction if it is a leaf without leases; drop an unused root."""
         if node.level:
             return
         if node.parent is None:
@@ -531,7 +515,7 @@ class RadixCache:
             self._policy.offered(node)
 
     def _drop_root(self, node: Node) -> None:
-        """Drop a node if it is a root that nothing needs."""
+        """Drop a node if it is an unused root."""
         if node.parent is not None or node.level or node.children or node.ghosts:
             return
         if self.roots.get(node.namespace) is node:
@@ -540,7 +524,7 @@ class RadixCache:
             self.hidden_roots.remove(node)
 
     def _arrive(self, node: Node) -> None:
-        """A node that a lease holds comes to the device. Its parent is there."""
+        """A leased node comes to the device, where its parent is."""
         parent = node.parent
         assert parent is not None
         first = node.key[: self._page_bytes]
@@ -553,7 +537,7 @@ class RadixCache:
         self.names.stored(node, 0, count, Tier.DEVICE)
 
     def _leave(self, node: Node, leave: Give) -> None:
-        """An unleased node's pages, which all have copies, leave the device. It has no child there."""
+        """A node without leases leaves the device. All its pages have copies, and it has no child on the device."""
         parent = node.parent
         assert parent is not None
         self.version += 1
@@ -569,7 +553,7 @@ class RadixCache:
         self.offer(node)
 
     def _tell_gone(self, node: Node, keep: int) -> None:
-        """All but the first `keep` pages of a node are not found any more, wherever they are."""
+        """Emit that all but the first `keep` pages of a node are in no tier any more."""
         if self.names.has_listener:
             if self.is_here(node):
                 self.names.removed(node, keep, node.num_pages, Tier.DEVICE)

@@ -1,13 +1,10 @@
-"""Reach: which cached pages a request that resumes after page n still reads.
+"""Reach: which cached pages a request that resumes after page n still reads. Each kind of attention is one class.
 
-The same functions decide how far a prefix matches, what a request pins, what it may give up early and how much of a
-group it holds, so a new kind of attention is one class here.
-
-    pages of a prefix     0    1    2    3    4    5      resuming after page 5 (n = 6) reads
-    Full                  x    x    x    x    x    x      all of them
-    Window                               x    x    x      those that hold one of the last w - 1 tokens
-    Chunk                           |    x    x    x      those of the chunk that position n * page_size lies in
-    State                                          x      the last: the state after it is in its frame
+pages of a prefix     0    1    2    3    4    5      resuming after page 5 (n = 6) reads
+Full                  x    x    x    x    x    x      all of them
+Window                               x    x    x      those that hold one of the last w - 1 tokens
+Chunk                           |    x    x    x      those of the chunk that position n * page_size lies in
+State                                          x      the last: the state after it is in its frame
 """
 
 from __future__ import annotations
@@ -24,16 +21,16 @@ from quire.spec.ids import Bools
 from quire.spec.pages import pages_for
 
 Counts = TypeVar("Counts", int, NDArray[np.int64])
-"""One count of pages, or an array of them."""
+"""A count of pages, or an array of counts."""
 
 
 class Reach(ABC):
-    """Pure functions over the pages of one prefix, page 0 first. `tokens` is how wide a window or a chunk is."""
+    """Pure functions over the pages of one prefix. `tokens` is the width of a window or a chunk."""
 
     whole = False
-    """Whether every page is read for ever, so that no page loses its frame before it leaves the tree."""
+    """Whether every page is always read, so that no page loses its frame before it leaves the tree."""
     carried = False
-    """Whether a request carries one frame along that it rewrites, instead of writing one frame for each page."""
+    """Whether a request rewrites one frame that it carries along, instead of writing one frame for each page."""
 
     def __init__(self, tokens: int, page_size: int) -> None:
         self.tokens = tokens
@@ -41,19 +38,18 @@ class Reach(ABC):
 
     @abstractmethod
     def first(self, num_pages: Counts) -> Counts:
-        """The first page that a request with `num_pages` whole pages behind it still reads; `num_pages` where it reads
-        none."""
+        """The first page that a request still reads after `num_pages` whole pages; `num_pages` if it reads none."""
 
     @abstractmethod
     def held(self, num_pages: int) -> int:
-        """The frames that a request of up to `num_pages` pages needs to go on, a token at a time."""
+        """The most frames that a request of up to `num_pages` pages needs when it decodes token by token."""
 
     def needed(self, num_pages: int) -> range:
-        """The pages that a request with `num_pages` whole pages behind it still reads."""
+        """The pages that a request still reads after `num_pages` whole pages."""
         return range(self.first(num_pages), num_pages)
 
     def resumable(self, resident: Bools) -> Bools:
-        """Per page: whether a request may resume right after it, given which pages are resident."""
+        """Per page of a prefix: whether a request may resume right after it, given which pages are resident."""
         at = np.arange(len(resident))
         last_hole = np.maximum.accumulate(np.where(resident, -1, at))
         unbroken: Bools = last_hole < self.first(at + 1)
@@ -61,7 +57,7 @@ class Reach(ABC):
 
 
 class Full(Reach):
-    """Everything before is read: one hole ends the prefix."""
+    """Every earlier page is read: one hole ends the prefix."""
 
     whole = True
 
@@ -73,14 +69,14 @@ class Full(Reach):
 
 
 class Window(Reach):
-    """A token at position p reads keys `p - window < k <= p`: of a prefix, its last `window - 1` tokens are read."""
+    """A token at position p reads keys `p - window < k <= p`: the last `window - 1` tokens of a prefix, and itself."""
 
     def first(self, num_pages: Counts) -> Counts:
         passed = num_pages * self.page_size - self.tokens + 1
         return (passed > 0) * passed // self.page_size
 
     def held(self, num_pages: int) -> int:
-        # The pages of a window behind a page's end, and the page that is being filled or begun.
+        # The pages of a window that ends with a page, and the page that is being filled or begun.
         return min(num_pages, pages_for(self.tokens - 1, self.page_size) + 1)
 
 
@@ -91,12 +87,12 @@ class Chunk(Reach):
         return num_pages * self.page_size // self.tokens * self.tokens // self.page_size
 
     def held(self, num_pages: int) -> int:
-        # The pages of a chunk; where chunks begin inside pages, also those that its ends share with its neighbours.
+        # The pages of a chunk; where chunks begin inside pages, also the two that it shares with its neighbours.
         return min(num_pages, pages_for(self.tokens, self.page_size) + 2 * (self.tokens % self.page_size > 0))
 
 
 class State(Reach):
-    """All that was read is folded into one state; a page's frame holds the state after its last token."""
+    """All tokens are folded into one state; a page's frame holds the state after its last token."""
 
     carried = True
 
@@ -111,7 +107,7 @@ _KINDS: dict[str, type[Reach]] = {"full": Full, "window": Window, "chunk": Chunk
 
 
 def reach_of(spec: ReachSpec, page_size: int) -> Reach:
-    """The behaviour of a group's reach in pages of that size. Raises UnsupportedModel for a kind that is not known."""
+    """The reach of a group with pages of `page_size` tokens. Raises UnsupportedModel for an unknown kind."""
     make = _KINDS.get(spec.kind)
     if make is None:
         raise UnsupportedModel(f"a group has reach '{spec.kind}'; this version knows {', '.join(sorted(_KINDS))}.")

@@ -31,14 +31,14 @@ def split_loses_leases(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def release_unpins_only_the_node(patch: Patch) -> None:
     """Pins on shared ancestors are never given back, and the pool fills with what nobody uses."""
-    real = Levels.let_go
+    real = Levels.release
 
-    def let_go(levels: Levels, node: Any) -> None:
+    def release(levels: Levels, node: Any) -> None:
         parent, node.parent = node.parent, None
         real(levels, node)
         node.parent = parent
 
-    patch.setattr(Levels, "let_go", let_go)
+    patch.setattr(Levels, "release", release)
 
 
 @mutant("cache", field.EVICTED)
