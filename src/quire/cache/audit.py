@@ -2,12 +2,12 @@
 
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
-a row's protected pages are its lease's path                        what it reads is what it pinned
+a row's protected pages are the path of its lease                   it pins what it reads
 a page's pins are its readers, and without any its frame is idle    per group whose frames may go before their pages
-a node's level is that of the leases at or below it                 nothing pinned is evicted, nothing else is kept
+a node's level is that of the leases at or below it                 eviction takes what nothing pins, and only that
 the tree's counters are the sums over its nodes
 
-A law that holds costs one comparison of lists; only one that is broken is looked at again, to say where.
+A law that holds costs one comparison of lists. Only a broken one is searched for the place.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from collections.abc import Iterator
 
 from quire.cache.snapshot import Audited, GroupSnapshot, Snapshot
 from quire.errors import AuditFailure
-from quire.prefix.node import Node
-
-TOKEN_BYTES = 4
+from quire.prefix.node import TOKEN_BYTES, Node
 
 
 def audit(cache: Audited, before: Snapshot | None = None) -> Snapshot:
-    """Check every law, and return what was seen. Raises AuditFailure naming each one that is broken.
+    """Check every law, and return the snapshot. Raises AuditFailure that names each broken law. O(pages + nodes).
 
-    Laws about what is as it was in `before`, a snapshot that has passed, are not checked again. O(pages + nodes).
+    Parts that are equal in `before`, a snapshot that has passed, are not checked again.
     """
     snapshot = Snapshot(cache, before)
     if broken := list(_broken(snapshot, before)):
@@ -59,7 +57,7 @@ def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
 
 
 def _page_owners(now: Snapshot) -> Iterator[str]:
-    """Every page id is free, private, cached or moving, and only one of them."""
+    """Every page id is either free, private, cached or moving."""
     cached, private, moving = now.tree.cached, now.requests.private, now.waits.pages
     owned, num_pages = sorted(cached + private + moving), now.cache.pages.num_pages
     if owned != now.out:
@@ -76,7 +74,7 @@ def _page_owners(now: Snapshot) -> Iterator[str]:
 
 
 def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
-    """No frame serves two, frames out are those of pages and of requests, and pages have what they must."""
+    """Each frame out belongs to one page or request, and pages of whole groups have frames."""
     group, column, name = found.group, found.column, f"group '{found.group.name}'"
     resident = [page for page, frame in enumerate(column) if frame]
     used = sorted([column[page] for page in resident] + found.carried)
@@ -100,13 +98,13 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
             gone = {page for node, pages in now.tree.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            missing -= gone.union(now.waits.pages)  # a duplicate's frame may be that of a page that was below only
+            missing -= gone.union(now.waits.pages)  # a duplicate's frame may have gone to a page that was below only
         if missing and group.reach.whole:
             yield f"{name}: page {min(missing)} is out and has no frame"
 
 
 def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
-    """What a request reads of a group that is read in part is there."""
+    """The pages that a request reads of a window have frames."""
     group, size = found.group, now.cache.page_size
     for row in now.requests.rows if not group.reach.carried else ():
         first = group.reach.needed(row.committed // size).start
@@ -115,8 +113,7 @@ def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
 
 
 def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
-    """Where frames may go before their pages: a page is pinned as often as requests read it, and else its frame
-    is idle."""
+    """Where frames may go before their pages, a page has one pin per reader, and is idle without any."""
     name, pins, column = f"group '{found.group.name}'", found.pins, found.column
     readers = [0] * len(pins)
     for page in found.readers:
@@ -133,7 +130,7 @@ def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
 
 
 def _requests(now: Snapshot) -> Iterator[str]:
-    """protected <= committed <= allocated; the protected part is page-aligned and is the leased path."""
+    """protected <= committed <= allocated, and the protected pages are the leased path."""
     pages = dict(now.tree.edges)
     for row in now.requests.rows:
         name, protected = f"row {row.kv.row}", row.shared * now.cache.page_size
@@ -191,8 +188,7 @@ def _queue(now: Snapshot) -> Iterator[str]:
 
 
 def _leases(now: Snapshot) -> Iterator[str]:
-    """A node counts exactly the leases that end at it, those that wait for a fence among them, and its level is that of
-    the leases at it and below it."""
+    """A node counts the leases that end at it, also those that wait for a step; its level counts those below too."""
     here, below = Counter(now.tree.ends), Counter[Node]()
     for end in now.tree.ends:
         node: Node | None = end

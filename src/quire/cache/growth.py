@@ -1,4 +1,4 @@
-"""Growth: room for more tokens of running requests, page ids and frames in every group, or in none; and how they go."""
+"""Growth: page ids and frames for more tokens of running requests, in every group or in none."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from quire.spec.ids import Bools, Ids, Tier
 
 
 class Growth:
-    """Of one cache. Whatever raises OutOfPages has evicted nothing and changed nothing.
+    """Takes and frees pages and frames of one cache. Where it raises OutOfPages nothing has changed.
 
-    `allocators` are all that pages and their frames come from: the one that grows sequences, and those of the groups
-    that it does not serve.
+    `allocators` are the one that grows sequences, and those of the groups that it does not serve.
     """
 
     def __init__(self, parts: CacheParts, rows: RunningTables, offload: Offload, counters: CacheCounters) -> None:
@@ -42,24 +41,24 @@ class Growth:
         self._scarce = tuple(g for g in parts.groups if g.reach.carried or g.num_frames < parts.pages.num_pages)
 
     def by(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, counts: int | Sequence[int] | Lengths) -> None:
-        """Room for `counts[i]` more tokens in each row, within the plan's context."""
+        """Make room for `counts[i]` more tokens in each row, within the plan's context."""
         after = self._table.allocated[rows] + np.asarray(counts, dtype=np.int64)
         if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self._context):
             raise self._beyond_context(int(after.max()))
         self._to(kvs, rows, after)
 
     def up_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, lengths: Sequence[int] | Lengths) -> None:
-        """Room for `lengths[i]` tokens in each row that has less, as far as rows are long."""
+        """Make room for `lengths[i]` tokens in each row that has less, up to the width of rows."""
         most = np.minimum(np.asarray(lengths, dtype=np.int64), self._table.width * self._size)
         self._to(kvs, rows, np.maximum(self._table.allocated[rows], most))
 
     def by_one(self, batch: RunningBatch) -> None:
-        """The next token of every request of a batch."""
+        """Make room for one more token of every request."""
         rows, size = self._rows.rows_of(batch), self._size
         lengths = self._table.allocated[rows]
         if np.maximum.reduce(lengths, initial=0) >= self._context:
             raise self._beyond_context(self._context + 1)
-        crossing = (lengths % size == 0).nonzero()[0]  # the others have a slot already, behind their last one
+        crossing = (lengths % size == 0).nonzero()[0]  # the others have a free slot in their last page
         num_new, pages = len(crossing), NO_PAGES
         if num_new or self._carried:
             self._make_room(rows, num_new, batch)
@@ -74,17 +73,15 @@ class Growth:
         self._table.allocated[rows] = lengths + 1
 
     def free(self, pages: Ids) -> None:
-        """These pages, which nothing holds, are free, and their frames in every group."""
+        """Free pages that nothing holds, and their frames in every group."""
         pages = in_order(pages)
         for group in self._others:
             group.forget(pages)
         self._frames.went(Tier.DEVICE, pages)
         self._growing.free(pages * np.int32(self._size))
 
-    # -- inside
-
     def _to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
-        """Room for `after[i]` tokens in each row, which has no more than that."""
+        """Make room for `after[i]` tokens in each row."""
         before, size = self._table.allocated[rows], self._size
         have = -(-before // size)
         new = -(-after // size) - have
@@ -106,14 +103,14 @@ class Growth:
         self._table.allocated[rows] = after
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
-        """Evict where these rows cannot take `num_new` pages, and what is carried, of what is free."""
+        """Evict where free pages and frames do not suffice for these rows and `num_new` pages."""
         if num_new * self._size > self._growing.available_size() or any(
             (group.wanted(rows, num_new) if group.reach.carried else num_new) > group.num_free for group in self._scarce
         ):
             self.reclaim.for_rows(rows, num_new, _names_of(kvs, self._table.allocated[rows] % self._size == 0))
 
     def _take(self, rows: Rows, pages: Ids) -> None:
-        """Frames in the other groups for these new pages of these rows, or the pages go back."""
+        """Take frames in the other groups for new pages of these rows. Frees the pages where that raises OutOfPages."""
         groups = self._others if len(pages) else self._carried
         taken: list[GroupCache] = []
         try:
@@ -138,8 +135,7 @@ class Growth:
 
 
 def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
-    """Where the `new[i]` pages of requests that have `have[i]` begin in the packed slots of tokens `before[i]` up to
-    `after[i]`."""
+    """Where the `new[i]` pages after `have[i]` begin in the packed slots of tokens `before[i]..after[i]`."""
     first = have * size - before
     if len(before) == 1:
         return slice(int(first[0]), None, size)
@@ -150,7 +146,7 @@ def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new:
 
 
 def _names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: Bools) -> str:
-    """What room is made for: of several requests those that are at the end of their last page, by the first's label."""
+    """The cause of an eviction: the first request that needs a page, and how many more do."""
     asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
     several = len(asking) > 1
     count = int(np.count_nonzero(at_end)) if several else 1

@@ -1,11 +1,10 @@
-"""Hold: these pages stay, for this reason. Whatever keeps a cached or a private page is one, and is released once.
+"""Hold: these pages stay, for this reason, until it is released.
 
     a path of the tree        a lease on its end: none of its pages is evicted, in any tier
-    frames                    of groups whose frames may go before their pages: they are not reclaimed from that tier
-    private pages             of a running request: when it gives them up they stay until the hold is released
+    frames                    of groups whose frames may go before their pages: that tier does not reclaim them
+    private pages             of a running request: pages that it gives up stay until the hold is released
 
-Running requests hold their path by a lease of their own, and what they read of it by the rows of their group; what a
-launched step may touch waits in `Fences`. Everything else is listed here: by the audit, and by `OutOfPages`.
+Running requests hold pages by their own lease and rows, launched steps by `Fences`; everything else by a hold.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from enum import StrEnum
 
 import numpy as np
 
+from quire.cache.groups import NO_PAGES
 from quire.errors import LeaseError
 from quire.memory.residency import Residency
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Ids, Tier
 from quire.spec.rank import Rank
-
-_NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
 class Reason(StrEnum):
@@ -50,7 +48,7 @@ class HeldFrames:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Made by `Holds.add`. `lease` is the path it keeps, if any; `private` are pages of a running request."""
+    """Made by `Holds.add`. `lease` holds a path, if any; `private` are pages of a running request."""
 
     reason: Reason
     label: str
@@ -61,13 +59,13 @@ class Hold:
 
     @property
     def path(self) -> Lease:
-        """The path that it keeps."""
-        assert self.lease is not None, "this hold keeps no path"
+        """The lease on its path. Only for a hold that has one."""
+        assert self.lease is not None, "this hold has no path"
         return self.lease
 
 
 class Holds:
-    """The live holds of one cache. `give_back` takes private pages that were given up while they were held."""
+    """The live holds of one cache. `give_back` takes private pages that were given up and are held no longer."""
 
     def __init__(self, tree: RadixCache, table: Residency, give_back: Callable[[Ids], None]) -> None:
         self._tree = tree
@@ -75,7 +73,7 @@ class Holds:
         self._give_back = give_back
         self._live: dict[Hold, None] = {}
         self._private: Counter[int] = Counter()  # holds of each private page
-        self._waiting: set[int] = set()  # of these, pages that were given up
+        self._waiting: set[int] = set()  # of them, pages that were given up
 
     def add(
         self,
@@ -83,11 +81,11 @@ class Holds:
         *,
         lease: Lease | None = None,
         frames: Sequence[HeldFrames] = (),
-        private: Ids = _NO_PAGES,
+        private: Ids = NO_PAGES,
         rank: Rank = Rank.PASSED,
         label: str = "",
     ) -> Hold:
-        """Hold these until `release`. The lease is the hold's from now on. `rank` is what its frames are good for."""
+        """Hold these until `release`. The hold owns `lease`. Its frames are idle with `rank` afterwards."""
         hold = Hold(reason, label, lease, private)
         self._live[hold] = None
         self._pin(hold, frames, rank)
@@ -97,7 +95,7 @@ class Holds:
     def change(
         self, hold: Hold, frames: Sequence[HeldFrames], *, lease: Lease | None = None, rank: Rank = Rank.PASSED
     ) -> None:
-        """Hold these frames instead, and the path of `lease`, if given. What stays held is free to go at no moment."""
+        """Hold these frames instead, and the path of `lease`, if given. Frames held before and after stay pinned."""
         before, path = hold.frames, hold.lease
         self._pin(hold, frames, rank)
         self._unpin(before)
@@ -107,7 +105,7 @@ class Holds:
                 self._tree.release(path)
 
     def release(self, hold: Hold) -> None:
-        """Nothing is kept for it any more. Raises LeaseError the second time."""
+        """End a hold. Raises LeaseError the second time."""
         if hold.released:
             raise LeaseError(f"the hold of a {hold.reason} was released twice.")
         hold.released = True
@@ -123,15 +121,13 @@ class Holds:
             self._give_back(np.array(free, dtype=np.int32))
 
     def free_of(self, pages: Ids) -> Ids:
-        """Of private pages that are given up, those that no hold keeps. The others wait until it is released."""
+        """The given-up private pages without a hold. The others wait until theirs is released."""
         if not self._private:
             return pages
         held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
         self._waiting.update(pages[held].tolist())
         free: Ids = pages[~held]
         return free
-
-    # -- looking
 
     def __iter__(self) -> Iterator[Hold]:
         return iter(self._live)
@@ -141,27 +137,24 @@ class Holds:
 
     @property
     def waiting(self) -> list[int]:
-        """Private pages that were given up and are held still."""
+        """Private pages that were given up and are still held, ascending."""
         return sorted(self._waiting)
 
     def leases(self) -> list[Lease]:
-        """The paths that are held."""
+        """The leases of all live holds."""
         return [hold.lease for hold in self._live if hold.lease is not None]
 
     def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group whose frames are held in a tier, once for each hold; none of groups that keep their frames
-        as long as their pages."""
+        """Pages of a group whose frames are held in a tier, once for each hold; empty where no frame is reclaimed."""
         if not self._table.of(tier, group).reclaims:
-            return _NO_PAGES
+            return NO_PAGES
         runs = [each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier]
-        return np.concatenate(runs) if runs else _NO_PAGES
+        return np.concatenate(runs) if runs else NO_PAGES
 
     def summary(self) -> str:
-        """How many there are of each reason, in words; "" where there is none."""
+        """The number of live holds of each reason, in words; "" where there is none."""
         counts = Counter(hold.reason for hold in self._live)
         return ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
-
-    # -- inside
 
     def _pin(self, hold: Hold, frames: Sequence[HeldFrames], rank: Rank) -> None:
         hold.frames = tuple(frames)

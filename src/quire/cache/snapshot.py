@@ -1,11 +1,10 @@
-"""Snapshot: everything a cache holds at one moment, read once into plain Python lists. What the audit looks at.
+"""Snapshot: everything a cache holds at one moment, read once into plain Python lists. The audit reads it.
 
-The only code beside the cache that knows how its parts keep their books. Pools under test are tiny, and there a list
-costs a tenth of an array. A snapshot shares nothing with the cache but its nodes, leases and request records, so two of
-them say what has changed in between. O(pages + nodes).
+Pools under test are tiny, and there a list costs a tenth of an array. A snapshot shares only nodes, leases and request
+records with the cache, so two snapshots can be compared. O(pages + nodes).
 
-Each part has `books`: all that it was read from, for comparison. Where a part's books are as in the snapshot `before`,
-both have the same object, so that it need not be checked again either.
+The `books` of a part are all data that it was read from. Where they are equal in the snapshot `before`, both snapshots
+share the part, and the audit does not check it again.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from quire.spec.ids import Tier
 _ALL = slice(None)
 
 Law = Callable[["Snapshot"], Iterator[str]]
-"""Says of a snapshot what is broken."""
+"""Yields what is broken in a snapshot."""
 
 GivenSnapshot = tuple[int, list[int], list[int], list[int]]
-"""A group, and the pages that are unpinned there, the pages whose frames are dropped, the frames that are free."""
+"""`quire.cache.groups.Given`: group, pages to unpin, pages that lose their frames, frames to free."""
 
 
 class _Parts(Protocol):
@@ -46,7 +45,7 @@ class _Parts(Protocol):
 
 
 class Audited(Protocol):
-    """What is looked at of a cache."""
+    """The parts of a cache that a snapshot reads."""
 
     page_size: int
     tree: RadixCache
@@ -61,7 +60,7 @@ class Audited(Protocol):
 
 @dataclass(slots=True)
 class RequestSnapshot:
-    """One running request: lengths in tokens, `pages` from the first on, `shared` of them cached."""
+    """One running request: lengths in tokens, page ids in order, the first `shared` of them cached."""
 
     kv: RequestKV
     allocated: int
@@ -72,8 +71,7 @@ class RequestSnapshot:
 
 @dataclass(slots=True)
 class Requests:
-    """What running requests hold: `rows` in the order in which they began, and in `private` the pages that they own
-    alone."""
+    """Running requests in the order in which they began, and their `private` pages."""
 
     books: object
     rows: list[RequestSnapshot]
@@ -82,7 +80,7 @@ class Requests:
 
 @dataclass(slots=True)
 class Waits:
-    """What was given up and waits for a step in flight: page ids, what was given up in single groups, and leases."""
+    """What was given up and waits for a step in flight or a hold."""
 
     books: object
     pages: list[int]
@@ -92,8 +90,7 @@ class Waits:
 
 @dataclass(slots=True)
 class Tree:
-    """The nodes but the roots, parents first, and the page ids of each; `cached` has them all, `roots` the roots.
-    `ends` are the nodes that leases pin."""
+    """`edges`: all nodes but the roots, parents first, with their page ids; `ends`: the node of each lease."""
 
     books: object
     edges: list[tuple[Node, list[int]]]
@@ -104,28 +101,23 @@ class Tree:
 
 @dataclass(slots=True)
 class GroupSnapshot:
-    """One group: `column[page]` is the page's frame, 0 where it has none; `out` are the frames handed out, ascending.
-
-    `carried` are frames that belong to requests and to no page. `pins[page]` counts pins, `idle` are the pages whose
-    frames are idle, ascending, and `readers` has a page once for each request, hold and step in flight that reads it;
-    all are empty where no frame goes before its page.
-    """
+    """One group. The last four lists are empty where no frame goes before its page."""
 
     books: object
     group: GroupCache
-    column: list[int]
-    out: list[int]
+    column: list[int]  # the frame of each page, 0 for none
+    out: list[int]  # frames handed out, ascending
     num_free: int
     num_evictable: int
     num_pinned: int = 0
-    carried: list[int] = field(default_factory=list)
-    pins: list[int] = field(default_factory=list)
-    idle: list[int] = field(default_factory=list)
-    readers: list[int] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)  # frames of requests that are no page's
+    pins: list[int] = field(default_factory=list)  # of each page
+    idle: list[int] = field(default_factory=list)  # pages with idle frames, ascending
+    readers: list[int] = field(default_factory=list)  # a page for each request, hold and step in flight that reads it
 
 
 class Snapshot:
-    """See above. `out` are the page ids handed out, ascending, `num_free` those that the free list counts."""
+    """See above. `out` are the page ids handed out, ascending; `num_free` is the count of the free list."""
 
     def __init__(self, cache: Audited, before: Snapshot | None = None) -> None:
         self.cache = cache
@@ -141,7 +133,7 @@ class Snapshot:
         self.groups = [self._group(group, before) for group in cache.groups]
 
     def held(self) -> tuple[object, ...]:
-        """What an operation that must change nothing leaves as it is, for comparison. Clocks and counters are not."""
+        """All books, to check that an operation changed nothing; without clocks and counters."""
         groups = [group.books for group in self.groups]
         return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
 
@@ -155,9 +147,9 @@ class Snapshot:
         ]
         leases = [each.lease for each in retired if each.lease is not None]
         books = (pages, given, leases)
-        return (
-            before.waits if before is not None and before.waits.books == books else Waits(books, pages, given, leases)
-        )
+        if before is not None and before.waits.books == books:
+            return before.waits
+        return Waits(books, pages, given, leases)
 
     def _requests(self, before: Snapshot | None) -> Requests:
         live, table = list(self.cache.rows.live.values()), self.cache.rows.table

@@ -1,4 +1,4 @@
-"""What the cache has done and what it holds, as a frozen snapshot."""
+"""What a cache has done and what it holds, in numbers."""
 
 from __future__ import annotations
 
@@ -14,39 +14,27 @@ from quire.observe.explain import Explanation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameCounts:
-    """Frames of one (group, tier) by owner; they sum to `total`, always.
-
-    `moving` frames were given up while a launched step could still touch them; they are free once it has settled.
-
-    Counters since the start: `dropped` frames of cached pages that stayed, `revived` ones that such pages got back from
-    requests that had computed them again; frames that requests `left` for others to begin on, and places where they
-    `skipped` that because no frame was to spare.
-    """
+    """Frames of one (group, tier) by owner, and counters since the start. The owners sum to `total`."""
 
     total: int
     free: int
     private: int
     cached: int
-    moving: int
+    moving: int  # given up while a launched step could touch them; free once it has settled
     quarantined: int
-    dropped: int = 0
-    revived: int = 0
-    left: int = 0
-    skipped: int = 0
+    dropped: int = 0  # frames of cached pages that stayed
+    revived: int = 0  # frames that such pages got back from requests that computed them again
+    left: int = 0  # frames that requests left for others to begin on
+    skipped: int = 0  # places where no frame was to spare for that
 
 
 @dataclass(kw_only=True)
 class CacheCounters:
-    """What a cache counts as it goes, in tokens or pages.
+    """Counters of a cache since its start. Shared are cached pages that two or more running requests hold."""
 
-    `hit_tokens` counts prompt tokens found cached when a request began; `prompt_tokens` all prompt tokens of those
-    requests; `explained_tokens` are these by cause, where the cache explains. Shared are cached pages that two or more
-    running requests hold.
-    """
-
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    explained_tokens: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0  # of all requests that have begun
+    hit_tokens: int = 0  # of them, tokens that were cached
+    explained_tokens: dict[str, int] = field(default_factory=dict)  # by cause, where the cache explains
     committed_pages: int = 0
     duplicate_pages: int = 0
     evicted_pages: int = 0
@@ -54,21 +42,21 @@ class CacheCounters:
     peak_shared_pages: int = 0
 
     def begun(self, prompt_tokens: int, hit_tokens: int, explanation: Explanation | None) -> None:
-        """A request has begun that had not before."""
+        """A request has begun, for the first time."""
         self.prompt_tokens += prompt_tokens
         self.hit_tokens += hit_tokens
         for reason in explanation.reasons if explanation is not None else ():
             self.explained_tokens[reason.cause] += reason.tokens
 
     def evicted(self, num_pages: int) -> None:
-        """So many pages were forgotten at once, to make room or because that was asked for."""
+        """One eviction of `num_pages` pages."""
         self.evicted_pages += num_pages
         self.evictions += bool(num_pages)
 
 
 @dataclass(kw_only=True)
 class CacheStatistics(CacheCounters):
-    """A snapshot of these counters, and gauges of now."""
+    """A copy of the counters, with gauges."""
 
     shared_pages: int
     cached_pages: int
@@ -79,7 +67,7 @@ class CacheStatistics(CacheCounters):
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
-    """A group's frames by owner; `retired` is what waits for steps in flight."""
+    """A group's frames by owner. `retired` waits for steps in flight."""
     given = [part for item in retired for part in item.given if part.group == group.index]
     pages = [item.pages for item in retired] + [part.dropped for part in given]
     waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
