@@ -22,7 +22,7 @@ def counted() -> TierCounters:
     for seconds, num_bytes in ((0.0002, 1000), (0.5, 5000), (20.0, 0)):
         move = Transfer(Lane.FETCH, ())
         move.seconds, move.moved_bytes = seconds, num_bytes
-        counters.ended(move)
+        counters.links[move.lane].add(move)
     return counters
 
 

@@ -397,7 +397,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def sync(self) -> None:
         """The model hears of what was given up for requests: it must be soft, and the pages must have been short."""
-        ids = set(self.cache.kept._kept.by_id)
+        ids = set(self.cache.kept._kept)
         gone = set(self.model) - ids
         assert not ids - set(self.model)
         for key in gone:
@@ -405,7 +405,7 @@ class RetentionMachine(RuleBasedStateMachine):
             assert not pinned or expires <= self.cache.now, "a pin went before its time"
             self.happened["went for a request"] += 1
         for key, kept in self.model.items():
-            length = self.cache.kept._kept.by_id[key].lease.num_pages * PAGE
+            length = self.cache.kept._kept[key].hold.path.num_pages * PAGE
             if length != len(kept[1]):
                 assert 0 < length < len(kept[1]) and not kept[4], "it may only become shorter, and no pin may"
                 self.model[key] = (kept[0], kept[1][:length], *kept[2:])
@@ -541,7 +541,7 @@ class RetentionMachine(RuleBasedStateMachine):
         kept = self.cache.kept
         self.drop_expired()
         kept.expire()
-        assert set(kept._kept.by_id) == set(self.model)
+        assert set(kept._kept) == set(self.model)
         for namespace, tokens, _, _, _ in self.model.values():
             assert self.cache.cached(ids(*tokens), namespace) == len(tokens)
         assert kept.num_pages == self.distinct() <= kept.budget

@@ -1,15 +1,14 @@
-"""Archiver: what is on the host and not in storage goes there by itself, ancestors first.
+"""Archiver: copies host frames to the store in the background, ancestors first.
 
-    archive   a path may have something that is not stored: it is pending
-    go_on     what is pending goes, several paths together, as soon as the link has room for it
-    ended     what was refused is pending again, after a pause
+    archive   a path may have frames that are not stored: it is pending
+    go_on     pending paths go, several together, as soon as the lane has room
+    ended     refused paths are pending again, after a pause
 
-With what is stored of a path, the store hears now and then that the rest of it is of use. The device and the host keep
-a prefix that is always asked for, so that it is never read from the store, which would forget it first; behind it
-nothing would be found. What the store has lost all the same is stored again.
+The archiver also touches stored pages of these paths now and then. A popular prefix stays on device and host, is never
+read from the store, and would be the first that the store evicts; no page behind it would be found then. Records that
+the store has lost are stored again.
 
-What is pending, or on its way, keeps nothing from being evicted: frames that are read meanwhile come back when that is
-over.
+Neither pending paths nor archives under way prevent eviction: frames that are still read are freed afterwards.
 """
 
 from __future__ import annotations
@@ -32,29 +31,26 @@ from quire.tiers.store import Answer
 from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer, Units
 
 _BATCH_BYTES = 64 << 20
-_MOST_AT_ONCE = 2
-"""Moves on their way. What is pending meanwhile gathers, so that a page each of many requests are one move."""
+_MOST_AT_ONCE = 2  # archives under way; other paths gather meanwhile, and go in one archive
 _MOST_LOOKED_AT = 256
-_MOST_BEHIND = 64  # paths, one page that is not on the host
+_MOST_BEHIND = 64  # paths, behind one page that is not on the host
 _TOUCHED_AGAIN_S = 120.0
-"""A page is told to be of use once in that time, or sooner: once while a quarter of what the host holds is stored."""
+"""A stored page is touched once in this time, or once while a quarter of the host's frames is archived."""
 _MENDED = (0,)
-"""Of a path that is pending because the store had lost some of it. In a store that is too small for the path more of it
-is lost by then; it is not told again until it is used again."""
+"""Ends of a path that is pending because the store has lost pages of it. It is not touched until it is used again: a
+store that is too small for the path would lose more of it each time."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 64.0
 
 _MOST_PATHS = 4096
 _MOST_ENDS = 64
 
-_Found = list[tuple[int, Ids]]
-"""Pages of groups."""
+_Found = list[tuple[int, Ids]]  # groups and their pages
 
 
 class PendingPaths:
-    """Cached paths of which something has still to be moved to another tier: their last nodes, in the order in which
-    they came; of each, numbers of pages behind which requests may begin. They keep nothing in the tree: of a path what
-    is left of it is pending. At most 4,096; beyond that the one that came first is given up.
+    """Cached paths with pages to copy to another tier, oldest first, at most 4,096: their last nodes, and ends, which
+    are numbers of pages behind which requests may begin. They prevent no eviction: the rest of a path stays pending.
     """
 
     def __init__(self, tree: RadixCache) -> None:
@@ -66,28 +62,28 @@ class PendingPaths:
         return len(self._ends)
 
     def add(self, node: Node, ends: Iterable[int] = ()) -> None:
-        """A path is pending, from now on if it was not before."""
+        """Add a path, or ends of a path that is pending already."""
         known = self._ends.get(node, ())
         self._ends[node] = tuple(dict.fromkeys((*known, *ends)))[-_MOST_ENDS:]
         if len(self._ends) > _MOST_PATHS:
             del self._ends[next(iter(self._ends))]
 
     def first(self, count: int) -> Iterator[tuple[Node, Node, tuple[int, ...]]]:
-        """Of those that came first: what `remove` takes, the node at which the path ends now, and its numbers. Paths
-        of which nothing is left are dropped. Others may be added and removed meanwhile."""
+        """Of the oldest paths: the key for `remove`, the node at which the path ends now, and its ends. The caller may
+        add and remove paths meanwhile."""
         for node, ends in list(islice(self._ends.items(), count)):
             living = self._living(node)
             if living is None:
-                self.remove(node)  # or it went while this was read
+                self.remove(node)
             else:
                 yield node, living, ends
 
     def remove(self, node: Node) -> None:
-        """It is not pending any more."""
+        """Remove a path, if it is still pending."""
         self._ends.pop(node, None)
 
     def forgotten(self, num_pages: int) -> None:
-        """So many pages have left the cache. Paths that ended there end above it, or are no more."""
+        """So many pages have left the cache. Now and then, paths are replaced by what is left of them."""
         self._num_forgotten += num_pages if self._ends else 0
         if self._num_forgotten > _MOST_PATHS:
             self._num_forgotten = 0
@@ -97,7 +93,7 @@ class PendingPaths:
                     self.add(living, ends)
 
     def _living(self, node: Node) -> Node | None:
-        """The node, or the last one above it that is still cached; None where no prompt finds it any more."""
+        """The node or its last cached ancestor; None if no prompt finds it any more."""
         while not node.run and node.parent is not None:
             node = node.parent
         root = node
@@ -108,7 +104,7 @@ class PendingPaths:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is archived of some paths of one scope, and which of their pages, by group, are told to be of use."""
+    """Pages of some paths of one scope: `parts` are archived, and `touched` pages are stored already."""
 
     scope: bytes
     nodes: list[Node]
@@ -117,7 +113,7 @@ class _Batch:
 
 
 class Archiver:
-    """Of one cache. `moves` are those on their way."""
+    """The archiver of one cache. `moves` are the archives under way."""
 
     def __init__(self, below: Below, tree: RadixCache, seconds: Callable[[], float]) -> None:
         self.moves: dict[Transfer, _Batch] = {}
@@ -127,27 +123,27 @@ class Archiver:
         self._stored = [below.table.of(Tier.STORAGE, host.index) for host in below.hosts]
         self._pages = below.table.anchor(Tier.STORAGE)
         self._on_host = below.table.anchor(Tier.HOST)
-        self._gaps: dict[int, list[Node]] = {}  # by a page that is nowhere below the device, what is behind it there
+        self._gaps: dict[int, list[Node]] = {}  # by a page that is not below the device: nodes behind it
         self._period_ends = -math.inf
-        self._num_since = 0  # frames that were archived in this period
-        self._is_full = False  # the link; until a move has ended
+        self._num_since = 0  # frames archived in this period
+        self._is_full = False  # the lane, until a transfer has ended
         self._due_at = -math.inf
         self._pause = _FIRST_PAUSE_S
 
     # -- what is stored
 
     def stored(self, group: int, pages: Ids) -> None:
-        """The frames of these pages in that group have come from the store."""
+        """Frames of these pages have been fetched from the store."""
         self._stored[group].mark(pages, State.RESIDENT)
         self._on_host.mark(pages, State.FETCHED)
         self.came(pages)
 
     def not_stored(self, group: int, pages: Ids) -> None:
-        """The store does not have the frames of these pages in that group: it is given them when they are here."""
+        """The store does not have the frames of these pages in a group."""
         self._stored[group].unmark(pages, State.RESIDENT)
 
     def came(self, pages: Ids) -> None:
-        """These pages are on the host now: what is behind them there can be stored."""
+        """These pages are on the host now: archive what is behind them."""
         for page in pages.tolist() if self._gaps else ():
             for node in self._gaps.pop(page, ()):
                 self.archive(node)
@@ -162,13 +158,13 @@ class Archiver:
         self.pending.forgotten(len(pages))
 
     def forget_all(self) -> None:
-        """Nothing is stored any more."""
+        """The store is empty now."""
         for column in self._stored:
             column.unmark(slice(None), State.RESIDENT)
 
     def storable(self, pages: Ids) -> int:
-        """How many of a path's first pages are stored or could be now. A page is stored behind the one before it, or
-        no lookup would find it."""
+        """How many first pages of a path are stored or on the host. A page without its ancestors would not be found in
+        the store."""
         hosts = [host for host in self._below.hosts if host.whole]
         there = [self._is_stored(host.index, pages) | host.good(pages) for host in hosts]
         return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
@@ -179,13 +175,13 @@ class Archiver:
     # -- what is pending
 
     def archive(self, node: Node) -> None:
-        """Store what is on the host of the path to a node and not stored yet."""
+        """Archive the path to a node, later."""
         if self._below.settings.stores:
             self.pending.add(node)
 
     @property
     def is_due(self) -> bool:
-        """Whether something could go now."""
+        """Whether `go_on` may submit an archive now."""
         return len(self.moves) < _MOST_AT_ONCE and self._may_go
 
     @property
@@ -193,17 +189,17 @@ class Archiver:
         return bool(len(self.pending)) and not self._is_full and self._seconds() >= self._due_at
 
     def hasten(self) -> None:
-        """What is pending is tried once more now, whatever was refused."""
+        """Try pending paths now, without the pause after a refusal."""
         self._due_at = -math.inf
 
     def go_on(self, *, hurries: bool = False) -> None:
-        """Start to archive what is pending. A caller that `hurries` is about to give up copies: these wait for no
-        company."""
+        """Submit archives of pending paths. A caller that `hurries` is about to evict host frames: there is no limit on
+        archives under way then."""
         below = self._below
         while self._may_go if hurries else self.is_due:
             batch = self._gather()
             if not batch.nodes:
-                # Either nothing is pending any more, or what is to be deleted in its scope has to be first.
+                # Paths that are still pending wait for a deletion in their scope.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.pending) else self._due_at
                 return
             move = below.move_of(Lane.ARCHIVE, batch.parts, batch.scope)
@@ -220,9 +216,13 @@ class Archiver:
                 below.hosts[part.group].begin_reading(part.host)
 
     def _gather(self) -> _Batch:
-        """As many paths of one scope as make a batch. What of them is archived counts as stored from now on."""
+        """As many paths of one scope as make a batch. Their archived pages count as stored from now on."""
         below = self._below
-        self._go_through_time()
+        num_frames = sum(host.num_frames for host in below.hosts)
+        if self._seconds() >= self._period_ends or 4 * self._num_since >= num_frames:
+            self._pages.unmark(slice(None), State.TOUCHED)
+            self._period_ends = self._seconds() + _TOUCHED_AGAIN_S
+            self._num_since = 0
         scope, num_bytes = b"", 0
         nodes: list[Node] = []
         archived: dict[int, list[Ids]] = defaultdict(list)
@@ -263,24 +263,15 @@ class Archiver:
         for node in batch.nodes:
             self.pending.add(node)
 
-    def _go_through_time(self) -> None:
-        """A new period begins when the last has been long enough, or when much was stored in it."""
-        num_frames = sum(host.num_frames for host in self._below.hosts)
-        if self._seconds() >= self._period_ends or 4 * self._num_since >= num_frames:
-            self._pages.unmark(slice(None), State.TOUCHED)
-            self._period_ends = self._seconds() + _TOUCHED_AGAIN_S
-            self._num_since = 0
-
     def _of_use(self, node: Node) -> _Found:
-        """What is stored of a path and was not told to be of use in this period."""
+        """Stored pages of a path that were not touched in this period."""
         pages = pages_to(node)
         pages = pages[~self._pages.has(pages, State.TOUCHED)]
         useful = [(host.index, pages[self._is_stored(host.index, pages)]) for host in self._below.hosts]
         return [(group, some) for group, some in useful if len(some)]
 
     def _lacking(self, node: Node, most_bytes: int) -> tuple[_Found, bool]:
-        """What of a path could be stored and is not, up to a page behind which so many bytes have come; and whether
-        that leaves any."""
+        """Pages of a path to archive, up to about so many bytes, and whether there are more."""
         below, pages = self._below, pages_to(node)
         num_storable = self.storable(pages)
         self._note_gap(node, pages[num_storable:])
@@ -296,7 +287,7 @@ class Archiver:
         return [(group, some) for group, some in found if len(some)], bool(num_bytes[last:].any())
 
     def _note_gap(self, node: Node, pages: Ids) -> None:
-        """Of a path, these cannot be stored, since the first of them is not on the host, and some of them are."""
+        """Remember that these pages cannot be stored before the first of them is on the host."""
         if any(host.good(pages).any() for host in self._below.hosts):
             waiting = self._gaps.setdefault(int(pages[0]), [])
             if node not in waiting and len(waiting) < _MOST_BEHIND:
@@ -305,7 +296,7 @@ class Archiver:
     # -- what has ended
 
     def ended(self, move: Transfer) -> None:
-        """A move has ended. Where the store refused, or failed, the rest is tried again."""
+        """Take note that an archive has ended. Pages that were not stored are pending again."""
         below, counters = self._below, self._below.counters
         batch = self.moves.pop(move)
         self._is_full = False
@@ -326,7 +317,7 @@ class Archiver:
             counters.archived_bytes += archived * below.settings.record_bytes[part.group]
             counters.corrupt(Tier.HOST, defects)
             same = host.column[part.pages] == part.host
-            host.damage(part.pages[wrong & same])  # it is forgotten when a load finds it
+            host.damage(part.pages[wrong & same])  # a load that finds it forgets it
             host.end_reading(part.host)
         counters.unstored_frames += num_refused
         self._num_since += num_good
@@ -336,13 +327,13 @@ class Archiver:
             for node in batch.nodes:
                 self.pending.add(node, _MENDED)
         if num_refused:
-            for node in (*batch.nodes[1:], *batch.nodes[:1]):  # if the first was refused, it keeps no other waiting
+            for node in (*batch.nodes[1:], *batch.nodes[:1]):  # a path that is refused again must not block others
                 self.pending.add(node)
             self._due_at = self._seconds() + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _lost(self, move: Transfer, batch: _Batch) -> int:
-        """How many of the records that were told to be of use the store does not have any more."""
+        """How many of the touched records the store has lost."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
             lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_) & self._are(pages, units)
@@ -352,12 +343,11 @@ class Archiver:
         return num_lost
 
     def _are(self, pages: Ids, units: Units) -> Bools:
-        """Per page: whether it still is what it was when these were sent."""
+        """Per page: whether it still has the key that was sent."""
         sent = np.frombuffer(b"".join(units.pages), dtype=np.uint8).reshape(len(pages), -1)
         same: Bools = (self._below.names.keys[pages] == sent).all(axis=1)
         return same
 
 
 def _joined(runs: dict[int, list[Ids]]) -> _Found:
-    """Pages of several paths, by group."""
     return [(group, np.concatenate(runs[group])) for group in sorted(runs)]

@@ -1,4 +1,4 @@
-"""Below: what is below the device of one cache, what moves between it and the device, and which copies are worth it."""
+"""Below: the tiers below the device of one cache, their transfers, and which copies are worth saving."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Lane, Transfer, Units
 
 TRIAL_BYTES: Final = 16 << 20
-"""Saved at most while it is not known how fast that is: one save, which others do not wait for long."""
+"""The most bytes of a save that measures the speed of saving."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Pages of one group: `at` are their places on the path, `device` and `host` their frames there, where the transfer
-    touches them."""
+    """Pages of one group in a transfer: `at` are their places on the path, `device` and `host` their frames."""
 
     group: int
     pages: Ids
@@ -37,15 +36,15 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """The pages of a save or a load. `hold` keeps their path and, where groups are read in part, their frames."""
+    """A save or load under way. `hold` keeps its path, and its frames in groups that are read in part."""
 
     hold: Hold
     parts: list[Part]
-    abandoned: bool = False  # flushed meanwhile: what arrives counts for nothing
+    abandoned: bool = False  # flushed meanwhile: its pages are dropped when they arrive
 
 
 class Below:
-    """The host's frames, one group of the cache each (`hosts`), the names of its pages, the mover and the counters."""
+    """What all policies of the tiers share. `hosts` has the host frames of each group."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
         plan, table = parts.plan, parts.frames
@@ -67,18 +66,17 @@ class Below:
         )
 
     def move_of(self, link: Lane, parts: Sequence[Part], scope: bytes) -> Transfer:
-        """Of these pages, between the tiers of that link."""
+        """A transfer of these parts on a lane, not submitted yet."""
         units = [Units(part.group, part.device, part.host, self.names.keys_of(part.pages)) for part in parts]
         num_bytes = sum(len(part.pages) * self.settings.record_bytes[part.group] for part in parts)
         return Transfer(link, units, scope, num_bytes)
 
 
 def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
-    """Which of these places of a path, by group, to copy to the host. Nothing of them can be evicted meanwhile.
+    """Which of these places of a path, by group, to copy to the host.
 
-    All, where the way to the host is fast enough that to load them again, which takes as long, would be quicker than to
-    compute them; none, where it is not; and the first few, to learn that. Copies for a store outlive this process and
-    its device, and are always made.
+    All if loading them again, which takes as long as saving, would be quicker than computing them, else none; the first
+    few if the speed is not known yet. A store needs all copies: they outlive this process.
     """
     if settings.always or settings.stores:
         return list(places)

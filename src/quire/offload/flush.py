@@ -1,13 +1,9 @@
-"""Flush: what is cached of a namespace, or at all, is forgotten on request, in all tiers. Then no prompt matches it:
+"""Flush: forget the cached pages of a namespace, or all of them, in every tier. No prompt matches them afterwards:
 
-    on the device, on the host     pages that are not held are free; those that running requests hold are theirs alone
-                                   from now on, and free when they end
-    in storage                     deleted behind whatever was being written (`quire.offload.deletion`)
-    on its way between tiers       counts for nothing when it arrives
-    still to be computed           what requests that run already compute is theirs alone, too
-
-The same is done when the weights are replaced, but that what is stored stays for engines that have the old ones: under
-another identity its keys are never asked for.
+on the device, on the host     pages are free at once, or when the running requests that hold them end
+in the store                   records are deleted after pending writes (`quire.offload.deletion`)
+in transfers                   pages are dropped when they arrive
+in running requests            pages that they still compute are never shared
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ from quire.spec.events import Namespace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flushed:
-    """What a flush did, in tokens. `held_tokens` are in use by running requests, and found by no other;
-    `num_retentions` are no longer kept; `storage` is what has become of what was stored."""
+    """Result of a flush. Running requests still use `held_tokens`; no other request finds them. `num_retentions` have
+    ended. `storage` is the state of the flushed records."""
 
     flushed_tokens: int
     held_tokens: int
@@ -37,8 +33,8 @@ class Flushed:
 
 
 def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
-    """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. The store is asked
-    to; `flushed` says when it has."""
+    """Forget the cached pages and retentions of a namespace, or of all (None), in every tier. The store deletes later:
+    see `flushed`."""
     tiers = offload_of(cache).tiers
     if tiers is not None:
         tiers.forget_stored(namespace)
@@ -46,9 +42,9 @@ def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
 
 
 def flushed(cache: KVCache, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
-    """What a flush did, with what has become of it in storage. None: that may be more soon, and the caller `waits`.
+    """The result `done` with the state in the store. None: the caller `waits`, and the state may change soon.
 
-    Raises StoreError where the store did not even take note of it, so that it would be found again after a restart.
+    Raises StoreError when the store has not hidden the records: other engines still find them.
     """
     tiers = offload_of(cache).tiers
     if tiers is None or not tiers.settings.stores:
@@ -66,10 +62,10 @@ def flushed(cache: KVCache, done: Flushed, namespace: Namespace | None, *, waits
 
 
 def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
-    """What is cached from now on is of another model, or of other weights of this one, and nothing else is found.
+    """Forget all cached pages, and name new ones after another model, or other weights of the same model.
 
-    No step may be launched between the change of the weights and this. What is stored of the old ones stays where it
-    is, under names that this cache does not ask for any more.
+    Call it after the weights change and before a step is launched. The store keeps records of the old weights for
+    engines that still have them; this cache does not look them up any more.
     """
     done = _forget(cache, None)
     cache.tree.names.rename(

@@ -1,9 +1,8 @@
-"""The laws of the tiers below the device, as `quire.cache.audit` checks them.
+"""The laws of the tiers below the device, which `quire.cache.audit` checks.
 
-a node is on the device as a whole, and its parents are with it     a prefix is loaded from its front
-one that is not has copies; copies are of a node's first pages      what is loaded is there
-host frames out = pages' + moves' + quarantined + left              every frame has exactly one owner
-a host frame's pins are the moves that read it, and the holds that keep it or count on it
+a node is on the device as a whole, with its parents; if it is not, it has copies; copies are of its first pages
+host frames out = those of pages + those of transfers + quarantined + still read
+pins of a host frame = holds on it
 """
 
 from __future__ import annotations
@@ -21,22 +20,15 @@ from quire.prefix.node import Node
 from quire.spec.ids import Tier
 from quire.tiers.transfer import Lane
 
-_ALL = slice(None)
-
 
 def tier_laws(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Iterator[str]:
-    """What is broken, law by law."""
+    """A line for each law that is broken."""
     yield from _nodes(snapshot, snapshot.cache.tree.queued(Tier.HOST))
+    saved = [part for move, moving in tiers.moving.items() if move.lane is Lane.SAVE for part in moving.parts]
     for host in tiers.hosts:
-        moving = _taken(tiers, host.index) + prefetcher.host_frames(host.index).tolist()
-        yield from _frames(snapshot, host, moving)
-
-
-def _taken(tiers: Tiering, group: int) -> list[int]:
-    """Host frames that saves have taken and that are no page's yet."""
-    saves = [moving for move, moving in tiers.moving.items() if move.lane is Lane.SAVE]
-    parts = [part for moving in saves for part in moving.parts if part.group == group]
-    return [frame for part in parts for frame in part.host.tolist()]
+        taken = [part.host for part in saved if part.group == host.index]
+        moving = np.concatenate([prefetcher.host_frames(host.index), *taken])
+        yield from _frames(snapshot, host, moving.tolist())
 
 
 def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:
@@ -61,7 +53,7 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     column = host.column.tolist()
     resident = [page for page, frame in enumerate(column) if frame]
     used = sorted([column[page] for page in resident] + moving + [*host.quarantined, *host.still_read])
-    out = host.is_out(_ALL).nonzero()[0].tolist()
+    out = host.is_out(slice(None)).nonzero()[0].tolist()
     name = f"host group '{host.name}'"
     if used != out:
         yield f"{name}: {len(out)} frames are out, {len(resident)} are pages', {len(moving)} moves', " + (

@@ -1,4 +1,4 @@
-"""The offload of a cache, from settings: `KVCache(plan, offload=Offloads(tiers, retain_share=0.25))`."""
+"""Offload policies of a cache: `KVCache(plan, offload=Offloads(tiers, retain_share=0.25))`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from quire.tiers.transfer import Lane, Transfer
 
 
 class Offloading(Offload):
-    """What callers retain (`retention`), on the device alone: there are no `tiers`. Schedulers ask `ahead`."""
+    """Retention on the device alone, without `tiers`. Schedulers ask `ahead`."""
 
     ahead: ReadAhead = NOTHING_TO_READ_AHEAD
     tiers: Tiering | None = None
@@ -42,12 +42,11 @@ class Offloading(Offload):
         self.retention: Retention = retention
 
     def abandon(self, namespace: Namespace | None) -> None:
-        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
 
 
 class Tiered(Offloading):
-    """With a host below the device, and perhaps a store below that. `tiers` says what moves, `prefetcher` what is read
-    from the store while requests wait."""
+    """Offload to a host, and perhaps a store below it."""
 
     def __init__(self, parts: CacheParts, settings: TierSettings, retain_share: float) -> None:
         self.tiers: Tiering = Tiering(settings, parts)
@@ -62,7 +61,7 @@ class Tiered(Offloading):
     # -- what a request begins on
 
     def choose(self, found: Match, limit: int) -> Choice:
-        """All that can be resumed behind, from the host too where that is worth it, or else what the device has."""
+        """The most pages a request can resume behind, with host copies if loading them is worth it."""
         choice = self._choose(found, limit)
         choice.stands = partial(self._stands, self.tiers.num_dropped, choice.weighed, bool(choice.host_pages))
         return choice
@@ -88,7 +87,7 @@ class Tiered(Offloading):
         return Choice(far, limited_far, loads, far - near, num_fetched, weighed=weighed)
 
     def _stands(self, num_dropped: int, weighed: tuple[int, int] | None, loads: bool) -> bool:
-        """Whether to load what was chosen can be done still and is still worth it, or still not."""
+        """Whether the choice is still possible, and loading still is worth it, or still is not."""
         return self.tiers.num_dropped == num_dropped and (weighed is None or self._pays(*weighed) == loads)
 
     def _pays(self, tokens: int, num_bytes: int) -> bool:
@@ -96,7 +95,6 @@ class Tiered(Offloading):
         return self.tiers.break_even.pays(Lane.LOAD, tokens, num_bytes, queued)
 
     def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
-        """Load what the device lacks of a hit, into room that is made for it."""
         tiers, parts, pages = self.tiers, self._parts, hit.pages
         missing = tiers.missing(pages)
         if any(map(len, missing)):
@@ -112,7 +110,7 @@ class Tiered(Offloading):
         return tiers.loads_of(pages)
 
     def _frames_behind(self, pages: Ids) -> list[HeldFrames]:
-        """What device and host have of single frames that a request needs to begin behind `pages`."""
+        """Frames of partial groups, on device and host, that a request needs to begin behind `pages`."""
         held = []
         for group in self._partial:
             needed = needed_pages(group, pages)
@@ -121,7 +119,6 @@ class Tiered(Offloading):
         return held
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
-        """Only now what was chosen counts."""
         tiers, choice, pages = self.tiers, hit.choice, hit.pages
         even = tiers.break_even
         if choice.weighed is not None and even.decide(Lane.LOAD, *choice.weighed) and not choice.host_pages:
@@ -137,7 +134,6 @@ class Tiered(Offloading):
     # -- what it leaves
 
     def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
-        """New pages are copied where the policy says so."""
         if new > start:
             kv.loads += self.tiers.loads_of(pages[start:new])
             self.tiers.damaged.mend(pages[start:new])
@@ -145,7 +141,6 @@ class Tiered(Offloading):
             self.tiers.save(kv.lease.node, pages, ends=tuple(kv.marks))
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
-        """What it leaves is copied where the policy says so, and archived after that."""
         if returns or self._write is not WritePolicy.SELECTIVE:
             self.tiers.save(kv.lease.node, pages, ends=(*kv.marks, len(pages)))
         self.tiers.archiver.archive(kv.lease.node)
@@ -153,15 +148,13 @@ class Tiered(Offloading):
     # -- room
 
     def make_room(self, *, waits: bool) -> bool:
-        """Wait for what is on its way, which can be evicted when it has arrived; or take back what was read
-        ahead for a request."""
         if waits and self.tiers.wait():
             self.ahead.settle_moves()
             return True
         return self.ahead.take_back_prefetched()
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
-        """What has a copy below stays in the tree, and keeps its id until that is wanted."""
+        """Pages with host copies stay in the tree, and keep their ids until these are needed."""
         parts, tiers = self._parts, self.tiers
         if len(self._partial) < len(parts.groups):
             keep = tiers.keep if self._write is WritePolicy.BACK else None
@@ -184,19 +177,16 @@ class Tiered(Offloading):
 
 @dataclass(frozen=True, slots=True)
 class Offloads(OffloadFactory):
-    """Makes the offload of a cache: with `tiers`, hosts and stores as they say, and callers may keep `retain_share` of
-    the plan's pages."""
+    """Makes the offload of a cache with `tiers`, if any. Callers may retain `retain_share` of the plan's pages."""
 
     tiers: TierSettings | None = None
     retain_share: float = RETAIN_SHARE
 
     @property
     def below(self) -> tuple[Tier, ...]:
-        """In a store pages have names and no frames."""
         return (Tier.HOST, Tier.STORAGE) if self.tiers is not None else ()
 
     def num_pages(self, plan: MemoryPlan) -> int:
-        """Ids for pages that are on the host only."""
         if self.tiers is None:
             return 0
         frames = zip(self.tiers.host_frames, plan.groups, strict=True)
@@ -204,13 +194,12 @@ class Offloads(OffloadFactory):
         return max(whole or self.tiers.host_frames)
 
     def make(self, parts: CacheParts) -> Offloading:
-        """The offload of the cache that has these parts."""
         if self.tiers is None:
             return Offloading(parts, Retention(parts, self.retain_share))
         return Tiered(parts, self.tiers, self.retain_share)
 
 
 def offload_of(cache: KVCache) -> Offloading:
-    """The offload of a cache that `Offloads` made."""
+    """The offload of a cache made with `Offloads`."""
     assert isinstance(cache.offload, Offloading), "this cache was made without Offloads"
     return cache.offload

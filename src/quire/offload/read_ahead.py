@@ -1,4 +1,4 @@
-"""ReadAhead: what a scheduler asks of the tiers below the device, and an engine that waits for them."""
+"""ReadAhead: what schedulers and engines ask of the tiers below the device."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from quire.spec.ids import Ids
 
 
 class ReadAhead:
-    """Bytes that requests wait for. This one is of a cache on the device alone, where none move."""
+    """Bytes that requests wait for. This class is for a cache on the device alone, which has none."""
 
     @property
     def loads(self) -> bool:
-        """Whether there is a tier below that requests are loaded from."""
+        """Whether requests can be loaded from a tier below."""
         return False
 
     @property
     def stores(self) -> bool:
-        """Whether there is storage to read ahead from."""
+        """Whether there is a store."""
         return False
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether there is storage, and another request may read ahead from it now."""
+        """Whether another request may read ahead from a store now."""
         return False
 
     def settle_moves(self) -> bool:
-        """Take note of bytes that have arrived in another tier; whether any had. Never waits."""
+        """Take note of transfers that have ended, without waiting; whether there were any."""
         return False
 
     def wait_moves(self, seconds: float) -> bool:
-        """Wait until bytes have arrived somewhere, so long at most; False at once where none are on their way."""
+        """Wait for up to `seconds` until a transfer has ended; False at once if none is under way."""
         return False
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens, prompts among them, took that long, and waited for no bytes."""
+        """Take note that a step with prompts computed so many tokens in this time, without waiting for bytes."""
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """Start to fetch what of a prompt is in storage and not cached; None where there is nothing to wait for. Its
-        request has to call `stop_prefetch` when it has begun, or goes away."""
+        """Start to fetch the pages of a prompt that are stored and not cached. None: there is nothing to wait for. Call
+        `stop_prefetch` when the request begins or ends."""
         return None
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
-        """Whether its request should go on waiting for it. What has come is held until `stop_prefetch`."""
+        """Whether the request should wait longer. Fetched pages are held until `stop_prefetch`."""
         return False
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
-        """Its request has begun, or waits for it no more."""
+        """The request does not wait for it any more."""
 
     def take_back_prefetched(self) -> bool:
-        """Take from a request that waits what is held for it; whether there was anything."""
+        """Release the pages held for one waiting request; whether there were any."""
         return False
 
 

@@ -1,12 +1,10 @@
-"""Retention: prefixes that callers asked to keep, under one budget, each until its time is over.
+"""Retention: prefixes that callers asked to keep for a time, under one budget.
 
     soft     held until it expires, but given up before a running request is refused a page: the lowest priority first,
-             then what would expire first
-    pinned   held until it expires; all pins together leave room for the longest request there may be, so that one alone
-             always runs
+             then the earliest expiry
+    pinned   held until it expires; all pins together leave room for the longest possible request
 
-The answer says how much is kept, and why not more. Only what is cached can be kept, in whole pages; nothing that is
-kept is given up because others ask. A prefix of what is kept costs nothing more: pages are counted once.
+Only cached whole pages can be retained. A new retention never ends another one. Shared pages count once.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +25,7 @@ from quire.cache.resuming import needed_pages, resume_point
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.offload.host_groups import HostGroup
-from quire.offload.retained_prefixes import RetainedPrefix, RetainedPrefixes
+from quire.offload.retained_prefixes import RetainedPrefix, frames_of, frames_only_held_by, nodes_of, only_held_by
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
 from quire.prefix.node import Node, pages_to, path_to
@@ -37,21 +35,20 @@ from quire.spec.pages import pages_for
 from quire.spec.rank import Rank
 
 RETAIN_SHARE = 0.25
-"""Of the plan's pages: what may be kept, where nothing else is said."""
+"""The default budget, as a share of the plan's pages."""
 
 MOST_SECONDS = 86_400.0
-"""The longest time for which something can be kept without asking again."""
+"""The longest time of one retention."""
 
 MOST_RETENTIONS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The answer to `Retention.retain`: of `asked_tokens`, the first `granted_tokens` are kept.
+    """The answer to `Retention.retain`: the first `granted_tokens` of `asked_tokens` are kept.
 
-    `reason` says why not more; it is "" where all are. `retention_id` is what releases it, and "" where nothing is
-    kept: it cannot be guessed, and is told only for the same tokens of the same namespace. Of what is kept,
-    `host_tokens` are below the device now: they are loaded when they are used.
+    `reason` says why not more, or is "". `retention_id` releases them, and is "" if none are kept; it cannot be
+    guessed. `host_tokens` of the granted ones are below the device, and are loaded when they are used.
     """
 
     retention_id: str = ""
@@ -65,7 +62,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """One retention as others may see it: neither its id, nor its tokens, nor whose they are."""
+    """One retention, without its id, tokens and namespace."""
 
     tokens: int
     priority: int
@@ -75,7 +72,7 @@ class Retained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedList:
-    """What is kept, in tokens, each page counted once, of what may be."""
+    """All retentions. `retained_tokens` counts shared pages once."""
 
     budget_tokens: int
     retained_tokens: int
@@ -83,11 +80,10 @@ class RetainedList:
 
 
 class Retention(RetentionPort):
-    """What callers asked to keep of a cache, at most `share` of the plan's pages. It holds paths of the tree, whatever
-    tier they are in, and of groups that are read in part the frames that a request needs to begin at their ends, on the
-    device or, if they are there only, on the host. To keep is not to use: nothing is counted as a hit.
+    """The retentions of one cache, at most `share` of the plan's pages. Single-threaded, like the cache.
 
-    Single-threaded, like the cache. Whenever something is kept no longer, requests that wait for room may try again.
+    A retention holds a path of the tree in any tier. In groups that are read in part it also holds the frames that a
+    request needs to begin at its end: those on the device, or else on the host.
     """
 
     def __init__(self, parts: CacheParts, share: float, hosts: Sequence[HostGroup] = ()) -> None:
@@ -108,7 +104,8 @@ class Retention(RetentionPort):
         self.budget = int(share * plan.num_pages)  # pages
         self._pin_budget = max(0, min(self.budget, plan.num_pages - largest))
         self._frame_room = [max(0, group.num_frames - group.reach.held(largest)) for group in self._partial]
-        self._kept = RetainedPrefixes(parts.groups)
+        self._kept: dict[str, RetainedPrefix] = {}  # by id
+        self._by_key: dict[bytes, RetainedPrefix] = {}
         self._expiries: LazyQueue[RetainedPrefix] = LazyQueue(self._expires, by_key=True)
         self._order = itertools.count()
         self.num_expired = self.num_given_up = self.num_lost = 0
@@ -120,8 +117,8 @@ class Retention(RetentionPort):
     ) -> Granted:
         """Keep the cached part of `tokens` for so long, and say how much that is.
 
-        Asked again for the same tokens, it keeps what was cached since as well, and the later time, the higher priority
-        and the pin of all that was asked: use `release` for less. Raises InvalidInput for a time that cannot be.
+        A repeated call for the same tokens also keeps what was cached since. It takes the later expiry, the higher
+        priority and the pin of all calls; use `release` for less. Raises InvalidInput for an impossible time.
         """
         if not 0 < ttl_seconds <= MOST_SECONDS:
             raise InvalidInput(
@@ -131,7 +128,7 @@ class Retention(RetentionPort):
         now = self._seconds()
         self.expire(now)
         key = hashlib.sha256(namespace_seed(namespace) + tokens.tobytes()).digest()
-        kept = self._kept.by_key.get(key)
+        kept = self._by_key.get(key)
         pin = pin or (kept is not None and kept.pinned)
         match = self._tree.match(namespace, tokens)
         num_pages, reason = self._grant(len(tokens), match, kept, pin)
@@ -142,9 +139,10 @@ class Retention(RetentionPort):
             lease = self._tree.pin_path(match, num_pages)
             hold = self._holds.add(Reason.RETAIN, lease=lease, frames=frames, rank=Rank.USED)
             kept = RetainedPrefix(key, namespace, next(self._order), hold, priority)
-            self._kept.add(kept)
-        elif num_pages > kept.lease.num_pages:
-            self._move(kept, match, num_pages)
+            self._kept[kept.retention_id] = self._by_key[key] = kept
+        elif num_pages > kept.hold.path.num_pages:
+            lease = self._tree.pin_path(match, num_pages)
+            self._holds.change(kept.hold, self._needed_by(match.pages[:num_pages]), lease=lease, rank=Rank.USED)
         kept.pinned = kept.pinned or (pin and self._may_pin(kept))
         kept.priority = max(kept.priority, priority)
         if now + ttl_seconds > kept.expires_at:
@@ -154,28 +152,27 @@ class Retention(RetentionPort):
         return Granted(
             retention_id=kept.retention_id,
             asked_tokens=len(tokens),
-            granted_tokens=kept.lease.num_pages * self._size,
+            granted_tokens=kept.hold.path.num_pages * self._size,
             expires_in_seconds=kept.expires_at - now,
             pinned=kept.pinned,
             reason=reason,
-            host_tokens=(kept.lease.num_pages - self._num_here(kept.lease.node)) * self._size,
+            host_tokens=(kept.hold.path.num_pages - self._num_here(kept.hold.path.node)) * self._size,
         )
 
     def release(self, retention_id: str) -> bool:
-        """Keep it no longer; False where there is none of that id, or none any more."""
-        kept = self._kept.by_id.get(retention_id)
+        """End a retention; False if there is none with that id."""
+        kept = self._kept.get(retention_id)
         if kept is not None:
             self._end(kept)
         return kept is not None
 
     def forget(self, namespace: Namespace | None) -> int:
-        """Keep nothing more of that namespace, or of any; returns how many retentions that were."""
-        return self._end_all([kept for kept in self._kept if namespace in (None, kept.namespace)])
+        """End all retentions of a namespace, or of any (None), and return how many."""
+        return self._end_all([kept for kept in self._kept.values() if namespace in (None, kept.namespace)])
 
     def lose(self, damaged: DamagedPages) -> int:
-        """Keep nothing that goes through a damaged page: it cannot be had any more. Returns how many retentions that
-        were."""
-        gone = self._end_all([kept for kept in self._kept if damaged.are(pages_to(kept.lease.node)).any()])
+        """End all retentions of paths with damaged pages, and return how many."""
+        gone = self._end_all([kept for kept in self._kept.values() if damaged.are(pages_to(kept.hold.path.node)).any()])
         self.num_lost += gone
         return gone
 
@@ -189,31 +186,39 @@ class Retention(RetentionPort):
         self.num_expired += gone
         return gone
 
-    # -- making room; O(nodes kept), or O(frames kept)
+    # -- making room; O(retained nodes), or O(retained frames)
+
+    @property
+    def _soft(self) -> list[RetainedPrefix]:
+        return [kept for kept in self._kept.values() if not kept.pinned]
+
+    @property
+    def _pinned(self) -> list[RetainedPrefix]:
+        return [kept for kept in self._kept.values() if kept.pinned]
 
     @property
     def num_soft(self) -> int:
-        return sum(node.num_pages for node in self._kept.only_soft() if self._tree.is_here(node))
+        return _num_pages(node for node in only_held_by(self._soft) if self._tree.is_here(node))
 
     def num_soft_of(self, match: Match, num_pages: int) -> int:
-        if not len(self._kept):
+        if not self._kept:
             return 0
-        only = self._kept.only_soft()
+        only = only_held_by(self._soft)
         path = [node for node in match.path if node in only and self._tree.is_here(node)]
         return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in path)
 
     def num_soft_frames(self, group: int) -> int:
-        return len(self._kept.only_soft_frames(group))
+        return len(frames_only_held_by(self._soft, self._groups[group]))
 
     def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        # Where frames are carried along, a request takes over the one that it begins on.
-        only = self._kept.only_soft_frames(group)
+        # A request takes over a carried frame that it begins on.
+        only = frames_only_held_by(self._soft, self._groups[group])
         if not len(only) or self._groups[group].reach.carried:
             return 0
         return len(np.intersect1d(needed_pages(self._groups[group], pages), only, assume_unique=True))
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        if not len(self._kept):
+        if not self._kept:
             return False
         before, tree = self.num_expired + self.num_given_up, self._tree
         short = [n - group.num_free - group.num_evictable for group, n in zip(self._groups, wanted, strict=True)]
@@ -226,31 +231,32 @@ class Retention(RetentionPort):
         return self.num_expired + self.num_given_up > before
 
     def give_up(self, num_pages: int) -> int:
-        """Give up soft retentions until so many pages on the device have become evictable, the lowest priority first,
-        then what would expire first, and of the last one no more than is needed, from its end; returns how many have.
-        Where others hold the same pages that would bring nothing, and they are kept."""
-        if num_pages <= 0 or not len(self._kept):
+        """Give up soft retentions until so many device pages have become evictable; returns how many have. The last
+        retention only becomes shorter. Retentions that free no page are kept."""
+        if num_pages <= 0 or not self._kept:
             return 0
         self.expire()
         before = self._tree.num_protected
-        only = {node for node in self._kept.only_soft() if self._tree.is_here(node)}
-        left = [kept for kept in self._kept.soft() if not only.isdisjoint(path_to(kept.lease.node))]
+        soft = sorted(self._soft, key=lambda kept: kept.rank)
+        only = {node for node in only_held_by(soft) if self._tree.is_here(node)}
+        left = [kept for kept in soft if not only.isdisjoint(path_to(kept.hold.path.node))]
         while left and (short := num_pages - before + self._tree.num_protected) > 0:
-            at = next((i for i, kept in enumerate(left) if kept.lease.node.level == 1), 0)
+            at = next((i for i, kept in enumerate(left) if kept.hold.path.node.level == 1), 0)
             self._shorten(left.pop(at), short)
             self.num_given_up += 1
         return before - self._tree.num_protected
 
     def _give_up_frames(self, group: GroupCache, num_frames: int) -> None:
-        """Likewise, until so many frames of a group that is read in part are to be had. A request takes over a frame
-        that it alone pins, where frames are carried along."""
+        """Likewise for frames of a group that is read in part."""
         self.expire()
+        # A request takes over a carried frame that it alone pins.
         most = int(group.reach.carried)
-        only = self._kept.only_soft_frames(group.index, others=most)
-        for kept in self._kept.soft():
+        soft = sorted(self._soft, key=lambda kept: kept.rank)
+        only = frames_only_held_by(soft, group, others=most)
+        for kept in soft:
             if num_frames <= 0:
                 break
-            mine = [f.pages for f in kept.hold.frames if f.group == group.index and f.tier is Tier.DEVICE]
+            mine = kept.frames(group.index)
             if any(np.isin(pages, only).any() for pages in mine):
                 self._end(kept)
                 self.num_given_up += 1
@@ -259,31 +265,30 @@ class Retention(RetentionPort):
     # -- looking
 
     def __len__(self) -> int:
-        """Retentions there are."""
+        """Number of retentions."""
         return len(self._kept)
 
     @property
     def num_pages(self) -> int:
-        """Pages kept, each counted once: never above `budget`. O(nodes kept)."""
-        return sum(node.num_pages for node in self._kept.nodes())
+        """Retained pages, each counted once: at most `budget`. O(retained nodes)."""
+        return _num_pages(nodes_of(self._kept.values()))
 
     @property
     def num_pinned(self) -> int:
-        """Of these, pages that are pinned."""
-        return sum(node.num_pages for node in self._kept.nodes(pinned=True))
+        return _num_pages(nodes_of(self._pinned))
 
     def listing(self) -> RetainedList:
-        """What is kept, in the order in which it would be given up, pins last."""
+        """All retentions, in the order in which they would be given up, pinned ones last."""
         now = self._seconds()
         self.expire(now)
         retentions = tuple(
             Retained(
-                tokens=kept.lease.num_pages * self._size,
+                tokens=kept.hold.path.num_pages * self._size,
                 priority=kept.priority,
                 pinned=kept.pinned,
                 expires_in_seconds=kept.expires_at - now,
             )
-            for kept in sorted(self._kept, key=lambda kept: kept.rank)
+            for kept in sorted(self._kept.values(), key=lambda kept: kept.rank)
         )
         return RetainedList(
             budget_tokens=self.budget * self._size,
@@ -294,7 +299,7 @@ class Retention(RetentionPort):
     # -- how much is kept
 
     def _grant(self, asked: int, match: Match, kept: RetainedPrefix | None, pin: bool) -> tuple[int, str]:
-        """How many pages to keep of a match of `asked` tokens, and why not more of them. What is kept already stays."""
+        """How many pages of a match of `asked` tokens to retain, and why not more."""
         size, cached = self._size, match.num_pages
         num_pages, limited = self._resumes(match.pages)
         reason = ""
@@ -306,8 +311,8 @@ class Retention(RetentionPort):
             reason = f"{found} cached; ask again when they have been computed"
         elif cached * size < asked:
             reason = f"the last {asked - cached * size} are less than a page of {size}"
-        nodes = self._kept.nodes()
-        room = self.budget - sum(node.num_pages for node in nodes)
+        nodes = nodes_of(self._kept.values())
+        room = self.budget - _num_pages(nodes)
         most = _shared(match, nodes) + room
         if kept is None and len(self) >= MOST_RETENTIONS:
             num_pages, reason = 0, f"{MOST_RETENTIONS:,} retentions are the most there may be"
@@ -315,20 +320,21 @@ class Retention(RetentionPort):
             num_pages, reason = self._resumes(match.pages[:most])[0], self._no_budget(room)
         if not pin:
             return num_pages, _granted(num_pages * size, asked, reason)
-        pin_room = self._pin_budget - self.num_pinned
-        most = _shared(match, self._kept.nodes(pinned=True)) + pin_room
+        pinned = nodes_of(self._pinned)
+        pin_room = self._pin_budget - _num_pages(pinned)
+        most = _shared(match, pinned) + pin_room
         if num_pages > most:
             reason = (
                 f"pins may take {self._pin_budget * size:,} tokens, of which {pin_room * size:,} were left: the "
                 f"longest request, {self._largest:,} tokens, must find room beside them"
             )
-            if kept is not None and most < kept.lease.num_pages:
+            if kept is not None and most < kept.hold.path.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."
             num_pages = self._resumes(match.pages[:most])[0]
         if num_pages and not self._has_frame_room(match.pages[:num_pages]):
             reason = "what the longest request needs of groups that are read in part must find room beside pins"
             if kept is not None and kept.pinned:
-                return min(num_pages, kept.lease.num_pages), f"kept as before: {reason}."
+                return min(num_pages, kept.hold.path.num_pages), f"kept as before: {reason}."
             return num_pages, f"kept, but not pinned: {reason}."
         return num_pages, _granted(num_pages * size, asked, reason)
 
@@ -341,27 +347,24 @@ class Retention(RetentionPort):
         return f"{budget} is taken by {len(self)} retention{'s' if len(self) > 1 else ''}"
 
     def _may_pin(self, kept: RetainedPrefix) -> bool:
-        pinned = self._kept.nodes(pinned=True).union(path_to(kept.lease.node))
-        fits = sum(node.num_pages for node in pinned) <= self._pin_budget
-        return fits and self._has_frame_room(pages_to(kept.lease.node))
+        fits = _num_pages(nodes_of([*self._pinned, kept])) <= self._pin_budget
+        return fits and self._has_frame_room(pages_to(kept.hold.path.node))
 
     def _has_frame_room(self, pages: Ids) -> bool:
-        """Whether what a request needs to begin behind these pages may be pinned: the longest one finds room beside."""
-        for group, room in zip(self._partial, self._frame_room, strict=True):
-            pinned = self._kept.frames(group.index, pinned=True)
-            if len(np.union1d(pinned, needed_pages(group, pages))) > room:
-                return False
-        return True
+        """Whether the longest request finds frames if those that a request needs behind `pages` are pinned too."""
+        return all(
+            len(np.union1d(frames_of(self._pinned, group.index), needed_pages(group, pages))) <= room
+            for group, room in zip(self._partial, self._frame_room, strict=True)
+        )
 
     def _resumes(self, pages: Ids) -> tuple[int, str]:
-        """The most pages of a cached path behind which a request could begin, wherever the frames are, and the group
-        that stood in the way of more, "" where none did."""
+        """The most pages of a cached path behind which a request could begin, and the group that limits it, or ""."""
         return resume_point(self._partial, pages[: self._damaged.before(pages)], self._hosts)
 
     # -- keeping
 
     def _needed_by(self, pages: Ids) -> list[HeldFrames]:
-        """What a request needs to begin behind these pages, where it is."""
+        """Frames that a request needs to begin behind these pages, where they are."""
         found = []
         for group in self._partial:
             needed = needed_pages(group, pages)
@@ -371,26 +374,21 @@ class Retention(RetentionPort):
                 found.append(HeldFrames(group.index, Tier.HOST, needed[~here]))
         return found
 
-    def _move(self, kept: RetainedPrefix, match: Match, num_pages: int) -> None:
-        """Keep more of the same prefix."""
-        lease = self._tree.pin_path(match, num_pages)
-        self._holds.change(kept.hold, self._needed_by(match.pages[:num_pages]), lease=lease, rank=Rank.USED)
-
     def _shorten(self, kept: RetainedPrefix, num_pages: int) -> None:
-        """Keep a soft retention for so many pages on the device less, or no longer."""
-        end = kept.lease.node
+        """Shorten a soft retention by so many device pages, or end it."""
+        end = kept.hold.path.node
         pages = pages_to(end)
         left = self._num_here(end) - num_pages if self._num_alone(end) > num_pages else 0
         left, _ = self._resumes(pages[: max(0, left)])
         if not left:
             self._end(kept)
             return
-        lease = self._tree.pin_part(kept.lease, left)
+        lease = self._tree.pin_part(kept.hold.path, left)
         self._holds.change(kept.hold, self._needed_by(pages[:left]), lease=lease, rank=Rank.USED)
         self._changed()
 
     def _end(self, kept: RetainedPrefix) -> None:
-        self._kept.remove(kept)
+        del self._kept[kept.retention_id], self._by_key[kept.key]
         self._holds.release(kept.hold)
         self._changed()
 
@@ -400,20 +398,24 @@ class Retention(RetentionPort):
         return len(gone)
 
     def _expires(self, ticket: int, kept: RetainedPrefix) -> RetainedPrefix | None:
-        return kept if kept.ticket == ticket and kept.retention_id in self._kept.by_id else None
+        return kept if kept.ticket == ticket and kept.retention_id in self._kept else None
 
     def _num_here(self, end: Node) -> int:
-        """Pages of a path that are on the device: its first ones."""
+        """Pages of a path that are on the device: the first ones."""
         return int(np.count_nonzero(self._on_device.present(pages_to(end))))
 
     def _num_alone(self, end: Node) -> int:
-        """Pages on the device that nothing holds but the lease on the path to `end`; they are its last ones there."""
+        """Device pages that only the lease on the path to `end` holds: the last ones there."""
         alone = [node for node in path_to(end) if node.level == 1]
-        return sum(node.num_pages for node in alone if self._tree.is_here(node))
+        return _num_pages(node for node in alone if self._tree.is_here(node))
+
+
+def _num_pages(nodes: Iterable[Node]) -> int:
+    return sum(node.num_pages for node in nodes)
 
 
 def _shared(match: Match, nodes: set[Node]) -> int:
-    """How many pages of a match, from the first on, are pages of these nodes, which hold what is above them too."""
+    """How many first pages of a match these nodes have; all nodes above them are in `nodes` too."""
     last = next((node for node in reversed(match.path) if node in nodes), None)
     return last.depth + last.num_pages if last is not None else 0
 

@@ -1,4 +1,4 @@
-"""What a cache is told of the tiers below the device."""
+"""Settings of the tiers below the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class WritePolicy(StrEnum):
     """When a cached page is copied to the host."""
 
     THROUGH = "write_through"
-    """As soon as it is cached, so that leaving the device costs nothing."""
+    """As soon as it is cached, so that eviction from the device costs nothing."""
     SELECTIVE = "write_through_selective"
     """When a second request uses it, or when its request is preempted."""
     BACK = "write_back"
-    """When it has to leave the device: the two tiers together hold the most, and eviction waits for the copy. What is
-    read in part only is small, leaves the device early, and is copied as soon as it is cached."""
+    """When it is evicted from the device: the two tiers together hold the most, and eviction waits for the copy. Groups
+    that are read in part are copied when cached: their frames are small, and are evicted early."""
 
 
 class PrefetchPolicy(StrEnum):
@@ -29,18 +29,17 @@ class PrefetchPolicy(StrEnum):
     BREAK_EVEN = "break_even"
     """Until computing them would have been quicker, as measured."""
     BEST_EFFORT = "best_effort"
-    """Not at all: what has come when its turn comes is used."""
+    """Not at all: a request uses the pages that have arrived when its turn comes."""
     WAIT_COMPLETE = "wait_complete"
-    """Until all that is stored has come."""
+    """Until all stored pages have arrived."""
     TIMEOUT = "timeout"
-    """So many seconds and no longer."""
+    """Up to `prefetch_seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """`host_frames` and bytes of a record, both by group; `mover` moves bytes and is the engine's to close; with
-    `stores`, it has a store, and `health` hears how that answers. `always` uses what the tiers have without asking
-    whether it is quicker."""
+    """`host_frames` and `record_bytes` are by group. The engine closes `mover`, which has a store if `stores`; `health`
+    follows its answers. `always` loads and fetches even when computing is quicker."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
@@ -54,5 +53,5 @@ class TierSettings:
     health: StoreHealth = field(default_factory=StoreHealth)
 
     def num_bytes(self, counts: Iterable[int]) -> int:
-        """Of the records of so many frames, by group."""
+        """Bytes of the records of so many frames, by group."""
         return sum(count * size for count, size in zip(counts, self.record_bytes, strict=True))

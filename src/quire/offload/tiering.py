@@ -1,13 +1,12 @@
-"""Tiering: which cached pages are where, and when they are moved. One thread, the engine's; bytes are moved by others.
+"""Tiering: which tiers have a cached page, and when its frames move. It runs on the engine's thread; a mover copies.
 
-    save      device -> host      when a page is cached, used again, or has to go (`WritePolicy`)
+    save      device -> host      when a page is cached, used again, or evicted (`WritePolicy`)
     load      host -> device      when a request begins on it; steps wait for it layer by layer
-    archive   host -> storage     after a save, in the order of the prefix (`quire.offload.archiver`)
-    fetch     storage -> host     while a request waits (`quire.offload.prefetcher`)
+    archive   host -> store       after a save, ancestors first (`quire.offload.archiver`)
+    fetch     store -> host       while a request waits (`quire.offload.prefetcher`)
 
-All frames that a page has move together and count together or not at all. What is on its way is pinned: its path in the
-tree, and single frames where groups are read in part. A record that is not what it should be is counted, set aside, and
-what depended on it is forgotten; a request that waited for it begins again.
+All frames of a page move together. A transfer holds its path, and its frames in groups that are read in part. A damaged
+record is counted and quarantined, and the pages behind it are forgotten; a request that waited for it begins again.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer
 
-_MOST_SAVES = 64  # of those that had to wait, begun at a time
-_WAIT_S = 0.05  # between looks at a copy that eviction waits for
+_MOST_SAVES = 64  # pending saves begun at a time
+_WAIT_S = 0.05
 
 
 class Tiering(Below):
-    """The tiers of one cache, which has these parts. See the module."""
+    """The tiers of the cache that has these parts. See the module."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
         super().__init__(settings, parts)
@@ -52,19 +51,19 @@ class Tiering(Below):
         self.damaged_paths = DamagedPaths(parts.tree, parts.holds, parts.give_back)
         self.archiver = Archiver(self, parts.tree, parts.seconds)
         self._ended: list[Transfer] = []
-        self._unsaved = PendingPaths(parts.tree)  # of which a copy was wanted when too much was on its way
+        self._unsaved = PendingPaths(parts.tree)  # whose save the lane refused
         self._saves_wait = False  # until a save has ended
 
-    # -- what was flushed
+    # -- flushes
 
     def abandon(self, namespace: Namespace | None) -> None:
-        """What is on its way of a namespace, or at all, counts for nothing when it arrives."""
+        """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
         for moving in self.moving.values():
             moving.abandoned |= namespace in (None, moving.hold.path.node.namespace)
 
     def forget_stored(self, namespace: Namespace | None) -> None:
-        """Have the store delete a namespace, or all that is of this model, behind all that it was given; until it has,
-        nothing of that is looked for there."""
+        """Have the store delete a namespace, or all records of this model (None), after pending archives. Until then no
+        lookup asks for them."""
         if namespace is None:
             self.archiver.forget_all()
         if self.settings.stores:
@@ -73,21 +72,21 @@ class Tiering(Below):
     # -- asking
 
     def missing(self, pages: Ids) -> list[Ids]:
-        """By group, which pages of a path a request that begins behind it reads and the device has not."""
+        """By group, pages that a request that begins behind this path reads and the device lacks."""
         needed = [needed_pages(group, pages) for group in self._groups]
         return [part[~group.frames.resident(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Sequence[int]) -> bool:
-        """Whether to load so many frames, by group, would leave a request no frame to go on in."""
+        """Whether loading so many frames, by group, would leave a request no frame to go on in."""
         return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
 
     @property
     def num_dropped(self) -> int:
-        """Changes that make an older hit wrong."""
+        """A version: hits from before its last change may be wrong."""
         return self.damaged.num_marked + sum(host.dropped_frames for host in self.hosts)
 
     def statistics(self) -> dict[str, Any]:
-        """Counters since the start, frames of the host by group, and scopes that the store has still to forget."""
+        """Counters since the start, host frames by group, and the state of the store."""
         health = self.settings.health
         return {
             **self.counters.to_dict(),
@@ -105,9 +104,9 @@ class Tiering(Below):
     def save(
         self, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
     ) -> Transfer | None:
-        """Copy what the host lacks of a path from its page `first` on. What finds no room there is left out, from the
-        end. `ends` are numbers of pages behind which requests may begin: what they read in part goes with it. What
-        `WritePolicy.BACK` keeps for later is saved only where it `goes`.
+        """Copy pages of a path from page `first` on that the host lacks. Without room, the last ones are left out.
+        `ends` are numbers of pages behind which requests may begin: frames that they read in part are copied too. Pages
+        of a path that `goes` from the device are saved under every `WritePolicy`.
         """
         if not len(pages):
             return None
@@ -127,7 +126,7 @@ class Tiering(Below):
         cuts = [
             at[room] for host, at, room in zip(self.hosts, wanted, rooms, strict=True) if host.whole and room < len(at)
         ]
-        ends_at = min(cuts, default=len(pages))  # groups that are read as a whole keep the same pages
+        ends_at = min(cuts, default=len(pages))  # all groups that are read whole save the same pages
         parts = []
         for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
             taken = at[at < ends_at] if host.whole else at[:room]
@@ -146,7 +145,6 @@ class Tiering(Below):
         return move
 
     def _save_the_rest(self) -> None:
-        """Copies that could not be made when they were wanted."""
         if self._saves_wait:
             return
         refused = self.counters.refused_moves
@@ -157,7 +155,7 @@ class Tiering(Below):
                 return
 
     def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
-        """Places of pages with a device frame that the host should have and has not."""
+        """Places of pages with a device frame that the host lacks and should have."""
         host = self.hosts[group.index]
         lacks = group.frames.resident(pages) & ~host.good(pages) & ~self.damaged.are(pages)
         lacks &= ~host.table.has(pages, State.ARRIVING) & ~group.table.has(pages, State.ARRIVING)
@@ -171,7 +169,7 @@ class Tiering(Below):
         return np.flatnonzero(lacks)
 
     def host_room(self, host: HostGroup, wanted: int) -> int:
-        """Make room for host frames; how many of those wanted there are."""
+        """Make room for host frames, and return how many of the `wanted` ones are free."""
         short = wanted - host.num_free
         if short > 0:
             self.archiver.go_on(hurries=True)
@@ -182,7 +180,7 @@ class Tiering(Below):
         return max(0, min(wanted, host.num_free))
 
     def evict_host(self, num_pages: int) -> bool:
-        """Give up copies on the host, of pages that are not used; whether there were any."""
+        """Evict host copies of up to so many unused pages; whether there were any."""
         evicted = self._tree.evict_lower(num_pages, self._left_host)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
@@ -190,18 +188,17 @@ class Tiering(Below):
         return num_evicted > 0
 
     def _left_host(self, pages: Ids) -> None:
-        """These pages are on the device only."""
         for host in self.hosts:
             host.drop(host.unpinned(pages))
         self.table.went(Tier.HOST, pages)
 
     def keep(self, node: Node) -> int:
-        """For eviction from the device: make copies of an unleased node's pages that have none; returns how many of its
-        first pages have one then."""
+        """Before eviction from the device: save the pages of an unleased node, and return how many of its first pages
+        have copies now."""
         if self._tree.num_copies(node) < node.num_pages:
             pages = pages_to(node)
             self._save_at_once(node, pages, node.depth)
-            if self.settings.stores:  # what is above it goes too: what stays on the device for good is never saved else
+            if self.settings.stores:  # ancestors too: those that always stay on the device would never be stored
                 self._save_at_once(node, pages, self.archiver.storable(pages))
         return self._tree.num_copies(node)
 
@@ -211,18 +208,18 @@ class Tiering(Below):
             self.mover.complete(move)
             self._ended += self.mover.finished()
             self._ended.remove(move)
-            self.counters.ended(move)
+            self.counters.links[move.lane].add(move)
             self._saved(move)
 
     def left_device(self, pages: Ids) -> None:
-        """These pages are on the host only."""
+        """These pages have left the device and are on the host."""
         self.counters.demoted_pages += len(pages)
         for group in self._groups:
             group.forget(pages)
         self.table.went(Tier.DEVICE, pages)
 
     def forgotten(self, pages: Ids) -> None:
-        """These pages have left the cache, or never were in it."""
+        """These pages have left the cache, or were never in it."""
         for host in self.hosts:
             host.drop(pages)
         self.table.went(Tier.HOST, pages)
@@ -234,8 +231,7 @@ class Tiering(Below):
     # -- loading
 
     def load(self, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
-        """Bring what the device lacks of a leased path to it; there is room for all of it. None where too much is on
-        its way already."""
+        """Load the `missing` pages, by group, of a leased path; there is room for them. None if the lane refuses."""
         lease = self._tree.pin(node)
         parts = []
         num_here = int(np.count_nonzero(self.table.anchor(Tier.DEVICE).present(pages)))
@@ -252,7 +248,7 @@ class Tiering(Below):
         return move
 
     def have_copies(self, lease: Lease, first: int, pages: Ids, grafted: int) -> None:
-        """Pages of a path from its page `first` on are below the device now, those from `grafted` on and no longer."""
+        """Pages of a path from page `first` on are below the device now; those from `grafted` on are new."""
         if not self.table.anchored:
             known = pages[: grafted - first]
             lacking = ~self.table.anchor(Tier.HOST).present(known)
@@ -262,7 +258,7 @@ class Tiering(Below):
                 self._tree.copied(lease, place, place + 1)
 
     def loads_of(self, pages: Ids) -> list[Transfer]:
-        """Loads that some of these pages come with."""
+        """Loads under way of some of these pages."""
         loads = [move for move in self.moving if move.lane is Lane.LOAD]
         if not loads:
             return []
@@ -276,17 +272,16 @@ class Tiering(Below):
     # -- what has ended
 
     def wait(self) -> bool:
-        """Wait a little for bytes on their way, which keep pages from going; False where nothing is. What no longer has
-        to be waited for has gone."""
+        """Wait a little for a transfer, which prevents eviction, or delete damaged paths; False if there are none."""
         return bool(self.damaged_paths.delete() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
-        """Take note of every move that has ended, those of the prefetcher with `fetched`; returns how many did, and how
-        many paths were forgotten at last."""
+        """Take note of ended transfers; `fetched` is called with those of the prefetcher. Returns how many there were,
+        plus the number of damaged paths deleted."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
-            self.counters.ended(move)
+            self.counters.links[move.lane].add(move)
             self.settings.health.ended(move)
             if move.lane is Lane.FORGET:
                 self.deletion.ended(move)
@@ -298,7 +293,7 @@ class Tiering(Below):
                 self.archiver.ended(move)
             else:
                 if move.marked:
-                    self.archiver.forget_all()  # of another's flush: what was stored there is not, or not for long
+                    self.archiver.forget_all()  # another engine has flushed the store
                     self.deletion.found(move.marked)
                 fetched(move)
         self.deletion.go_on()
@@ -323,7 +318,7 @@ class Tiering(Below):
         self._holds.release(moving.hold)
 
     def _bind(self, part: Part, lease: Lease) -> None:
-        """Saved frames count from now on, but for those that the tree has no use for."""
+        """Bind saved frames to their pages, except those that the tree cannot count as copies."""
         host = self.hosts[part.group]
         had = host.resident(part.pages)
         host.drop_damaged(part.pages)
@@ -357,7 +352,7 @@ class Tiering(Below):
             wrong = np.array([defect not in UNDAMAGED for defect in defects], dtype=np.bool_)
             self.counters.corrupt(Tier.HOST, defects)
             self.hosts[part.group].damage(part.pages[wrong])
-            here = sum(defect == GOOD for defect in defects)  # the first ones; the device has them
+            here = sum(defect == GOOD for defect in defects)  # the first ones, which are on the device
             self.counters.loaded_frames += here
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
@@ -368,7 +363,7 @@ class Tiering(Below):
     # -- inside
 
     def _submit(self, lane: Lane, lease: Lease, parts: list[Part]) -> Transfer | None:
-        """Start a transfer. None, and what was taken for it is given back, where too much is on its way."""
+        """Start a transfer. None, with its frames given back, if the lane refuses."""
         saves = lane is Lane.SAVE
         move = self.move_of(lane, parts, self.names.scope(lease.node.namespace))
         if not self.mover.submit(move):
@@ -390,7 +385,7 @@ class Tiering(Below):
         return move
 
     def _release(self, move: Transfer) -> Moving:
-        """A transfer has ended; its frames may go, its path may not yet."""
+        """A transfer has ended: unpin its frames, and still hold its path."""
         moving = self.moving.pop(move)
         self._holds.change(moving.hold, ())
         for part in moving.parts:
