@@ -359,7 +359,7 @@ def test_what_was_fetched_is_held_until_its_request_begins(reaches: tuple[ReachS
     assert world.cached(TOKENS) == len(TOKENS), "others make room elsewhere"
     assert world.compute(asking(TOKENS)) == len(TOKENS)
     world.ahead.stop_prefetch(prefetch)
-    assert world.prefetcher is not None and not world.prefetcher.num_holding
+    assert world.prefetcher is not None and not world.prefetcher._holding
     press(world)
     assert world.cached(TOKENS) == 0, "nobody holds it any more"
     world.close()
@@ -394,7 +394,7 @@ def test_what_is_to_be_forgotten_is_not_held(kind: str) -> None:
         assert world.prefetcher is not None
         world.prefetcher.lose(tiers_of(world).damaged)
         tiers_of(world).damaged.mend(pages)
-    assert not prefetch.holds and world.prefetcher is not None and not world.prefetcher.num_holding
+    assert prefetch.hold.released and world.prefetcher is not None and not world.prefetcher._holding
     world.cache.audit()
     world.ahead.stop_prefetch(prefetch)
     world.close()
@@ -413,7 +413,7 @@ def test_who_runs_takes_what_is_held_from_the_last_one_first() -> None:
     held = [fetched(world, tokens) for tokens in prompts]
     kv = world.cache.begin(tokens_of(range(40, 49)), ALICE)
     world.cache.extend([kv], 9 * PAGE)  # of twelve, and six are held
-    assert [prefetch.holds for prefetch in held] == [True, False, False]
+    assert [prefetch.hold.released for prefetch in held] == [False, True, True]
     world.cache.audit()
     world.cache.finish(kv)
     for prefetch in held:

@@ -62,12 +62,12 @@ class Queue:
             raise AssertionError([request.wait_reason for request in self.scheduler.waiting])
         self.world.drain()
         prefetcher = self.world.prefetcher
-        assert prefetcher is not None and not prefetcher.num_holding and not prefetcher.in_flight
+        assert prefetcher is not None and not prefetcher._holding and not prefetcher.in_flight
         assert self.world.cache.tree.num_protected == 0
 
     def num_held(self) -> int:
         assert self.world.prefetcher is not None
-        return self.world.prefetcher.num_holding
+        return len(self.world.prefetcher._holding)
 
 
 @pytest.fixture

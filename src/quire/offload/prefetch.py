@@ -1,4 +1,4 @@
-"""Prefetch: the prompt of one waiting request that comes from storage to the host, piece by piece."""
+"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, piece by piece."""
 
 from __future__ import annotations
 
@@ -16,113 +16,98 @@ from quire.memory.residency import State
 from quire.offload.host_groups import HostGroup
 from quire.offload.requested_prefix import Places, RequestedPrefix
 from quire.offload.tiering import Tiering
-from quire.prefix.node import Lease
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 from quire.tiers.transfer import FAILED, REFUSED, Lane, Transfer, Units
 
 PIECE_BYTES = 8 << 20
-_MOST_AGAIN = 4
-"""Times that one request fetches again what came to memory that is at fault."""
+_MOST_AGAIN = 4  # repeated fetches of a request, after damage in host memory
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Pages of a prompt up to `last` on their way, or waiting for those before them: by group, their places on the path
-    and the host frames they come to. Nothing moves where none of them is read."""
+    """Pages of a prompt before page `last` that are fetched: by group, their places on the path and the host frames.
+    There is no `move` if no group reads any of them."""
 
     last: int
     fetching: list[tuple[HostGroup, Places, Ids]] = field(default_factory=list)
     move: Transfer | None = None
 
     def parts(self) -> Iterator[tuple[HostGroup, Places, Ids, Bools]]:
-        """By group, places and frames, and which of the frames are at fault for what is wrong in them."""
+        """By group, places, frames, and which frames are suspect."""
         suspect = self.move.suspect if self.move is not None else ()
         for at, (host, places, frames) in enumerate(self.fetching):
             yield host, places, frames, np.array([(at, row) in suspect for row in range(len(frames))], dtype=np.bool_)
 
     def give_up(self) -> None:
-        """Give its frames back; those that are at fault are set aside."""
+        """Give back its frames."""
         for host, _, frames, suspect in self.parts():
             _give_back(host, frames, suspect)
 
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """What one request waits for. Behind `start` pages of its prompt it could begin when it asked, behind `wanted` it
-    is to, and all that it needs up to `limit` has come. `hold` keeps its path and, in groups that are read in part, the
-    host frames that it counts on."""
+    """What requests with one prompt wait for, in pages of the prompt: they could begin behind `start` at first, can
+    begin behind `limit` now, and shall begin behind `wanted`. `hold` keeps the path, and host frames that they need in
+    groups that are read in part."""
 
     tiers: Tiering
     parts: CacheParts
     namespace: Namespace
     tokens: Ids
-    name: bytes  # the key of the first page that is in no tier here, or of the last page
+    name: bytes  # the key of the first page that is not cached, or of the last page
     prefix: RequestedPrefix
     hold: Hold
-    tries: bool  # the link, which is off
-    at_once: int  # bytes that may be on their way
+    tries: bool  # a lane that is off
+    at_once: int  # the most bytes under way
     since: float
-    stop_at: float  # when waiting stops being worth it
+    stop_at: float  # when computing would have been quicker
 
     start: int = field(init=False)
     limit: int = field(init=False)
     wanted: int = field(init=False)
-    num_waiting: int = 1  # requests, which begin with the same pages
-    shared: bool = False  # whether there ever were several
+    num_waiting: int = 1  # requests
+    shared: bool = False  # by several requests, now or earlier
     done: bool = False
     stopped: bool = False
     abandoned: bool = False
 
     look: Transfer | None = None
-    pieces: deque[Piece] = field(default_factory=deque)  # that do not count yet, in the order of the prompt
-    last: int = field(init=False)  # the page behind the last of them
-    lost: bool = False  # a page has not come: pieces behind it are no use
-    num_bytes: int = 0  # of the host, for what is fetched
+    pieces: deque[Piece] = field(default_factory=deque)  # not bound yet, in the order of the prompt
+    last: int = field(init=False)  # the page behind these pieces
+    lost: bool = False  # a page has not arrived: pieces behind it are useless
+    num_bytes: int = 0  # of host frames for fetched pages
 
     fetching_since: float | None = None
     fetched_before: int = 0  # bytes, for any request
     seconds: float = 0.0  # of work on its pieces
-    own_bytes: int = 0  # that came by that
-    in_rounds: bool = False  # whether some were begun only when others had come
-    _again: int = 0  # times that rows of the host were at fault
+    own_bytes: int = 0  # fetched in these seconds
+    in_rounds: bool = False  # some pieces began only after others had arrived
+    _again: int = 0
 
     def __post_init__(self) -> None:
         self.start = self.limit = self.wanted = self.last = self.prefix.start
 
     @property
-    def lease(self) -> Lease:
-        """The path that it holds."""
-        return self.hold.path
-
-    @property
-    def holds(self) -> bool:
-        """Whether it still does."""
-        return not self.hold.released
-
-    @property
     def moves(self) -> list[Transfer]:
-        """What is under way for it, or has arrived and does not count yet."""
+        """Transfers under way, and those that have ended and are not bound yet."""
         looking = [self.look] if self.look is not None else []
         return looking + [piece.move for piece in self.pieces if piece.move is not None]
 
     def leads_on(self, tokens: Ids) -> bool:
-        """Whether a request that waited for it may find more, now that it has ended: where it brought something, or its
-        own prompt ends elsewhere than that request's."""
+        """Whether another prefetch may find more for a request that waited for this one."""
         if not self.shared or not self.done:
             return False
         return self.limit > self.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
     def stop(self) -> None:
-        """No more pieces; those on their way are kept if they come. What the store has is still heard: it says how long
-        others should wait for that."""
+        """Fetch no more pieces. Those that still arrive are kept, and the answer to `look` still teaches patience."""
         self.stopped = True
         self._stop_pieces()
 
     def hold_frames(self, end: int) -> None:
-        """Keep what the host has of single frames that are needed behind `end` pages: making room must not take
-        them."""
+        """Hold host frames of partial groups that a request needs to begin behind `end` pages."""
         held, path = [], self.prefix.path
         for group in self.parts.groups:
             if not group.reach.whole:
@@ -135,26 +120,26 @@ class Prefetch:
     # -- what comes next
 
     def next_piece(self) -> Piece | None:
-        """What is to come next, to frames that are taken for it. None where that is nothing, there is no room for any
-        of it, or enough is on its way."""
+        """The next piece, with host frames taken for it. None: there is nothing to fetch, no room, or enough is under
+        way."""
         if self.last >= self.wanted or self.stopped or self.lost:
             return None
         if sum(move.num_bytes for move in self.moves) >= self.at_once:
             return None
         last, places = self._cut()
-        if last <= self.last or self.parts.pages.num_free_pages < last - self.lease.num_pages:
+        if last <= self.last or self.parts.pages.num_free_pages < last - self.hold.path.num_pages:
             return None
         fetching = [
             (host, at, host.take(len(at))) for host, at in zip(self.tiers.hosts, places, strict=True) if len(at)
         ]
         if not fetching:
-            return Piece(last)  # a request that begins behind these pages reads nothing of them
+            return Piece(last)  # no request that begins behind these pages reads them
         units = [Units(host.index, NO_PAGES, frames, self.prefix.keys(at)) for host, at, frames in fetching]
         num_bytes = sum(len(at) * self.tiers.settings.record_bytes[host.index] for host, at, _ in fetching)
         return Piece(last, fetching, Transfer(Lane.FETCH, units, self.tiers.names.scope(self.namespace), num_bytes))
 
     def _cut(self) -> tuple[int, list[Places]]:
-        """The page behind the next piece, and by group the places of what has to come, for which there is room."""
+        """The page behind the next piece, and by group the places to fetch, for which there is room."""
         places = [at[at >= self.last] for at in self.prefix.lacking(self.wanted)]
         num_bytes = np.zeros(self.wanted, dtype=np.int64)
         for at, size in zip(places, self.tiers.settings.record_bytes, strict=True):
@@ -171,26 +156,25 @@ class Prefetch:
     # -- what has come
 
     def fetched(self, piece: Piece) -> None:
-        """Keep the pages of a piece up to the first that has not come whole, in every group."""
+        """Bind the pages of a piece, up to the first that is not whole in every group."""
         defects = piece.move.defects if piece.move is not None else ()
         end = piece.last
         for (_, at, _), found in zip(piece.fetching, defects, strict=True):
             end = min([end, *at[[bool(defect) for defect in found]].tolist()])
-        first = self.lease.num_pages
+        first = self.hold.path.num_pages
         grafted = self._keep(end) if end > self.limit else end
-        counted = self.parts.tree.countable(self.lease, first, end) if end > first else end
+        counted = self.parts.tree.countable(self.hold.path, first, end) if end > first else end
         self._bind(piece, end, counted, grafted)
         if end < piece.last:
             self._lose(piece, end)
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
-        elif any(not host.whole for host in self.tiers.hosts):  # what has come in part is reused as a whole
+        elif any(not host.whole for host in self.tiers.hosts):  # a path fetched in part counts as fetched
             self.tiers.on_host.mark(self.prefix.path[self.start : self.limit], State.FETCHED)
 
     def _keep(self, end: int) -> int:
-        """The first `end` pages of the prompt are cached from now on; returns the first of those that were not, which
-        are below the device."""
-        first = grafted = self.lease.num_pages
+        """Cache the first `end` pages of the prompt; returns the first page that is new to the tree."""
+        first = grafted = self.hold.path.num_pages
         pages, tree = self.parts.pages, self.parts.tree
         if end > first:
             try:
@@ -199,18 +183,18 @@ class Prefetch:
                 self.stopped = True
                 return first
             size = self.parts.plan.page_size
-            inserted = tree.graft(self.lease, self.tokens[first * size : end * size], taken)
+            inserted = tree.graft(self.hold.path, self.tokens[first * size : end * size], taken)
             mine = len(inserted.duplicates)
             if mine:
                 pages.free_pages(np.sort(inserted.duplicates))
             grafted = first + mine
-            self.tiers.have_copies(self.lease, first, inserted.pages, grafted)
+            self.tiers.have_copies(self.hold.path, first, inserted.pages, grafted)
         self.limit = end
         return grafted
 
     def _bind(self, piece: Piece, end: int, counted: int, grafted: int) -> None:
-        """What has come of pages before `end` counts (in groups that are read as a whole, before `counted`), but for
-        what the cache has got elsewhere meanwhile. Pages from `grafted` on are cached since now."""
+        """Bind fetched frames of pages before `end` (in groups that are read whole, before `counted`) that have no host
+        frame yet. Pages from `grafted` on are new to the tree."""
         tiers, cached = self.tiers, self.prefix.path
         for host, at, frames, suspect in piece.parts():
             good = at < min(counted if host.whole else end, len(cached))
@@ -220,7 +204,7 @@ class Prefetch:
             host.bind(pages[fresh], frames[good][fresh], ranks)
             if tiers.table.is_anchor(host.index):
                 for place in at[good][fresh & (at[good] < grafted)].tolist():
-                    self.parts.tree.copied(self.lease, place, place + 1)
+                    self.parts.tree.copied(self.hold.path, place, place + 1)
             _give_back(host, frames[~good], suspect[~good])
             host.untake(frames[good][~fresh])
             num_fresh = int(np.count_nonzero(fresh))
@@ -229,8 +213,8 @@ class Prefetch:
             tiers.archiver.stored(host.index, pages[fresh])
 
     def _lose(self, piece: Piece, end: int) -> None:
-        """Page `end` has not come. The store does not have it, unless it could not answer, or the memory that it came
-        to is at fault: then it comes again."""
+        """Page `end` has not arrived. The store lacks it, unless it could not answer or host memory was bad; after bad
+        memory, fetch it again."""
         assert piece.move is not None
         self.wanted, self.lost = self.limit, True
         if any(REFUSED in defects or FAILED in defects for defects in piece.move.defects):
@@ -250,6 +234,6 @@ class Prefetch:
 
 
 def _give_back(host: HostGroup, frames: Ids, suspect: Bools) -> None:
-    """These frames have no page; those that are suspect are set aside."""
+    """Free frames without a page; quarantine suspect ones."""
     host.untake(frames[~suspect])
     host.quarantine(frames[suspect])

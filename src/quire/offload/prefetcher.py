@@ -1,13 +1,13 @@
-"""Prefetcher: pages of waiting requests come from storage to the host, so that they are there when their turn comes.
+"""Prefetcher: fetches stored pages to the host for waiting requests.
 
-    look      what of the prompt is stored and nowhere else, and how far that would help (`RequestedPrefix`)
-    fetch     that, in pieces in the order of the prompt; each piece counts as soon as it and those before it are whole
-              and checked. So many are on their way at once that the link is not idle until the next look at them
-    stop      when computing would have been quicker, or the policy has enough; what has come is kept
-    hold      what has come, until all requests that waited for it have begun or gone away, or memory is short
+    look      which pages of the prompt are only in the store, and how far they would help (`RequestedPrefix`)
+    fetch     these in pieces, in the order of the prompt; a piece is bound when it and all before it are checked.
+              Enough of them are under way at once that the lane is not idle until the next step
+    stop      when computing would have been quicker, or the policy has enough; fetched pages are kept
+    hold      fetched pages, until all requests that waited for them have begun or ended, or memory is short
 
-A piece that is damaged, or gone meanwhile, ends it there, or where a request can begin without it. Where the host's
-memory is at fault and not the store's record, that is set aside and the piece comes again.
+A piece that is damaged or missing ends the fetch at the last page behind which a request can begin. If host memory was
+bad and not the record, its frame is quarantined and the piece is fetched again.
 """
 
 from __future__ import annotations
@@ -34,21 +34,18 @@ from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
 _FIRST_BYTES = 4 * PIECE_BYTES
 _MOST_BYTES = 512 << 20
-"""Bytes that one request has on their way: at first, and at most. It is twice as many whenever all had arrived by the
-next look at them."""
+"""Bytes under way for one request, at first and at most. They double when all have arrived by the next step."""
 _LEAST_PATIENCE = 0.02
-"""Of the time that a prompt takes to compute, what its request waits to hear whether any of it is stored; more where
-that was often the case: waiting must not cost what it seldom brings."""
+"""Least share of a prompt's compute time that its request waits for the answer to a look. It waits longer if prompts
+were often stored."""
 _LEARNS = 0.2
-_LEAST_SECONDS = 1e-3  # what ended sooner was not waited for
-_MOST_AT_ONCE = 16
-"""Requests that read ahead or hold what they have read: each keeps its whole prefix from others."""
-_MOST_OF_HOST = 0.5
-"""Beyond that share of the host's bytes no other request begins to read: the rest is for what running ones leave."""
+_LEAST_SECONDS = 1e-3  # a shorter transfer is never late
+_MOST_AT_ONCE = 16  # prefetches that run or hold pages: each keeps a whole prefix from eviction
+_MOST_OF_HOST = 0.5  # share of the host's bytes for prefetches; running requests need the rest
 
 
 class Prefetcher(ReadAhead):
-    """Reads ahead for one cache, which has these parts and `tiers`; `retention` is what callers keep of it."""
+    """Reads ahead for the cache that has these parts."""
 
     loads = True
 
@@ -60,10 +57,10 @@ class Prefetcher(ReadAhead):
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
         self._host_bytes = tiers.settings.num_bytes(host.num_frames for host in tiers.hosts)
-        self._found = 0.5  # of the tokens that the last requests asked for, the share that was stored
+        self._found = 0.5  # share of the last prompts that was stored
         self._running: dict[Transfer, Prefetch] = {}
-        self._holding: dict[Prefetch, None] = {}  # those that hold something, oldest first
-        self._refused: dict[Prefetch, None] = {}  # those that wait until there is room on the link
+        self._holding: dict[Prefetch, None] = {}  # those with a live hold, oldest first
+        self._refused: dict[Prefetch, None] = {}  # those that wait for room on the lane
         self._named: dict[bytes, Prefetch] = {}
         self._fetched_bytes = 0
         self._at_once = _FIRST_BYTES
@@ -101,7 +98,7 @@ class Prefetcher(ReadAhead):
         return self.stores and len(taken) < _MOST_AT_ONCE and has_room
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """Where another request's prompt goes on with the same page, it is waited for that one's."""
+        """A prompt that goes on with the same page as another one shares its prefetch."""
         tiers, parts = self._tiers, self._parts
         scope = tiers.names.scope(namespace)
         if not self.can_prefetch or tiers.deletion.covers(scope):
@@ -145,9 +142,9 @@ class Prefetcher(ReadAhead):
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
-        """A request does not begin while a step is computed: waiting takes as long at least."""
         if prefetch.done or prefetch.abandoned:
             return False
+        # A request cannot begin before the current step ends, so waiting takes that long at least.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
         is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
         if is_late or (self._is_off and not prefetch.tries):
@@ -156,7 +153,6 @@ class Prefetcher(ReadAhead):
         return True
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
-        """Where no other request waits for it, no more is fetched and nothing held."""
         prefetch.num_waiting -= 1
         assert prefetch.num_waiting >= 0, "a request has left twice"
         if not prefetch.num_waiting:
@@ -165,21 +161,19 @@ class Prefetcher(ReadAhead):
                 self._release(prefetch)
 
     def take_back_prefetched(self) -> bool:
-        """From the request that began to read ahead last."""
         if not self._holding:
             return False
         prefetch = next(reversed(self._holding))
         prefetch.abandoned = not prefetch.done
         self._release(prefetch)
         prefetch.stop()
-        self._parts.sweep()  # before it could be evicted to the host, and from there stored: it may have been flushed
+        self._parts.sweep()  # flushed pages must go before they could be evicted to the host and stored
         return True
 
-    # -- what is to be forgotten
+    # -- what is forgotten
 
     def abandon(self, namespace: Namespace | None) -> None:
-        """What is on its way of a namespace, or at all, counts for nothing when it arrives, and what has come is not
-        held."""
+        """Drop and hold no fetched pages of a namespace, or any (None)."""
         for prefetch in [*self._holding, *self.in_flight]:
             if namespace in (None, prefetch.namespace):
                 if prefetch.done:
@@ -189,7 +183,7 @@ class Prefetcher(ReadAhead):
                     prefetch.stop()
 
     def lose(self, damaged: DamagedPages) -> None:
-        """Hold nothing that begins with damaged pages, so that they can be forgotten."""
+        """Release holds of paths with damaged pages, so that these can be forgotten."""
         for prefetch in list(self._holding):
             if prefetch.done and damaged.are(prefetch.prefix.path).any():
                 self._release(prefetch)
@@ -198,16 +192,11 @@ class Prefetcher(ReadAhead):
 
     @property
     def in_flight(self) -> tuple[Prefetch, ...]:
-        """Those that have not ended."""
+        """Prefetches that have not ended."""
         return tuple(dict.fromkeys((*self._running.values(), *self._refused)))
 
-    @property
-    def num_holding(self) -> int:
-        """Prefetches that hold something."""
-        return len(self._holding)
-
     def host_frames(self, group: int) -> Ids:
-        """Host frames that pieces on their way have taken."""
+        """Host frames of pieces that are not bound yet."""
         fetching = [part for each in self.in_flight for piece in each.pieces for part in piece.fetching]
         return np.concatenate([NO_PAGES, *(frames for host, _, frames in fetching if host.index == group)])
 
@@ -218,13 +207,13 @@ class Prefetcher(ReadAhead):
         return self._tiers.break_even.is_off(Lane.FETCH) and not self._tiers.settings.always
 
     def _is_tried(self, start: int, limit: int) -> bool:
-        """Whether a link that is off is tried with a request that lacks these pages: as if all of them were stored."""
+        """Whether to try a lane that is off with a request that lacks these pages, as if all were stored."""
         counts = [limit - max(start, group.reach.needed(limit).start) for group in self._parts.groups]
         num_bytes = self._tiers.settings.num_bytes(counts)
         return self._tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes)
 
     def _patience(self, tokens: int, num_bytes: int) -> float:
-        """Seconds that a request waits that would have to compute these tokens otherwise."""
+        """Seconds that a request waits for these tokens."""
         match self._policy:
             case PrefetchPolicy.WAIT_COMPLETE:
                 return math.inf
@@ -235,7 +224,7 @@ class Prefetcher(ReadAhead):
         return self._tiers.break_even.deadline(tokens, num_bytes)
 
     def _decide(self, prefetch: Prefetch) -> None:
-        """How far to fetch: behind the last page where every group could resume, if that is worth it."""
+        """Decide how far to fetch: up to the last page behind which every group could resume, if that is worth it."""
         tiers, prefix = self._tiers, prefetch.prefix
         near, wanted = prefix.near(), prefix.far()
         prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
@@ -280,7 +269,7 @@ class Prefetcher(ReadAhead):
     def _looked(self, prefetch: Prefetch, move: Transfer) -> None:
         """The store has answered."""
         prefetch.look = None
-        if prefetch.tries and prefetch.stopped:  # it has waited as long as is worth it, for an answer
+        if prefetch.tries and prefetch.stopped:  # the answer came too late
             prefetch.tries = False
             self._tiers.break_even.failed(Lane.FETCH, move.seconds)
         if prefetch.abandoned:
@@ -298,8 +287,7 @@ class Prefetcher(ReadAhead):
             self._decide(prefetch)
 
     def _report(self, prefetch: Prefetch, move: Transfer, asked: int) -> None:
-        """Say where a move brought less than half of what the store was asked for, or nothing by the time at which it
-        was stopped and all should have come: that ends a trial, for which all others have waited long enough."""
+        """Report a transfer that brought less than half of the asked bytes, or nothing in time: it ends a trial."""
         even = self._tiers.break_even
         expected = 0.0 if prefetch.tries else even.load_seconds(Lane.FETCH, move.num_bytes) or 0.0
         is_late = move.stopping and not move.moved_bytes and move.seconds >= max(_LEAST_SECONDS, expected)
@@ -310,7 +298,7 @@ class Prefetcher(ReadAhead):
         self._tiers.counters.failed_moves += bool(move.error) or not brought
 
     def _go_on(self, prefetch: Prefetch) -> None:
-        """Keep what has come, and have more brought; or that was all."""
+        """Bind pieces that have arrived, and fetch more; or finish."""
         self._take(prefetch)
         while (piece := prefetch.next_piece()) is not None and self._bring(prefetch, piece):
             self._take(prefetch)
@@ -318,7 +306,7 @@ class Prefetcher(ReadAhead):
             self._finish(prefetch)
 
     def _take(self, prefetch: Prefetch) -> None:
-        """Keep the pieces that have come behind all those before them."""
+        """Bind pieces that have arrived with all before them."""
         while prefetch.pieces and prefetch.pieces[0].move not in self._running:
             piece = prefetch.pieces.popleft()
             if prefetch.abandoned or prefetch.lost:
@@ -330,13 +318,13 @@ class Prefetcher(ReadAhead):
             self._decide(prefetch)
 
     def _bring(self, prefetch: Prefetch, piece: Piece) -> bool:
-        """Start to fetch a piece; False where too much is on its way."""
+        """Submit a piece; False if the lane refuses."""
         move = piece.move
         if move is not None:
             if not self._tiers.mover.submit(move):
                 piece.give_up()
                 if not prefetch.pieces and self._tiers.mover.in_flight(Lane.FETCH):
-                    self._refused[prefetch] = None  # until one of those has ended
+                    self._refused[prefetch] = None  # until one has ended
                 return False
             self._running[move] = prefetch
             if prefetch.fetching_since is None:
@@ -353,23 +341,23 @@ class Prefetcher(ReadAhead):
             self._tiers.break_even.untried(Lane.FETCH)
         if self._named.get(prefetch.name) is prefetch:
             del self._named[prefetch.name]
-        has_come = prefetch.holds and prefetch.limit > prefetch.start
+        has_come = not prefetch.hold.released and prefetch.limit > prefetch.start
         if has_come:
-            self._tiers.archiver.archive(prefetch.lease.node)  # what is above it is of use, too
+            self._tiers.archiver.archive(prefetch.hold.path.node)  # this touches its ancestors
         if has_come and prefetch.num_waiting and not prefetch.abandoned:
             prefetch.hold_frames(prefetch.prefix.near())
         else:
             self._release(prefetch)
 
     def _release(self, prefetch: Prefetch) -> None:
-        if prefetch.holds:
+        if not prefetch.hold.released:
             self._holding.pop(prefetch)
             self._parts.holds.release(prefetch.hold)
 
     # -- how fast it is
 
     def _widen(self, prefetch: Prefetch) -> None:
-        """More is to be on its way from now on, for others too; how fast it was with less says little about that."""
+        """Allow more bytes under way, for later prefetches too, and measure anew: the speed with fewer differs."""
         self._at_once = max(self._at_once, prefetch.at_once)
         prefetch.at_once = min(2 * prefetch.at_once, _MOST_BYTES)
         if prefetch.last < prefetch.wanted and prefetch.fetching_since is not None:
@@ -377,8 +365,8 @@ class Prefetcher(ReadAhead):
             prefetch.seconds, prefetch.own_bytes, prefetch.in_rounds = 0.0, 0, False
 
     def _measure(self, prefetch: Prefetch) -> None:
-        """How fast the link is for those who wait: what it has brought meanwhile, for any request, in the time that
-        passed. Where that was one step of others, none could have begun before its end; then only the work counts."""
+        """Measure the lane: bytes fetched for any request in the time that passed. That time may be one long step, in
+        which no piece could begin; then only seconds of work count."""
         if prefetch.fetching_since is not None:
             seconds = self._parts.seconds() - prefetch.fetching_since
             num_bytes = self._fetched_bytes - prefetch.fetched_before

@@ -1,11 +1,11 @@
-"""RequestedPrefix: what of a prompt is neither on the device nor on the host, and how far what is stored would help.
+"""RequestedPrefix: pages of a prompt that are neither on device nor host, and how far stored ones would help.
 
     pages of the prompt     0       start        known         limit
     in the tree             |----------------------|
     groups read whole                              |- looked for -|   their frames are there as long as the pages are
     groups read in part         |-- where they are missing, from what the first page behind `start` needs on --|
 
-Behind `start` pages every group can resume already.
+Every group can resume behind `start` pages already.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from quire.spec.ids import Bools, Ids
 from quire.tiers.store import Answer
 from quire.tiers.transfer import Answers, Units
 
-Places = np.ndarray
-"""Which pages of the prompt, int64."""
+Places = np.ndarray  # page numbers of the prompt, int64
 
 
 class RequestedPrefix:
-    """See the module. `lease` pins the known pages, and others that come to be cached behind them; `keys` are those of
-    pages from `known` on."""
+    """See the module. `lease` pins the known pages, and pages cached behind them later. `keys` are those of the pages
+    from `known` on."""
 
     def __init__(
         self, tiers: Tiering, groups: Sequence[GroupCache], lease: Lease, start: int, keys: Sequence[bytes]
@@ -45,13 +44,13 @@ class RequestedPrefix:
 
     @property
     def path(self) -> Ids:
-        """The pages that are in the tree by now."""
+        """Pages of the prompt that are in the tree now."""
         return pages_to(self._lease.node)
 
     # -- the store
 
     def units(self) -> list[Units]:
-        """What the store is asked for."""
+        """The keys to look up, by group."""
         path, behind = self.path, np.arange(self.known, self.limit)
         for group in self._groups:
             first = self.known if group.reach.whole else group.reach.needed(self.start + 1).start
@@ -62,7 +61,7 @@ class RequestedPrefix:
         return [Units(group, NO_PAGES, NO_PAGES, self.keys(places)) for group, places in self._asked]
 
     def answered(self, answers: Answers) -> None:
-        """What the store has of it."""
+        """Take note of the store's answers to `units`."""
         path = self.path
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
@@ -70,12 +69,12 @@ class RequestedPrefix:
             self._tiers.archiver.not_stored(group, path[gone[gone < len(path)]])
 
     def lost(self, group: int, place: int) -> None:
-        """The store does not have this after all."""
+        """Take note that the store lacks this page after all."""
         self._stored[group][place] = False
         self._tiers.archiver.not_stored(group, self.path[place : place + 1])
 
     def keys(self, places: Places) -> tuple[bytes, ...]:
-        """Under which the store has these pages."""
+        """Keys of these pages in the store."""
         known = self._tiers.names.keys_of(self.path[places[places < self.known]])
         return (*known, *(self._keys[place - self.known] for place in places[len(known) :].tolist()))
 
@@ -87,7 +86,7 @@ class RequestedPrefix:
         return resume_point(partial, self.path, self._tiers.hosts)[0]
 
     def far(self) -> int:
-        """The same, once what is stored has come."""
+        """The most pages behind which a request could begin if all stored ones were fetched."""
         path = self.path
         usable: Bools = np.ones(self.limit, dtype=np.bool_)
         for group, stored in zip(self._groups, self._stored, strict=True):
@@ -98,13 +97,13 @@ class RequestedPrefix:
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def branches(self) -> bool:
-        """Whether prompts that part from this one may find what it did not: the first page behind the known ones is
-        stored, as far as all of them need it."""
+        """Whether prompts that branch from this one may find more: groups that are read whole have the first unknown
+        page stored, and there are other groups."""
         whole = [stored for group, stored in zip(self._groups, self._stored, strict=True) if group.reach.whole]
         return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
 
     def lacking(self, wanted: int) -> list[Places]:
-        """By group, what has to come so that a request can begin behind `wanted` pages."""
+        """By group, places to fetch so that a request can begin behind `wanted` pages."""
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)
@@ -115,7 +114,7 @@ class RequestedPrefix:
         return found
 
     def loads(self, wanted: int) -> list[int]:
-        """By group, the frames that the device lacks for a request that begins behind `wanted` pages."""
+        """By group, how many frames the device lacks for a request that begins behind `wanted` pages."""
         path, needed = self.path, [group.reach.needed(wanted) for group in self._groups]
         return [
             len(places) - int(np.count_nonzero(group.frames.resident(path[places.start : places.stop])))
