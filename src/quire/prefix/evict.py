@@ -23,6 +23,7 @@ class Order(EvictionPolicy):
         self._key = key
         self._queue: LazyQueue[Node] = LazyQueue(live, by_key=True)
         self._ticket = 0
+        self.last_key: tuple[float, ...] = (0.0,)  # of the last victim
 
     def offered(self, node: Node) -> None:
         self._ticket += 1
@@ -34,11 +35,8 @@ class Order(EvictionPolicy):
         if entry is None:
             return None
         entry.item.ticket = 0
-        self.left(entry.key)
+        self.last_key = entry.key
         return entry.item
-
-    def left(self, key: tuple[float, ...]) -> None:
-        """A victim with this key was taken."""
 
     def candidates(self) -> Iterator[Node]:
         return iter(self._queue)
@@ -50,11 +48,7 @@ class GDSF(Order):
     Leaves are trimmed page by page, and every page costs the same to compute, so cost over size is 1."""
 
     def __init__(self) -> None:
-        super().__init__(lambda node: (self._floor + 1 + node.hits, node.last_used))
-        self._floor = 0.0
-
-    def left(self, key: tuple[float, ...]) -> None:
-        self._floor = max(self._floor, key[0])
+        super().__init__(lambda node: (self.last_key[0] + 1 + node.hits, node.last_used))
 
 
 class S3FIFO(EvictionPolicy):

@@ -64,12 +64,8 @@ class Ghosts:
 
     def clear(self) -> None:
         """Forget all ghosts."""
-        while self._forget_oldest():
-            pass
-
-    def __len__(self) -> int:
-        """Entries of the queue, some of which may be no ghosts any more."""
-        return len(self._order)
+        while self.num_bytes:
+            self._forget_oldest()
 
     def _take(self, ghost: Node, num_bytes: int) -> dict[bytes, Node]:
         """Remove the first `num_bytes` of a ghost, whole pages; returns the ghosts that follow them, without a parent:
@@ -83,18 +79,16 @@ class Ghosts:
         ghost.key = ghost.key[num_bytes:]
         return {ghost.key[: self._page_bytes]: ghost}
 
-    def _forget_oldest(self) -> bool:
-        """Whether there was one. The oldest ghost has no children, since they are older than their parent."""
+    def _forget_oldest(self) -> None:
+        """The oldest ghost has no children, since they are older than their parent."""
         entry = self._order.pop()
-        if entry is None:
-            return False
+        assert entry is not None
         ghost = entry.item
         assert ghost.parent is not None and not ghost.ghosts
         ghost.eviction = None
         del ghost.parent.ghosts[ghost.key[: self._page_bytes]]
         self.num_bytes -= len(ghost.key)
         self._forgotten(ghost.parent)
-        return True
 
 
 def hang(node: Node, ghosts: dict[bytes, Node]) -> None:

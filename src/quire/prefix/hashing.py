@@ -1,4 +1,4 @@
-"""Content keys of pages: a SHA-256 chain over length-prefixed fields, the same in every process, on every machine."""
+"""Content keys of pages: a SHA-256 chain over length-prefixed fields, equal in every process and on every machine."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from quire.spec.events import Namespace
 
 
 def namespace_seed(namespace: Namespace, identity: bytes = b"") -> bytes:
-    """Where a namespace's chain begins, 32 bytes. `identity` stands for everything else that a page's bytes depend on:
-    the model and the layouts. An adapter named like another's salt gives another seed."""
+    """The start of a namespace's chain, 32 bytes. `identity` is a `layout_identity`."""
     return _digest(b"quire-namespace-2", identity, namespace.adapter.encode(), namespace.salt.encode())
 
 
 def layout_identity(model: bytes, layouts: Sequence[str]) -> bytes:
-    """What a page's bytes depend on besides its tokens and namespace, 32 bytes: the model, and every group's layout."""
+    """The model and every group's layout, on which a page's bytes depend besides tokens and namespace; 32 bytes."""
     return _digest(b"quire-layouts-1", model, *[layout.encode() for layout in layouts])
 
 
 def scope_of(namespace: Namespace, identity: bytes) -> bytes:
-    """What a namespace's pages are kept under in stores, 16 bytes.
+    """The prefix of a namespace's records in stores, 16 bytes.
 
         |-- edition_of(identity): 8 bytes --|-- the namespace in it: 8 bytes --|
 
-    So that what another model, weights epoch or layout has left is found without knowing any salt. It says nothing of
-    the salt to who does not know it, and keys do not rely on it: chains begin with the whole of `identity` and salt.
+    Records of another model, weights epoch or layout are found by their edition, without any salt. A scope does not
+    reveal a salt. Page keys do not depend on scopes.
     """
     inner = _digest(b"quire-scope-1", identity, namespace.adapter.encode(), namespace.salt.encode())
     return edition_of(identity) + inner[:8]
 
 
 def edition_of(identity: bytes) -> bytes:
-    """The first 8 bytes of every scope of a model with these weights, in this epoch, with these layouts."""
+    """The first 8 bytes of every scope with this model, weights epoch and layouts."""
     return _digest(b"quire-edition-1", identity)[:8]
 
 
 def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
-    """Hashes of the whole pages in `tokens` (raw int32 bytes), each over its parent's hash and its own bytes."""
+    """Hashes of the whole pages in `tokens` (raw int32 bytes), each of the previous page's hash and its own bytes."""
     hashes = []
     begun = hashlib.sha256(b"quire-page-2" + page_bytes.to_bytes(4, "little")).copy  # a copy costs less than a new one
     for at in range(0, len(tokens) - page_bytes + 1, page_bytes):
@@ -51,7 +50,7 @@ def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, .
 
 
 def _digest(domain: bytes, *parts: bytes) -> bytes:
-    """SHA-256 over how many parts there are and each of them behind its length. Domains never begin one another."""
+    """SHA-256 of the number of parts, and each part after its length. No domain may be a prefix of another."""
     digest = hashlib.sha256(domain + len(parts).to_bytes(8, "little"))
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -60,7 +59,7 @@ def _digest(domain: bytes, *parts: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Pages that were cached together: hashed together, once, however often the tree cuts them."""
+    """Pages that were cached together: hashed together once, even if the tree cuts them later."""
 
     parent: PageHashes | bytes
     tokens: bytes
@@ -69,10 +68,9 @@ class _Run:
 
 
 class PageHashes:
-    """The hashes of consecutive pages, computed when somebody first reads them.
+    """The hashes of consecutive pages, computed at the first read. Immutable.
 
-    It stays what it is when the tree cuts or forgets the pages. `parent` are the pages before them, or a namespace's
-    seed; `tokens` are raw int32 bytes.
+    `parent` are the previous pages, or a namespace's seed; `tokens` are raw int32 bytes.
     """
 
     __slots__ = ("_run", "_start", "_stop")
@@ -87,7 +85,7 @@ class PageHashes:
 
     @property
     def tokens(self) -> bytes:
-        """The tokens of these pages, raw int32 bytes."""
+        """Raw int32 bytes."""
         return self._run.tokens[self._start * self._run.page_bytes : self._stop * self._run.page_bytes]
 
     @property
@@ -99,7 +97,7 @@ class PageHashes:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """One hash for each page. O(pages not hashed yet, of these and of those before them)."""
+        """One hash for each page. O(pages not hashed yet, here and before)."""
         return _digests(self._run)[self._start : self._stop]
 
     @property
@@ -108,7 +106,7 @@ class PageHashes:
         return _digests(self._run)[self._stop - 1]
 
     def begins_with(self, tokens: bytes) -> bool:
-        """Whether the first of these pages hold `tokens`, whole pages as raw int32 bytes."""
+        """Whether the first pages hold `tokens`, whole pages as raw int32 bytes."""
         size = self._run.page_bytes
         return self._run.tokens.startswith(tokens, self._start * size, self._stop * size)
 
@@ -123,7 +121,7 @@ class PageHashes:
 
 
 def cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], list[PageHashes]]:
-    """The hashes of the first `at` pages of consecutive runs, and the rest."""
+    """The first `at` pages of consecutive runs, and the rest."""
     upper: list[PageHashes] = []
     lower: list[PageHashes] = []
     for run in hashes:
@@ -138,7 +136,7 @@ def cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], lis
 
 
 def _digests(run: _Run) -> tuple[bytes, ...]:
-    """The hashes of a run, after those of the runs before it: a loop, since a chain may be long."""
+    """The hashes of a run; computes those of earlier runs first, in a loop because a chain may be long."""
     waiting: list[_Run] = []
     missing = run
     while missing.digests is None:

@@ -73,7 +73,7 @@ class Lease:
     """A pin on the path from the root to `node`, of `num_pages` pages: none of them is evicted until the lease is
     released, exactly once."""
 
-    _node: Node | None
+    end: Node | None  # None: released
     num_pages: int
     priority: int
     turn: int  # of all nodes that are appended under this lease
@@ -82,21 +82,9 @@ class Lease:
     @property
     def node(self) -> Node:
         """The end of the path. Raises LeaseError after the release."""
-        if self._node is None:
+        if self.end is None:
             raise LeaseError("a lease was used after it was released.")
-        return self._node
-
-    def move_to(self, node: Node, num_pages: int) -> None:
-        """Extend the path to a deeper node; the tree changes the levels."""
-        assert self._node is not None
-        self._node = node
-        self.num_pages = num_pages
-
-    def close(self) -> Node:
-        """Mark as released and return the node it held. Raises LeaseError the second time."""
-        node = self.node
-        self._node = None
-        return node
+        return self.end
 
 
 class Levels:

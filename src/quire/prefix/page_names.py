@@ -1,4 +1,4 @@
-"""PageNames: under which key each cached page is known outside of its cache, and who hears that it came or went."""
+"""PageNames: the key of each cached page outside of its cache, and the events of a tree."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, P
 from quire.spec.ids import Ids, Tier
 
 KEY_BYTES = 32
-_MOST_SCOPES = 1024
-"""Kept, so that they need not be computed again. Salts may be as many as there are users, or requests."""
-_MOST_AHEAD = 64
-"""Prompts whose keys were asked for before their pages are cached, and are kept until then."""
+_MOST_SCOPES = 1024  # remembered: there may be a salt per user or per request
+_MOST_AHEAD = 64  # prompts whose keys are remembered until their pages are cached
 
 
 class PageNames:
-    """The names of one tree's pages; `identity` is what all chains begin with (`layout_identity`).
+    """The keys and events of one tree's pages; `identity` is the `layout_identity` that all chains begin with.
 
-    With tiers below the device a key is made when its page is cached, once, and kept in `keys` by page id; `num_pages`
-    is how many there may be. Without tiers (0) keys are made by who reads an event, and with no listener by nobody.
+    With tiers below the device, each key is computed when its page is cached, and stored in `keys` [num_pages + 1, 32]
+    by page id. Without tiers `num_pages` is 0, and keys are computed when an event is read.
     """
 
     def __init__(
@@ -36,20 +34,15 @@ class PageNames:
         self._scopes: dict[Namespace, bytes] = {}
         self._ahead: dict[bytes, PageHashes] = {}  # by the key of the page before
 
-    @property
-    def has_listener(self) -> bool:
-        """Whether anybody is told."""
-        return self._emit is not None
-
     # -- keys
 
     def keys_of(self, pages: Ids) -> tuple[bytes, ...]:
-        """The keys of pages that are cached."""
+        """The keys of cached pages."""
         packed = self.keys[pages].tobytes()
         return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
 
     def keys_ahead(self, namespace: Namespace, above: int, tokens: bytes) -> PageHashes:
-        """The keys of pages that may come to be cached behind page `above` (0: at the beginning)."""
+        """The keys of pages that may be cached later, after page `above` (0: at the beginning)."""
         found = self._chain(self.keys[above].tobytes() if above else self._seed(namespace), tokens)
         self._ahead[found.parent] = found
         if len(self._ahead) > _MOST_AHEAD:
@@ -57,7 +50,7 @@ class PageNames:
         return found
 
     def scope(self, namespace: Namespace) -> bytes:
-        """What records of a namespace are filed under."""
+        """The `scope_of` a namespace."""
         found = self._scopes.get(namespace)
         if found is None:
             if len(self._scopes) == _MOST_SCOPES:
@@ -67,19 +60,19 @@ class PageNames:
 
     @property
     def edition(self) -> bytes:
-        """What the scopes of all namespaces begin with."""
+        """The start of the scopes of all namespaces."""
         return edition_of(self._identity)
 
     def rename(self, identity: bytes) -> None:
-        """Pages that are cached from now on are of another model. Everything that was cached has been flushed."""
+        """Use another model's identity from now on. All pages have been flushed before."""
         self._identity = identity
         self._scopes.clear()
         self._ahead.clear()
 
-    # -- what becomes of pages
+    # -- events
 
     def appended(self, node: Node, parent: Node, data: bytes, run: bytes, tier: Tier) -> None:
-        """Pages with these tokens and ids are cached behind the end of `parent`, as the last ones of `node`."""
+        """Pages with these tokens and ids are cached after the end of `parent`, as the last ones of `node`."""
         if self._has_tiers:
             above = self.keys[parent.pages[-1]].tobytes() if parent.run else self._seed(parent.namespace)
             hashes = self._chain(above, data)
@@ -93,19 +86,19 @@ class PageNames:
             self._emit(PagesStored(parent.namespace, hashes, tier))
 
     def stored(self, node: Node, start: int, stop: int, tier: Tier) -> None:
-        """Pages `start..stop - 1` of a node can be reused from that tier now."""
+        """Pages `start..stop - 1` of a node can be reused from this tier now."""
         if self._emit is not None and start < stop:
             for hashes in _between(node, start, stop):
                 self._emit(PagesStored(node.namespace, hashes, tier))
 
     def removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
-        """Pages `start..stop - 1` of a node cannot be reused from that tier any more."""
+        """Pages `start..stop - 1` of a node cannot be reused from this tier any more."""
         if self._emit is not None and start < stop:
             for hashes in _between(node, start, stop):
                 self._emit(PagesRemoved(node.namespace, hashes, tier))
 
     def cleared(self) -> None:
-        """Nothing can be reused from any tier any more."""
+        """No page can be reused from any tier any more."""
         if self._emit is not None:
             self._emit(AllCleared())
 
@@ -115,7 +108,7 @@ class PageNames:
         return namespace_seed(namespace, self._identity)
 
     def _chain(self, parent: bytes, tokens: bytes) -> PageHashes:
-        """The keys of pages with these tokens; those that were asked for ahead are not made again."""
+        """The keys of pages with these tokens, without computing those of `keys_ahead` again."""
         found = self._ahead.pop(parent, None)
         if found is None or not found.begins_with(tokens):
             return PageHashes(parent, tokens, self._page_bytes)

@@ -133,7 +133,7 @@ class RadixCache:
 
     def release(self, lease: Lease) -> None:
         """Release a lease or a pin. Raises LeaseError the second time."""
-        node = lease.close()
+        node, lease.end = lease.node, None
         if lease.counts:
             self._clock += 1
             node.last_used = self._clock
@@ -283,7 +283,7 @@ class RadixCache:
         self.hidden_roots.append(self.roots.pop(namespace))
         held = nodes_below(root)
         for node in reversed(held):
-            self._tell_gone(node, 0)
+            self._tell_gone(node, 0)  # it forgets the hashes, so that later removals emit nothing
         return pages, sum(node.num_pages for node in held)
 
     def sweep(self) -> Ids:
@@ -375,7 +375,8 @@ class RadixCache:
         if node is not lease.node:
             self._levels.hold(node)
             self._levels.release(lease.node)
-        lease.move_to(node, lease.num_pages + len(pages))
+        lease.end = node
+        lease.num_pages += len(pages)
         return node, Insertion(join_ids(runs) if depth else pages, pages[:depth])
 
     def _split(self, node: Node, at: int) -> Node:
@@ -554,7 +555,7 @@ class RadixCache:
 
     def _tell_gone(self, node: Node, keep: int) -> None:
         """Emit that all but the first `keep` pages of a node are in no tier any more."""
-        if self.names.has_listener:
+        if node.hashes:
             if self.is_here(node):
                 self.names.removed(node, keep, node.num_pages, Tier.DEVICE)
             self.names.removed(node, keep, self.num_copies(node), Tier.HOST)
