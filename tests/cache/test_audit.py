@@ -68,7 +68,7 @@ def leak_a_carried_frame(cache: KVCache, kv: Any) -> None:
 
 
 def carry_a_page_s_frame(cache: KVCache, kv: Any) -> None:
-    column = carried(cache).frames.column
+    column = carried(cache).table.frame
     carried(cache)._frame[kv.row] = column[column != 0][0]
 
 

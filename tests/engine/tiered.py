@@ -123,8 +123,8 @@ def end_all() -> None:
 def below_only(core: EngineCore, group: int = 0) -> list[tuple[int, int]]:
     """Pages of a group that the host has and the device has not, and their host frames."""
     assert core.offload.tiers is not None
-    column = core.offload.tiers.hosts[group].column
-    pages = np.flatnonzero((column > 0) & (core.cache.groups[group].frames.column == 0))
+    column = core.offload.tiers.hosts[group].table.frame
+    pages = np.flatnonzero((column > 0) & (core.cache.groups[group].table.frame == 0))
     return [(int(page), int(column[page])) for page in pages]
 
 

@@ -184,7 +184,7 @@ class SWAMachine:
         """Any pages of the table lose the windows that they have."""
         pages = self._some(choices, list(range(1, self.num_pages + 1)))
         had = [page for page in pages if page in self.windows]
-        assert self.allocator.resident(ids(pages)).tolist() == [page in self.windows for page in pages]
+        assert self.allocator.table.present(ids(pages)).tolist() == [page in self.windows for page in pages]
         self.allocator.drop(ids(pages))
         self._lose_windows(had)
 
@@ -254,7 +254,7 @@ class SWAMachine:
         *column, last = self.allocator.full_to_swa_page_mapping.tolist()
         assert last == -1
         assert column == [self.windows.get(page, 0) for page in range(len(column))]
-        assert self.allocator.column.tolist() == column
+        assert self.allocator.table.frame.tolist() == column
         slots = [-1] + [slot for sequence in self.sequences for slot in sequence]
         expected = [-1 if s == -1 else self.windows.get(s // self.size, 0) * self.size + s % self.size for s in slots]
         assert window_slots(self.allocator, slots).tolist() == expected

@@ -23,12 +23,12 @@ def test_pages_take_frames_and_drop_them() -> None:
     window = make()
     assert (window.name, window.num_frames, window.num_free) == ("window", 3, 3)
     window.take(ids(5, 2))
-    assert window.column.tolist() == [0, 0, 2, 0, 0, 1, 0]
-    assert window.resident(ids(1, 2, 5)).tolist() == [False, True, True]
+    assert window.table.frame.tolist() == [0, 0, 2, 0, 0, 1, 0]
+    assert window.table.present(ids(1, 2, 5)).tolist() == [False, True, True]
     assert window.is_out(ids(1, 2, 3)).tolist() == [True, True, False]
     window.drop(ids(4, 2, 1))
     assert window.num_free == 2
-    assert window.column.tolist() == [0, 0, 0, 0, 0, 1, 0]
+    assert window.table.frame.tolist() == [0, 0, 0, 0, 0, 1, 0]
 
 
 def test_running_out_of_frames_changes_nothing() -> None:
@@ -37,7 +37,7 @@ def test_running_out_of_frames_changes_nothing() -> None:
     with pytest.raises(OutOfPages) as caught:
         window.take(ids(3, 4))
     assert (caught.value.group, caught.value.wanted, caught.value.free) == ("window", 2, 1)
-    assert window.column.tolist() == [0, 1, 2, 0, 0, 0, 0]
+    assert window.table.frame.tolist() == [0, 1, 2, 0, 0, 0, 0]
     assert window.num_free == 1
 
 
@@ -47,18 +47,18 @@ def test_frames_come_back_in_ascending_order_whatever_the_order_of_the_pages() -
     group.take(ids(6, 5, 4, 3))
     group.drop(ids(3, 4, 5, 6))
     group.take(ids(1, 2, 3, 4))
-    assert group.column.tolist() == [0, 1, 2, 3, 4, 0, 0]
+    assert group.table.frame.tolist() == [0, 1, 2, 3, 4, 0, 0]
 
 
 def test_handing_over_takes_and_frees_no_frame() -> None:
     window = make()
     window.take(ids(1, 2, 3))
     window.hand_over(ids(2, 1), ids(6, 4))
-    assert window.column.tolist() == [0, 0, 0, 3, 1, 0, 2]
+    assert window.table.frame.tolist() == [0, 0, 0, 3, 1, 0, 2]
     assert window.num_free == 0
     assert window.is_out(ids(1, 2, 3)).all()
     window.drop(ids(1, 4))
-    assert window.column.tolist() == [0, 0, 0, 3, 0, 0, 2]
+    assert window.table.frame.tolist() == [0, 0, 0, 3, 0, 0, 2]
     assert window.is_out(ids(1, 2, 3)).tolist() == [False, True, True]
 
 

@@ -38,7 +38,7 @@ def checkpoints_take_the_last_frame(patch: Patch) -> None:
     def spare(group: CarriedGroup, rank: Rank) -> int:
         if not group.num_free and not group._drop(1, rank):
             return 0
-        return int(group.frames.take(1)[0])
+        return int(group.frames.allocator.alloc(1)[0])
 
     patch.setattr(CarriedGroup, "_spare", spare)
 

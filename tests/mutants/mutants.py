@@ -168,8 +168,8 @@ def full_side_leaks_when_window_is_short(patch: Patch) -> None:
 @mutant("windows", "a page that was freed still maps to a window page that is now another request's")
 def free_does_not_clear_the_mapping(patch: Patch) -> None:
     def drop(group: PageFrames, pages: Any) -> Any:
-        had = pages[group.resident(pages)]
-        group.allocator.free_pages(np.sort(group.column[had]))
+        had = pages[group.table.present(pages)]
+        group.allocator.free_pages(np.sort(group.table.frame[had]))
         return had
 
     patch.setattr(PageFrames, "drop", drop)

@@ -136,7 +136,7 @@ class CachedBytes(ABC):
         for group in self.cache.groups:
             if not group.reach.carried:
                 for at in group.reach.needed(num_pages):
-                    self._check_frame(kv, group, int(group.frames.column[pages[at]]), tokens[: (at + 1) * PAGE])
+                    self._check_frame(kv, group, int(group.table.frame[pages[at]]), tokens[: (at + 1) * PAGE])
 
     def grow(self, kv: RequestKV, tokens: Ids) -> None:
         """Compute the rest of `tokens`, as much at once as there are frames for. Raises OutOfPages."""
@@ -165,7 +165,7 @@ class CachedBytes(ABC):
                 continue
             for at in range(start // PAGE, len(tokens) // PAGE):
                 data = self.content(group.index, mark, tokens[: (at + 1) * PAGE])
-                self.write_frame(group.index, int(group.frames.column[pages[at]]), data)
+                self.write_frame(group.index, int(group.table.frame[pages[at]]), data)
         self.cache.close_fence(fence)
 
     def _carry(self, kv: RequestKV, group: GroupCache, pieces: Pieces, tokens: Ids, start: int) -> None:

@@ -200,7 +200,7 @@ class Clients:
         world.grow(kv, prompt)
         world.finish(kv, tokens)
         compute = len(tokens) / self.rate
-        here = np.count_nonzero(cache.groups[0].frames.resident(cache.tree.match(ALICE, tokens).pages))
+        here = np.count_nonzero(cache.groups[0].table.present(cache.tree.match(ALICE, tokens).pages))
         assert here == 8
         self.spent.add(world.now - began, compute)
         return cached, compute

@@ -144,7 +144,7 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     tiers = tiers_of(world)
     assert world.fetch(TOKENS) == len(TOKENS)
     pages = world.cache.tree.match(ALICE, TOKENS).pages
-    assert tiers.hosts[1].resident(pages).tolist() == [False, False, False, True, True]
+    assert tiers.hosts[1].table.present(pages).tolist() == [False, False, False, True, True]
     tiers.hosts[1].drop(pages[4:])
     others = tokens_of((6, 7, 8))
     world.compute(others)
@@ -154,7 +154,7 @@ def test_what_it_counts_on_stays_while_the_rest_comes() -> None:
     prefetch = begun(world, TOKENS)
     assert world.advance() and links_of(prefetch) == [Lane.FETCH]
     world.cache.audit()
-    assert tiers.host_room(tiers.hosts[1], 4) < 4 and tiers.hosts[1].resident(pages[3:4]).all()
+    assert tiers.host_room(tiers.hosts[1], 4) < 4 and tiers.hosts[1].table.present(pages[3:4]).all()
     while world.ahead.is_awaited(prefetch):
         assert world.advance()
     assert world.cached(TOKENS) == len(TOKENS)

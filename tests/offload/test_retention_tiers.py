@@ -164,7 +164,7 @@ def test_frames_that_are_on_the_host_only_are_kept_there() -> None:
     tiered.compute(KEPT)
     tiered.drain()
     flood(tiered, 3, 4)
-    assert not tiered.cache.groups[1].frames.resident(tiered.cache.tree.match(ALICE, KEPT).pages[2:]).any()
+    assert not tiered.cache.groups[1].table.present(tiered.cache.tree.match(ALICE, KEPT).pages[2:]).any()
     assert keep(tiered, KEPT).granted_tokens == 16
     assert len(tiered.cache.parts.holds.readers(1, Tier.HOST)) == 2
     tiered.cache.audit()
@@ -183,7 +183,7 @@ def test_what_turns_out_to_be_damaged_is_kept_no_longer() -> None:
     tiers = tiered.tiers
     assert tiers is not None
     page = tiered.cache.tree.match(ALICE, KEPT).pages[1]
-    tiered.copies.host[0][tiers.hosts[0].column[page], -8] ^= 255
+    tiered.copies.host[0][tiers.hosts[0].table.frame[page], -8] ^= 255
     assert tiered.compute(asking(KEPT)) < 16
     tiered.drain()
     assert tiered.kept.num_lost == 1 and not tiers.damaged_paths

@@ -119,7 +119,7 @@ def test_a_damaged_copy_of_a_page_on_the_device_is_made_again() -> None:
     world = TieredCache(stores=True)
     tokens = tokens_of((1,))
     world.compute(tokens)
-    while not tiers_of(world).hosts[0].column.any():
+    while not tiers_of(world).hosts[0].table.frame.any():
         assert world.advance()
     world.damage(tokens, 0)
     world.drain()
@@ -137,7 +137,7 @@ def test_a_damaged_copy_of_what_has_left_the_device_is_computed_again_and_stored
     world = TieredCache()
     tokens = tokens_of((1, 2, 3))
     world.compute(tokens)
-    while not tiers_of(world).hosts[0].column.any():
+    while not tiers_of(world).hosts[0].table.frame.any():
         assert world.advance()
     world.damage(tokens, 1)
     world.cache.parts.reclaim([12], "")
@@ -235,7 +235,7 @@ def test_a_prefix_is_computed_where_loading_it_leaves_no_frame_to_go_on_in() -> 
     tokens = tokens_of((1, 2))
     world.compute(tokens)
     world.demote()
-    assert tiers_of(world).hosts[1].column.any()
+    assert tiers_of(world).hosts[1].table.frame.any()
     hit = world.cache.match(asking(tokens), ALICE)
     assert (hit.num_pages, hit.choice.declined_pages) == (0, 2)
     assert not world.cache.admission.why_not(hit, 3), "it would wait for ever"
@@ -279,7 +279,7 @@ def test_pages_before_a_damaged_one_stay(reaches: tuple[ReachSpec, ...], group: 
     world.demote()
     pages = world.cache.tree.match(ALICE, tokens).pages
     tiers = tiers_of(world)
-    frame = tiers.hosts[group].column[pages[place]]
+    frame = tiers.hosts[group].table.frame[pages[place]]
     world.copies.host[group][frame, world.copies.sizes[group] - 1] ^= 1
     kv = world.cache.begin(asking(tokens), ALICE)
     assert kv.num_cached == len(tokens) and not kv.is_ready

@@ -134,7 +134,7 @@ class TieredCache(CachedBytes):
         """A byte of the host records of these pages of a prompt is another one."""
         pages = self.cache.tree.match(namespace, tokens).pages
         for place in places:
-            self.copies.host[0][self.tiers.hosts[0].column[pages[place]], self.copies.sizes[0] - 1] ^= 1
+            self.copies.host[0][self.tiers.hosts[0].table.frame[pages[place]], self.copies.sizes[0] - 1] ^= 1
 
     def demote(self) -> None:
         """All that nobody holds leaves the device."""

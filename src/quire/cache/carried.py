@@ -120,26 +120,28 @@ class CarriedGroup(GroupCache):
     def take(self, rows: Rows, new_pages: Ids) -> None:
         num_missing = len(rows) - int(np.count_nonzero(self._frame[rows]))
         if num_missing:
-            self.frames.set_aside(min(num_missing * (1 + self._drafts), self.num_free))
+            self.frames.allocator.alloc_group_begin(min(num_missing * (1 + self._drafts), self.num_free))
             self._is_taking = True
 
     def untake(self, new_pages: Ids) -> None:
         if self._is_taking:
-            self.frames.untake()
+            self.frames.allocator.alloc_group_end()
             self._is_taking = False
 
     def grow(self, rows: Rows, new_pages: Ids) -> None:
         if not self._is_taking:
             return
         self._is_taking = False
-        frames = self.frames.take_aside()
+        slots = self.frames.allocator
+        frames = slots.alloc(slots.num_set_aside)
+        slots.alloc_group_end()
         began = missing = rows[self._frame[rows] == 0]
         short = len(missing) * (1 + self._drafts) - len(frames)
         if short:
             for row in self._takeable(missing)[:short].tolist():
                 page = self._source[row : row + 1].copy()
                 self.table.unpin(page, Rank.PASSED)
-                self._frame[row] = self.frames.take_over(page)[0]
+                self._frame[row] = self.table.unbind(page)[0]
                 self._source[row] = 0
                 self.dropped_frames += 1
             missing = rows[self._frame[rows] == 0]
@@ -209,8 +211,8 @@ class CarriedGroup(GroupCache):
             self._position[row] = num_tokens
 
     def restore(self, pages: Ids) -> Ids:
-        frames = self.frames.take(len(pages))
-        self.frames.leave(pages, frames)
+        frames = self.frames.allocator.alloc(len(pages))
+        self.table.bind(pages, frames)
         return frames
 
     def owes(self, row: int, num_pages: int) -> bool:
@@ -262,7 +264,7 @@ class CarriedGroup(GroupCache):
 
     def give_back(self, given: Given) -> None:
         self.table.unpin(given.unpinned, given.rank)
-        self.frames.free(given.frames)
+        self.frames.allocator.free(given.frames)
 
     def evict(self, num_frames: int) -> int:
         return self._drop(num_frames, max(Rank))
@@ -297,7 +299,7 @@ class CarriedGroup(GroupCache):
         """(length, source, target) of each piece of one request's tokens `start..end`, and what it leaves at the ends
         of pages that have settled already."""
         row, current = kv.row, int(self._frame[kv.row])
-        source = int(self.frames.column[self._source[row]]) if self._source[row] else current * (start > 0)
+        source = int(self.table.frame[self._source[row]]) if self._source[row] else current * (start > 0)
         pieces: list[tuple[int, int, int]] = []
         settled: list[_Trail] = []
         for at, rank in self._stops(kv, start, end) if leaves else ():
@@ -352,7 +354,7 @@ class CarriedGroup(GroupCache):
             return 0
         if not self.num_free and not self._drop(1, rank):
             return 0
-        return int(self.frames.take(1)[0])
+        return int(self.frames.allocator.alloc(1)[0])
 
     def _drop(self, num_frames: int, most: Rank) -> int:
         pages = self.table.reclaim(num_frames, most)
@@ -366,10 +368,10 @@ class CarriedGroup(GroupCache):
         for trail in trails:
             page = row.pages[trail.num_pages - 1 : trail.num_pages].copy()
             frame = np.array([trail.frame], dtype=np.int32)
-            if self.frames.resident(page)[0]:
+            if self.table.present(page)[0]:
                 given.append(Given(self.index, frames=frame))
             else:
-                self.frames.leave(page, frame)
+                self.table.bind(page, frame)
                 self.left += 1
             self.table.pin(page, trail.rank)  # a step in flight may read the frame still
             given.append(Given(self.index, page, trail.rank))

@@ -30,7 +30,7 @@ class DamagedPages:
     def have_frames(self, pages: Ids) -> bool:
         """Whether a damaged page among these has frames: then nothing can be cached in its place or after it."""
         damaged = pages[self.are(pages)] if self.num_damaged else pages[:0]
-        return any(group.frames.resident(damaged).any() for group in self._groups)
+        return any(group.table.present(damaged).any() for group in self._groups)
 
     def mark(self, pages: Ids) -> None:
         """The bytes of these pages are lost."""

@@ -266,7 +266,7 @@ class WholeGroup(GroupCache):
     def _revive(self, ours: Ids, theirs: Ids) -> None:
         """Cached pages without a frame take over those of the request's pages that hold the same."""
         if len(ours):
-            missing = ~self.frames.resident(theirs)
+            missing = ~self.table.present(theirs)
             self.frames.hand_over(ours[missing], theirs[missing])
             self.revived_frames += int(np.count_nonzero(missing))
 

@@ -36,5 +36,5 @@ def needed_pages(group: GroupCache, pages: Ids) -> Ids:
 
 def resident(group: GroupCache, pages: Ids, hosts: Sequence[HostFrames] = ()) -> Bools:
     """Per page: whether it has a frame on the device or in `hosts`."""
-    found = group.frames.resident(pages)
-    return found | hosts[group.index].resident(pages) if hosts else found
+    found = group.table.present(pages)
+    return found | hosts[group.index].table.present(pages) if hosts else found

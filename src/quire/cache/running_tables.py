@@ -26,7 +26,7 @@ class RunningTables:
         self.plan = plan
         self.page_size = plan.page_size
         self.frames = frames
-        self.columns = tuple(group.column for group in following.values())
+        self.columns = tuple(group.table.frame for group in following.values())
         self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
         self.live: dict[int, RequestKV] = {}
         self._following = following

@@ -191,7 +191,7 @@ class Snapshot:
             owners = self.requests is before.requests and self.waits is before.waits
             if group.reach.whole or owners:  # what is read in part depends on rows and on steps in flight
                 return before.groups[group.index]
-        column, is_out = frames.column.tolist(), out.nonzero()[0].tolist()
+        column, is_out = frames.table.frame.tolist(), out.nonzero()[0].tolist()
         found = GroupSnapshot(books, group, column, is_out, group.num_free, group.num_evictable)
         if not group.table.reclaims:
             return found

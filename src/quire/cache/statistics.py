@@ -71,7 +71,7 @@ def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     given = [part for item in retired for part in item.given if part.group == group.index]
     pages = [item.pages for item in retired] + [part.dropped for part in given]
     waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
-    moving = int(np.count_nonzero(group.frames.column[waiting])) + sum(len(part.frames) for part in given)
+    moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in given)
     return FrameCounts(
         total=group.num_frames,
         free=group.num_free,

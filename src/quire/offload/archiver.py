@@ -250,7 +250,7 @@ class Archiver:
             if is_rest or num_bytes >= _BATCH_BYTES:
                 break
         parts = [
-            Part(group, pages, NO_PAGES, NO_PAGES, below.hosts[group].column[pages])
+            Part(group, pages, NO_PAGES, NO_PAGES, below.hosts[group].table.frame[pages])
             for group, pages in _joined(archived)
         ]
         return _Batch(scope, nodes, parts, _joined(touched))
@@ -316,7 +316,7 @@ class Archiver:
             counters.archived_frames += archived
             counters.archived_bytes += archived * below.settings.record_bytes[part.group]
             counters.corrupt(Tier.HOST, defects)
-            same = host.column[part.pages] == part.host
+            same = host.table.frame[part.pages] == part.host
             host.damage(part.pages[wrong & same])  # a load that finds it forgets it
             host.end_reading(part.host)
         counters.unstored_frames += num_refused

@@ -35,7 +35,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def statistics(self) -> dict[str, int]:
         """Frames by owner, which sum to `total`; `moving` ones belong to a transfer, or one still reads them."""
-        cached, quarantined = int(np.count_nonzero(self.column[1:])), len(self.quarantined)
+        cached, quarantined = int(np.count_nonzero(self.table.frame[1:])), len(self.quarantined)
         moving = self.num_frames - self.num_free - quarantined - cached
         counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": quarantined}
         return {"total": self.num_frames, **counts}
@@ -91,11 +91,11 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def good(self, pages: Ids) -> Bools:
         """Per page: whether it has a frame that is not known to be damaged."""
-        return self.resident(pages) & ~self.table.has(pages, State.DAMAGED)
+        return self.table.present(pages) & ~self.table.has(pages, State.DAMAGED)
 
     def damage(self, pages: Ids) -> None:
         """Mark the frames of these pages as damaged: the pages are saved again if they can be."""
-        self.table.mark(pages[self.resident(pages)], State.DAMAGED)
+        self.table.mark(pages[self.table.present(pages)], State.DAMAGED)
 
     def drop_damaged(self, pages: Ids) -> None:
         """Drop the damaged frames of these pages, for which the caller has good ones."""

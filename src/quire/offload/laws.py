@@ -50,7 +50,7 @@ def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:
 
 
 def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[str]:
-    column = host.column.tolist()
+    column = host.table.frame.tolist()
     resident = [page for page, frame in enumerate(column) if frame]
     used = sorted([column[page] for page in resident] + moving + [*host.quarantined, *host.still_read])
     out = host.is_out(slice(None)).nonzero()[0].tolist()
@@ -65,7 +65,7 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.whole:
-        odd = np.flatnonzero((host.column != 0) != (snapshot.cache.parts.frames.anchor(Tier.HOST).frame != 0))
+        odd = np.flatnonzero((host.table.frame != 0) != (snapshot.cache.parts.frames.anchor(Tier.HOST).frame != 0))
         if len(odd):
             yield f"{name}: page {odd[0]} has a copy in one group and none in another"
         return

@@ -113,7 +113,7 @@ class Prefetch:
             if not group.reach.whole:
                 needed = group.reach.needed(end)
                 part = path[needed.start : needed.stop]
-                there = self.tiers.hosts[group.index].resident(part)
+                there = self.tiers.hosts[group.index].table.present(part)
                 held.append(HeldFrames(group.index, Tier.HOST, part[there]))
         self.parts.holds.change(self.hold, held)
 
@@ -199,7 +199,7 @@ class Prefetch:
         for host, at, frames, suspect in piece.parts():
             good = at < min(counted if host.whole else end, len(cached))
             pages = cached[at[good]]
-            fresh = ~host.resident(pages)
+            fresh = ~host.table.present(pages)
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
             host.bind(pages[fresh], frames[good][fresh], ranks)
             if tiers.table.is_anchor(host.index):

@@ -117,6 +117,6 @@ class RequestedPrefix:
         """By group, how many frames the device lacks for a request that begins behind `wanted` pages."""
         path, needed = self.path, [group.reach.needed(wanted) for group in self._groups]
         return [
-            len(places) - int(np.count_nonzero(group.frames.resident(path[places.start : places.stop])))
+            len(places) - int(np.count_nonzero(group.table.present(path[places.start : places.stop])))
             for group, places in zip(self._groups, needed, strict=True)
         ]

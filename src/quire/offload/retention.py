@@ -368,7 +368,7 @@ class Retention(RetentionPort):
         found = []
         for group in self._partial:
             needed = needed_pages(group, pages)
-            here = group.frames.resident(needed)
+            here = group.table.present(needed)
             found.append(HeldFrames(group.index, Tier.DEVICE, needed[here]))
             if not here.all():
                 found.append(HeldFrames(group.index, Tier.HOST, needed[~here]))

@@ -74,7 +74,7 @@ class Tiering(Below):
     def missing(self, pages: Ids) -> list[Ids]:
         """By group, pages that a request that begins behind this path reads and the device lacks."""
         needed = [needed_pages(group, pages) for group in self._groups]
-        return [part[~group.frames.resident(part)] for group, part in zip(self._groups, needed, strict=True)]
+        return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Sequence[int]) -> bool:
         """Whether loading so many frames, by group, would leave a request no frame to go on in."""
@@ -134,7 +134,7 @@ class Tiering(Below):
             if len(taken):
                 saved = pages[taken]
                 ranks = group.table.rank[saved] if group.table.reclaims else None
-                parts.append(Part(group.index, saved, taken, group.frames.column[saved], host.take(len(taken)), ranks))
+                parts.append(Part(group.index, saved, taken, group.table.frame[saved], host.take(len(taken)), ranks))
         if not parts:
             self._tree.release(lease)
             return None
@@ -157,7 +157,7 @@ class Tiering(Below):
     def _lacks_copies(self, group: GroupCache, pages: Ids, ends: Sequence[int]) -> np.ndarray:
         """Places of pages with a device frame that the host lacks and should have."""
         host = self.hosts[group.index]
-        lacks = group.frames.resident(pages) & ~host.good(pages) & ~self.damaged.are(pages)
+        lacks = group.table.present(pages) & ~host.good(pages) & ~self.damaged.are(pages)
         lacks &= ~host.table.has(pages, State.ARRIVING) & ~group.table.has(pages, State.ARRIVING)
         if group.table.reclaims:
             useful: Bools = group.table.rank[pages] >= Rank.MARKED
@@ -238,7 +238,7 @@ class Tiering(Below):
         for group, lacking in zip(self._groups, missing, strict=True):
             if len(lacking):
                 at = np.flatnonzero(np.isin(pages, lacking))
-                host = self.hosts[group.index].column[lacking].copy()
+                host = self.hosts[group.index].table.frame[lacking].copy()
                 assert host.all(), "a page is loaded that is nowhere"
                 parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
         move = self._submit(Lane.LOAD, lease, parts)
@@ -320,9 +320,9 @@ class Tiering(Below):
     def _bind(self, part: Part, lease: Lease) -> None:
         """Bind saved frames to their pages, except those that the tree cannot count as copies."""
         host = self.hosts[part.group]
-        had = host.resident(part.pages)
+        had = host.table.present(part.pages)
         host.drop_damaged(part.pages)
-        good = ~host.resident(part.pages)
+        good = ~host.table.present(part.pages)
         if host.whole:
             for start, stop in _runs(part.at):
                 run = (part.at >= start) & (part.at < stop)

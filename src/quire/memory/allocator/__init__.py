@@ -7,17 +7,15 @@ from quire.memory.allocator.base import (
     TokenToKVPoolAllocator,
     token_allocator,
 )
-from quire.memory.allocator.build import (
-    GrowingAllocator,
-    carried_frames,
-    growing_allocator,
-    passing_frames,
-    whole_frames,
-)
-from quire.memory.allocator.frames import GroupFrames, PageFrames, SlotFrames
+from quire.memory.allocator.frames import GroupFrames, PageFrames, SlotFrames, carried_frames, whole_frames
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.allocator.slots import slots_in_pages
-from quire.memory.allocator.swa import SWATokenToKVPoolAllocator
+from quire.memory.allocator.swa import (
+    GrowingAllocator,
+    SWATokenToKVPoolAllocator,
+    growing_allocator,
+    passing_frames,
+)
 
 __all__ = [
     "AllocatorState",

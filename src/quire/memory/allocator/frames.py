@@ -1,12 +1,10 @@
-"""The frames of one (tier, group): how many, which are free, which page has which. Bookkeeping only, on the host."""
+"""The frames of one (tier, group): an allocator of frames, and the column that says which page has which."""
 
 from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-import numpy as np
-
-from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, token_allocator
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.residency import Column
 from quire.memory.runs import in_order
@@ -16,10 +14,9 @@ A = TypeVar("A", bound=BaseTokenToKVPoolAllocator | MambaSlotAllocator)
 
 
 class GroupFrames(Generic[A]):
-    """It owns `allocator`, whose ids are the frames, and is the only writer of frames into `table`.
+    """The ids of `allocator` are the frames of `table`. Page ids are distinct within a call.
 
-    A page that has a frame here is resident; whose the page is, is no concern of this class. Page ids are distinct
-    within a call. `num_frames` does not count the padding frame.
+    `num_frames` does not count the padding frame.
     """
 
     def __init__(self, table: Column, allocator: A) -> None:
@@ -30,35 +27,28 @@ class GroupFrames(Generic[A]):
 
     @property
     def num_free(self) -> int:
-        """Frames that belong to nobody."""
+        """Frames that are free now; frames set aside for a batch are not."""
         return self.allocator.ids.num_free
 
-    @property
-    def column(self) -> Ids:
-        """The live frames of the table, int32 `[num_pages + 1]`: frame of each page, 0 where it has none."""
-        return self.table.frame
-
     def is_out(self, frame_ids: Ids | slice) -> Bools:
-        """Per frame id: whether it is given out."""
+        """Per frame id: whether it is handed out."""
         return self.allocator.is_out(frame_ids)
-
-    def resident(self, pages: Ids) -> Bools:
-        """Per page: whether it has a frame."""
-        return self.table.present(pages)
 
 
 class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
-    """Frames that are given to pages which exist already: pages of the allocator are the frames."""
+    """Frames for pages that exist already. The pages of the allocator are the frames."""
 
     def take(self, pages: Ids) -> Ids:
-        """Give each of these pages a frame, and return them; none has one. Raises OutOfPages, changing nothing."""
+        """Give each of these pages, which have none, a frame; returns the frames.
+
+        Raises OutOfPages, changing nothing.
+        """
         frames = self.allocator.alloc_pages(len(pages))
         self.table.bind(pages, frames)
         return frames
 
     def drop(self, pages: Ids) -> None:
-        """Take the frames of these pages away, free again at once, in ascending order. Pages without a frame are passed
-        over."""
+        """Free the frames of these pages, in ascending order. Pages without a frame are passed over."""
         self.allocator.free_pages(in_order(self.table.unbind(pages)))
 
     def vacate(self, pages: Ids) -> None:
@@ -66,53 +56,24 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
         self.drop(pages)
 
     def hand_over(self, old_pages: Ids, new_pages: Ids) -> None:
-        """The frames of `old_pages`, all resident, become those of `new_pages`, none resident, in order.
-
-        No frame is given out or comes back.
-        """
+        """Move the frames of `old_pages`, all resident, to `new_pages`, none resident, in order."""
         self.table.move(old_pages, new_pages)
 
 
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
-    """Frames that are requests' own first, and pages' when they are left behind."""
-
-    @property
-    def num_free(self) -> int:
-        """Frames that belong to nobody, and were not set aside."""
-        return self.allocator.available_size()
-
-    def take(self, num_frames: int) -> Ids:
-        """Frames for requests, which own them. Raises OutOfPages, changing nothing."""
-        return self.allocator.alloc(num_frames)
-
-    def free(self, frame_ids: Ids) -> None:
-        """Give back frames that requests own. Raises InvalidFree, changing nothing, if one is not out."""
-        self.allocator.free(frame_ids)
-
-    def set_aside(self, num_frames: int) -> None:
-        """Frames for a batch; `take_aside` or `untake` has to follow. Raises OutOfPages, changing nothing."""
-        self.allocator.alloc_group_begin(num_frames)
-
-    def take_aside(self) -> Ids:
-        """The frames that were set aside; requests own them."""
-        frames = self.allocator.alloc(self.allocator.num_set_aside)
-        self.allocator.alloc_group_end()
-        return frames
-
-    def untake(self) -> None:
-        """Give back what was set aside."""
-        self.allocator.alloc_group_end()
-
-    def leave(self, pages: Ids, frame_ids: Ids) -> None:
-        """These frames, which requests owned, are those of these pages now, none of which had one."""
-        self.table.bind(pages, frame_ids)
-
-    def take_over(self, pages: Ids) -> Ids:
-        """The frames of these pages, all resident, become their caller's; the pages have none."""
-        frames = self.table.unbind(pages)
-        assert len(frames) == len(pages), "a page without a frame was taken over"
-        return frames
+    """Frames that requests take from the allocator, and that the table gets when a request leaves one to a page."""
 
     def drop(self, pages: Ids) -> None:
-        """Take the frames of these pages away, free again at once. Pages without a frame are passed over."""
-        self.allocator.free(np.sort(self.table.unbind(pages)))
+        """Free the frames of these pages, in ascending order. Pages without a frame are passed over."""
+        self.allocator.free(in_order(self.table.unbind(pages)))
+
+
+def whole_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> PageFrames:
+    """Frames of a group in which a page keeps its frame for as long as it exists."""
+    size = pages.page_size
+    return PageFrames(table, token_allocator(num_frames * size, size, name=table.name))
+
+
+def carried_frames(table: Column, num_frames: int) -> SlotFrames:
+    """Frames of a group of which each request carries one along."""
+    return SlotFrames(table, MambaSlotAllocator(num_frames, name=table.name))

@@ -8,6 +8,7 @@ table, so a window that is gone is gone for everybody at once.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -93,22 +94,22 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     def clear(self) -> None:
         """Forget everything handed out, on both sides."""
-        self.table.unbind(self._mapped(self.column))
+        self.table.unbind(self._mapped(self.table.frame))
         for side in self._sides:
             side.clear()
 
     def backup_state(self) -> SWAState:
         """A snapshot of both sides and the map, for `restore_state`. O(pages). Not inside a free group."""
         full, swa = self.full_attn_allocator.backup_state(), self.swa_attn_allocator.backup_state()
-        return full, swa, self.column.copy()
+        return full, swa, self.table.frame.copy()
 
     def restore_state(self, state: SWAState) -> None:
         """Return to exactly what `backup_state` saw: everything handed out or freed since is undone."""
         full, swa, column = state
-        assert len(column) == len(self.column), "a snapshot of another allocator"
+        assert len(column) == len(self.table.frame), "a snapshot of another allocator"
         self.full_attn_allocator.restore_state(full)
         self.swa_attn_allocator.restore_state(swa)
-        self.table.unbind(self._mapped(self.column))
+        self.table.unbind(self._mapped(self.table.frame))
         pages = self._mapped(column)
         self.table.bind(pages, column[pages])
 
@@ -186,7 +187,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         found = self.full_attn_allocator.pages_of(slot_array(free_index))
         self.full_attn_allocator.ids.check_out(found)
         pages = found.astype(np.int32)
-        gone = pages[~self.resident(pages)]
+        gone = pages[~self.table.present(pages)]
         if len(gone):
             raise InvalidFree(
                 f"group '{self.name}': the window of page {int(gone[0])} given back, but it has none (freed twice?)."
@@ -238,3 +239,18 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
                 f"group '{self.name}': a sequence goes on inside page {int(wrong[0])}, which has no window.",
                 fix="free the windows of pages only that every token to come has left behind.",
             )
+
+
+GrowingAllocator: TypeAlias = BaseTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
+"""What grows a batch of sequences and takes back the pages of those that end, on all its sides or on none."""
+
+
+def growing_allocator(pages: BaseTokenToKVPoolAllocator, frames: Sequence[object]) -> GrowingAllocator:
+    """The first of `frames` whose pages lose their frames early, which has `pages` as its full side; else `pages`."""
+    return next((each for each in frames if isinstance(each, SWATokenToKVPoolAllocator)), pages)
+
+
+def passing_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> SWATokenToKVPoolAllocator:
+    """Frames of a group in which pages lose theirs early; `pages` hands out the pages."""
+    size = pages.page_size
+    return SWATokenToKVPoolAllocator(pages.size, num_frames * size, size, name=table.name, full=pages, table=table)

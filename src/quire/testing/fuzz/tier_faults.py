@@ -41,7 +41,7 @@ def spoil(records: HostRecords, tiers: Tiering, faults: Collection[str], choices
     """Damage a record of a cached page, if there is one and one of `faults` is about records; says what was done."""
     names = [name for name in ON_HOST if name in faults]
     group = choices.below(len(tiers.hosts))
-    rows = [row for row in tiers.hosts[group].column.tolist() if row and not _is_read(tiers, group, row)]
+    rows = [row for row in tiers.hosts[group].table.frame.tolist() if row and not _is_read(tiers, group, row)]
     if not names or not rows:
         return ("damage nothing",)
     fault, row = choices.one_of(names), choices.one_of(rows)

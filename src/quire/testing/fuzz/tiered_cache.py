@@ -340,7 +340,7 @@ class TieredCache(FollowedCache, ReadAhead):
         here, near, far = [], [], []
         for group, host in zip(self.watch.snapshot.groups, self.tiers.hosts, strict=True):
             here.append([bool(page and group.column[page]) for page in pages])
-            near.append([on or bool(page and host.column[page]) for page, on in zip(pages, here[-1], strict=True)])
+            near.append([on or bool(page and host.table.frame[page]) for page, on in zip(pages, here[-1], strict=True)])
             stored = [self.world.has_stored(end, namespace, host.index) for end in ends]
             far.append([on or kept for on, kept in zip(near[-1], stored, strict=True)])
         found = self._most(far) if ends else 0
@@ -446,11 +446,11 @@ class TieredCache(FollowedCache, ReadAhead):
     def _check_host(self, group: int) -> None:
         """Every page's host frame holds that page, but for what was damaged since."""
         records, host = self.world.records, self.tiers.hosts[group]
-        books = records.rows(group).tobytes() + host.column.tobytes()
+        books = records.rows(group).tobytes() + host.table.frame.tobytes()
         if books == self._host_books[group]:
             return
         self._host_books[group] = books
-        column = host.column.tolist()
+        column = host.table.frame.tolist()
         for end, page in self.watch.ends.items():
             row = column[page]
             if row and (group, row) not in records.damaged:
@@ -487,7 +487,7 @@ class TieredCache(FollowedCache, ReadAhead):
         reached: set[int] = set()
         for end in sorted(self.watch.ends, key=lambda end: len(names.ends[end])):
             path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
-            kept = [bool(host.column[page]) and not tiers.damaged.are(np.array([page]))[0] for host in tiers.hosts]
+            kept = [bool(host.table.frame[page]) and not tiers.damaged.are(np.array([page]))[0] for host in tiers.hosts]
             stored = [self.world.has_stored(end, namespace, host.index) for host in tiers.hosts]
             if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole):
                 continue
@@ -508,7 +508,7 @@ class TieredCache(FollowedCache, ReadAhead):
         pages = pages[: self.tiers.damaged.before(np.array(pages, dtype=np.int32))]
         here = [[group.column[page] != 0 for page in pages] for group in self.watch.snapshot.groups]
         below = [
-            [there or bool(host.column[page]) for page, there in zip(pages, device, strict=True)]
+            [there or bool(host.table.frame[page]) for page, there in zip(pages, device, strict=True)]
             for host, device in zip(self.tiers.hosts, here, strict=True)
         ]
         near, far = self._most(here), self._most(below)
@@ -549,7 +549,7 @@ class TieredCache(FollowedCache, ReadAhead):
         if not host.table.reclaims:
             return host.num_free
         needed = pages[self.device.first_page(group, len(pages) * self.page_size) :]
-        kept = [page for page in needed if page and host.column[page] and not host.table.pins[page]]
+        kept = [page for page in needed if page and host.table.frame[page] and not host.table.pins[page]]
         return host.num_free + host.table.num_idle - len(kept)
 
     def _missing(self, here: list[list[bool]], num_pages: int) -> list[int]:

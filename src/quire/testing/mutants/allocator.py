@@ -41,7 +41,7 @@ def freed_pages_keep_their_frames(patch: Patch) -> None:
     """A page that was freed still has a frame, which is now another request's."""
 
     def drop(group: PageFrames, pages: Ids) -> None:
-        group.allocator.free_pages(np.sort(group.column[pages[group.resident(pages)]]))
+        group.allocator.free_pages(np.sort(group.table.frame[pages[group.table.present(pages)]]))
 
     patch.setattr(PageFrames, "drop", drop)
 

@@ -20,7 +20,7 @@ def a_cached_state_is_rewritten(patch: Patch) -> None:
 
     def begin(group: CarriedGroup, row: int, pages: Any) -> None:
         if len(pages):
-            group._frame[row] = group.frames.column[pages[-1]]
+            group._frame[row] = group.table.frame[pages[-1]]
         group._position[row] = len(pages) * group._page_size
 
     patch.setattr(CarriedGroup, "begin", begin)
@@ -78,7 +78,7 @@ def a_duplicate_state_replaces_the_first(patch: Patch) -> None:
 
     def leave(group: CarriedGroup, row: Any, trails: Any) -> Any:
         for trail in trails:
-            group.frames.column[row.pages[trail.num_pages - 1]] = 0
+            group.table.frame[row.pages[trail.num_pages - 1]] = 0
         return real(group, row, trails)
 
     patch.setattr(CarriedGroup, "_leave", leave)

@@ -70,8 +70,8 @@ def a_revived_frame_is_freed_with_its_old_page(patch: Patch) -> None:
     """A revived window belongs to the tree and to the request that ends, which frees it."""
 
     def revive(group: Any, ours: Any, theirs: Any) -> None:
-        missing = ~group.frames.resident(theirs)
-        group.frames.column[theirs[missing]] = group.frames.column[ours[missing]]
+        missing = ~group.table.present(theirs)
+        group.table.frame[theirs[missing]] = group.table.frame[ours[missing]]
 
     patch.setattr(PassingGroup, "_revive", revive)
 
