@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
@@ -22,13 +22,12 @@ class Order(EvictionPolicy):
     def __init__(self, key: Callable[[Node], tuple[float, ...]]) -> None:
         self._key = key
         self._queue: LazyQueue[Node] = LazyQueue(live, by_key=True)
-        self._ticket = 0
+        self._tickets = count(1)
         self.last_key: tuple[float, ...] = (0.0,)  # of the last victim
 
     def offered(self, node: Node) -> None:
-        self._ticket += 1
-        node.ticket = self._ticket
-        self._queue.push(self._ticket, node, self._key(node))
+        node.ticket = next(self._tickets)
+        self._queue.push(node.ticket, node, self._key(node))
 
     def victim(self) -> Node | None:
         entry = self._queue.pop()
@@ -57,7 +56,7 @@ class S3FIFO(EvictionPolicy):
 
     def __init__(self) -> None:
         self._queues: tuple[LazyQueue[Node], LazyQueue[Node]] = (LazyQueue(live), LazyQueue(live))
-        self._ticket = 0
+        self._tickets = count(1)
 
     def stored(self, node: Node, ghost: object | None) -> None:
         node.memo = _Place(long=ghost is not None)
@@ -72,9 +71,8 @@ class S3FIFO(EvictionPolicy):
         mine.credit = max(mine.credit, its.credit)
 
     def offered(self, node: Node) -> None:
-        self._ticket += 1
-        node.ticket = self._ticket
-        self._queues[_place(node).long].push(self._ticket, node)
+        node.ticket = next(self._tickets)
+        self._queues[_place(node).long].push(node.ticket, node)
 
     def victim(self) -> Node | None:
         short, long = self._queues

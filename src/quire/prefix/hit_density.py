@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +64,7 @@ class HitDensity(EvictionPolicy):
         self._epoch = 1
         self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
         self._rank_at = self._learn_at = 0
-        self._ticket = 0
+        self._tickets = count(1)
         self._table = worth(self._begun, self._reused)
 
     # -- learning
@@ -104,8 +104,6 @@ class HitDensity(EvictionPolicy):
 
     def offered(self, node: Node) -> None:
         stay = node.memo if isinstance(node.memo, Stay) else self._begin(node)
-        self._ticket += 1
-        node.ticket = self._ticket
         where = (stay.kind, stay.since // self._epoch)
         run = self._runs.get(where)
         if run is None:
@@ -114,7 +112,8 @@ class HitDensity(EvictionPolicy):
                 where = (stay.kind, stay.since // self._epoch)
             run = self._runs.setdefault(where, LazyQueue(live, newest_first=True))
             insort(self._ranked, (-float(self._table[stay.kind, self._age(stay.since)]), where))
-        run.push(self._ticket, node)
+        node.ticket = next(self._tickets)
+        run.push(node.ticket, node)
         if self._untidy and self._untidy[-1].tidy(TIDIED):
             self._untidy.pop()
 

@@ -89,9 +89,7 @@ class Lease:
 
 class Levels:
     """Keeps levels, and `num_held[n]`: the pages on the device that at least n leases hold, for n = 1 and 2.
-
-    `is_here` says whether a node's pages are on the device; None where all are.
-    """
+    `is_here` is None if all pages are on the device."""
 
     def __init__(self, is_here: Callable[[Node], bool] | None) -> None:
         self._is_here = is_here
@@ -124,11 +122,6 @@ class Levels:
                 self.num_held[node.level] -= node.num_pages
             node.level -= 1
             node = node.parent
-
-    def arrived(self, node: Node) -> None:
-        """Count a node whose pages have come to the device."""
-        for level in range(1, node.level + 1):
-            self.num_held[level] += node.num_pages
 
 
 def nodes_below(node: Node) -> list[Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ class Whereabouts:
         self._placement = placement
         self._policy = policy
         self.copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
-        self._ticket = 0
+        self._tickets = count(1)
 
     def is_here(self, node: Node) -> bool:
         """Whether a node's pages are on the device, or on their way there. True for roots."""
@@ -82,9 +83,8 @@ class Whereabouts:
     def offer_copies(self, node: Node) -> None:
         """Queue a node if its copies may be evicted."""
         if self._may_lose_copies(node):
-            self._ticket += 1
-            node.copy_ticket = self._ticket
-            self.copies.push(self._ticket, node, node.last_used)
+            node.copy_ticket = next(self._tickets)
+            self.copies.push(node.copy_ticket, node, node.last_used)
 
     def _live(self, ticket: int, node: Node) -> Node | None:
         return node if ticket == node.copy_ticket and self._may_lose_copies(node) else None

@@ -69,6 +69,7 @@ class RadixCache:
         num_named: int = 0,
     ) -> None:
         self._where = Whereabouts(placement, policy)
+        self.is_here, self.num_copies = self._where.is_here, self._where.num_copies
         self._has_lower = placement is not None
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -80,7 +81,7 @@ class RadixCache:
         self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
         self.version = 0  # changes when an earlier `Match` becomes invalid
-        self._levels = Levels(self._where.is_here if self._has_lower else None)
+        self._levels = Levels(self.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
         self.num_below = 0  # pages that have a copy below only
 
@@ -291,14 +292,6 @@ class RadixCache:
         return np.concatenate([_NO_PAGES, *map(self._forget_unheld, list(self.hidden_roots))])
 
     # -- tiers
-
-    def is_here(self, node: Node) -> bool:
-        """As `Whereabouts.is_here`."""
-        return self._where.is_here(node)
-
-    def num_copies(self, node: Node) -> int:
-        """As `Whereabouts.num_copies`."""
-        return self._where.num_copies(node)
 
     def arrive(self, lease: Lease, start: int, stop: int) -> None:
         """Pages `start..stop - 1` of a leased path come to the device, where those before them are. The caller gives
@@ -534,7 +527,8 @@ class RadixCache:
         count = node.num_pages
         self.num_pages += count
         self.num_below -= count
-        self._levels.arrived(node)
+        for level in range(1, node.level + 1):
+            self._levels.num_held[level] += count
         self.names.stored(node, 0, count, Tier.DEVICE)
 
     def _leave(self, node: Node, leave: Give) -> None:
