@@ -274,7 +274,11 @@ class Archiver:
         """Pages of a path to archive, up to about so many bytes, and whether there are more."""
         below, pages = self._below, pages_to(node)
         num_storable = self.storable(pages)
-        self._note_gap(node, pages[num_storable:])
+        gap = pages[num_storable:]
+        if any(host.good(gap).any() for host in below.hosts):  # these wait until the first of them is on the host
+            waiting = self._gaps.setdefault(int(gap[0]), [])
+            if node not in waiting and len(waiting) < _MOST_BEHIND:
+                waiting.append(node)
         pages = pages[:num_storable]
         lacking = []
         num_bytes = np.zeros(len(pages), dtype=np.int64)
@@ -285,13 +289,6 @@ class Archiver:
         last = int(np.searchsorted(np.cumsum(num_bytes), most_bytes)) + 1
         found = [(group, pages[:last][lacks[:last]]) for group, lacks in lacking]
         return [(group, some) for group, some in found if len(some)], bool(num_bytes[last:].any())
-
-    def _note_gap(self, node: Node, pages: Ids) -> None:
-        """Remember that these pages cannot be stored before the first of them is on the host."""
-        if any(host.good(pages).any() for host in self._below.hosts):
-            waiting = self._gaps.setdefault(int(pages[0]), [])
-            if node not in waiting and len(waiting) < _MOST_BEHIND:
-                waiting.append(node)
 
     # -- what has ended
 

@@ -203,8 +203,7 @@ class Prefetch:
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
             host.bind(pages[fresh], frames[good][fresh], ranks)
             if tiers.table.is_anchor(host.index):
-                for place in at[good][fresh & (at[good] < grafted)].tolist():
-                    self.parts.tree.copied(self.hold.path, place, place + 1)
+                tiers.copied(self.hold.path, at[good][fresh & (at[good] < grafted)])
             _give_back(host, frames[~good], suspect[~good])
             host.untake(frames[good][~fresh])
             num_fresh = int(np.count_nonzero(fresh))

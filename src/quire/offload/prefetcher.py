@@ -119,8 +119,11 @@ class Prefetcher(ReadAhead):
             other.shared = True
             return other
         tries = self._is_off
-        if tries and not self._is_tried(start, limit):
-            return None
+        if tries:  # a request tries the lane as if all that it lacks were stored
+            counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
+            num_bytes = tiers.settings.num_bytes(counts)
+            if not tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes):
+                return None
         lease = parts.tree.pin_path(found, known)
         prefix = RequestedPrefix(tiers, parts.groups, lease, start, keys)
         hold = parts.holds.add(Reason.READ_AHEAD, lease=lease)
@@ -205,12 +208,6 @@ class Prefetcher(ReadAhead):
     @property
     def _is_off(self) -> bool:
         return self._tiers.break_even.is_off(Lane.FETCH) and not self._tiers.settings.always
-
-    def _is_tried(self, start: int, limit: int) -> bool:
-        """Whether to try a lane that is off with a request that lacks these pages, as if all were stored."""
-        counts = [limit - max(start, group.reach.needed(limit).start) for group in self._parts.groups]
-        num_bytes = self._tiers.settings.num_bytes(counts)
-        return self._tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes)
 
     def _patience(self, tokens: int, num_bytes: int) -> float:
         """Seconds that a request waits for these tokens."""

@@ -88,18 +88,15 @@ class Retention(RetentionPort):
 
     def __init__(self, parts: CacheParts, share: float, hosts: Sequence[HostGroup] = ()) -> None:
         plan = parts.plan
+        self._parts = parts
         self._tree = parts.tree
         self._holds = parts.holds
         self._groups = parts.groups
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
         self._hosts = hosts
-        self._damaged = parts.damaged
         self._on_device = parts.frames.anchor(Tier.DEVICE)
-        self._ids = parts.pages
         self._size = plan.page_size
         self._seconds = parts.seconds
-        self._changed = parts.changed
-        self._largest = plan.largest_request
         largest = pages_for(plan.largest_request, plan.page_size)
         self.budget = int(share * plan.num_pages)  # pages
         self._pin_budget = max(0, min(self.budget, plan.num_pages - largest))
@@ -223,7 +220,7 @@ class Retention(RetentionPort):
         before, tree = self.num_expired + self.num_given_up, self._tree
         short = [n - group.num_free - group.num_evictable for group, n in zip(self._groups, wanted, strict=True)]
         whole = [n for n, group in zip(short, self._groups, strict=True) if group.reach.whole]
-        pages = num_new - self._ids.num_free_pages - tree.num_evictable - tree.num_below
+        pages = num_new - self._parts.pages.num_free_pages - tree.num_evictable - tree.num_below
         self.give_up(max(pages, *whole, 0))
         for group in self._partial:
             if short[group.index] > 0:
@@ -326,7 +323,7 @@ class Retention(RetentionPort):
         if num_pages > most:
             reason = (
                 f"pins may take {self._pin_budget * size:,} tokens, of which {pin_room * size:,} were left: the "
-                f"longest request, {self._largest:,} tokens, must find room beside them"
+                f"longest request, {self._parts.plan.largest_request:,} tokens, must find room beside them"
             )
             if kept is not None and most < kept.hold.path.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."
@@ -359,7 +356,7 @@ class Retention(RetentionPort):
 
     def _resumes(self, pages: Ids) -> tuple[int, str]:
         """The most pages of a cached path behind which a request could begin, and the group that limits it, or ""."""
-        return resume_point(self._partial, pages[: self._damaged.before(pages)], self._hosts)
+        return resume_point(self._partial, pages[: self._parts.damaged.before(pages)], self._hosts)
 
     # -- keeping
 
@@ -385,12 +382,12 @@ class Retention(RetentionPort):
             return
         lease = self._tree.pin_part(kept.hold.path, left)
         self._holds.change(kept.hold, self._needed_by(pages[:left]), lease=lease, rank=Rank.USED)
-        self._changed()
+        self._parts.changed()
 
     def _end(self, kept: RetainedPrefix) -> None:
         del self._kept[kept.retention_id], self._by_key[kept.key]
         self._holds.release(kept.hold)
-        self._changed()
+        self._parts.changed()
 
     def _end_all(self, gone: Sequence[RetainedPrefix]) -> int:
         for kept in gone:

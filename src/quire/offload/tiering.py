@@ -173,10 +173,10 @@ class Tiering(Below):
         short = wanted - host.num_free
         if short > 0:
             self.archiver.go_on(hurries=True)
-        if short > 0 and host.whole:
-            self.evict_host(short)
-        elif short > 0:
-            host.evict(short)
+            if host.whole:
+                self.evict_host(short)
+            else:
+                host.evict(short)
         return max(0, min(wanted, host.num_free))
 
     def evict_host(self, num_pages: int) -> bool:
@@ -254,8 +254,12 @@ class Tiering(Below):
             lacking = ~self.table.anchor(Tier.HOST).present(known)
             self.table.came(known[lacking], Tier.HOST)
             self.table.came(pages[grafted - first :], Tier.HOST)
-            for place in (first + np.flatnonzero(lacking)).tolist():
-                self._tree.copied(lease, place, place + 1)
+            self.copied(lease, first + np.flatnonzero(lacking))
+
+    def copied(self, lease: Lease, places: np.ndarray) -> None:
+        """Tell the tree that pages at these places of a path, ascending, have host copies now."""
+        for first, last in _runs(places):
+            self._tree.copied(lease, first, last)
 
     def loads_of(self, pages: Ids) -> list[Transfer]:
         """Loads under way of some of these pages."""
@@ -328,8 +332,8 @@ class Tiering(Below):
                 run = (part.at >= start) & (part.at < stop)
                 good[run] &= part.at[run] < self._tree.countable(lease, start, stop)
                 host.bind(part.pages[run & good], part.host[run & good])
-                for first, last in _runs(part.at[run & good & ~had]) if self.table.is_anchor(host.index) else ():
-                    self._tree.copied(lease, first, last)
+                if self.table.is_anchor(host.index):
+                    self.copied(lease, part.at[run & good & ~had])
         else:
             assert part.ranks is not None
             host.bind(part.pages[good], part.host[good], np.maximum(part.ranks, Rank.MARKED)[good])
