@@ -1,4 +1,4 @@
-"""BreakEven: whether moving pages is faster than computing their tokens again. Measured, never configured."""
+"""BreakEven: measures whether moving pages is faster than computing their tokens again."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from enum import Enum, auto
 from quire.tiers.rate import Rate
 from quire.tiers.transfer import LANES, Lane
 
-_TINY_STEP = 64  # tokens; the time of a smaller step is mostly launches, and says nothing about prompts
+_TINY_STEP = 64  # tokens; the time of a smaller step is mostly launches
 _LOSSES = 16  # in a row, after which a lane turns itself off
-_FAILURES = 3  # the same; a request waited for each in vain
+_FAILURES = 3  # in a row, with the same effect
 _WINS = 8  # measured ones, after which earlier losses do not count
-_FIRST_REST = 1.0  # seconds after which a lane that is off is tried again; each time twice as many
+_FIRST_REST = 1.0  # seconds before a lane that is off is tried again; they double each time
 _LONGEST_REST = 300.0
-_PRICE = 50.0  # a trial waits this many times what it is expected to lose, so that trials cost 2 % of the time at most
-_OVERDUE = 8.0  # a trial that takes this many times its expected duration is given up
+_PRICE = 50.0  # a trial waits this many times its expected loss, so that trials cost at most 2 % of the time
+_OVERDUE = 8.0  # a trial that takes this many times its expected duration is abandoned
 _QUIET = 60.0  # seconds between two notices about one lane
 _LEARNING_WAIT = 1.0  # seconds a request may wait for storage while nothing is known
 
 
 class _Verdict(Enum):
-    LEARN = auto()  # nothing to compare: move, and measure
+    LEARN = auto()  # nothing to compare: move and measure
     WIN = auto()
-    LATE = auto()  # it would win but for the queue of its lane
+    LATE = auto()  # it would win without the queue of its lane
     LOSE = auto()
-    TRY = auto()  # it loses as far as is known; move, to measure again
+    TRY = auto()  # it is expected to lose: move, to measure again
 
 
 _MOVED = (_Verdict.LEARN, _Verdict.WIN, _Verdict.TRY)
@@ -40,7 +40,7 @@ class _Trial(Enum):
 
 @dataclass(slots=True)
 class _LaneState:
-    """The measurements and the record of one lane."""
+    """The measurements and the history of one lane."""
 
     lane: Lane
     rate: Rate = field(default_factory=Rate)
@@ -59,11 +59,11 @@ class _LaneState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it brings nothing, so that its rate says nothing."""
+        """Whether the rate says nothing, because transfers fail."""
         return self.failures >= _FAILURES
 
     def win(self) -> None:
-        """A transfer is worth it, as far as is known."""
+        """A transfer is expected to win."""
         self.losses = 0
         if self.trial is _Trial.UNDER_WAY:
             return  # not measured yet
@@ -74,31 +74,20 @@ class _LaneState:
         if self.wins >= _WINS:
             self.rest = _FIRST_REST
 
-    def turn_off(self, now: float, why: str) -> None:
-        """It loses, or has lost a trial."""
-        self.why_off = why
-        self.trial = _Trial.NONE
-        self.wins = 0
-        self.off_since = now
-        self.next_trial = now + self.rest
-        self.rest = min(self.rest * 2, _LONGEST_REST)
-
 
 class BreakEven:
-    """Compares the time to move a prefix with the time to compute it, both as measured.
+    """Compares the measured times to move and to compute a prefix.
 
-    `pays` asks and changes nothing; `decide` is for a request that begins, and counts. While either time is unknown,
-    pages are moved. A lane turns itself off after a row of lost decisions, or of transfers that brought less than half
-    of their bytes. It turns on again when it wins by its own measurements. A lane that always loses is not measured any
-    more, so one request at a time tries it, after a rest that doubles and is long enough for trials to cost less than
-    2 % of the time. The measurement of a trial replaces earlier ones. After several measured wins the rest is short
-    again.
+    While either time is unknown, pages move. A lane turns itself off after a run of lost decisions, or of transfers
+    that moved less than half of their bytes. It turns on again when it wins by its own measurements. For these, one
+    request at a time is a trial, whose measurement replaces earlier ones. Rests between trials double, until several
+    wins are measured.
 
-    `on_change(lane, why)` is called when a lane turns off, and with an empty `why` when it turns on; once a minute per
-    lane at most, and then with the state of that moment.
+    `on_change(lane, why)` is called when a lane turns off, and with an empty `why` when it turns on: at most once a
+    minute per lane, with the state of that moment.
 
-    A FETCH ends on the host: its time includes the LOOK before it and the LOAD behind it. A LOAD that was never
-    measured counts as fast as a SAVE, which takes the same way back and comes first; but that turns nothing on.
+    The time of a FETCH includes the LOOK before it and the LOAD after it. A LOAD that was never measured counts as fast
+    as a SAVE, which takes the same path and comes first; but that turns nothing on.
     """
 
     def __init__(
@@ -115,9 +104,9 @@ class BreakEven:
         self._on_change = on_change
         self._computed = Rate()
         self._lanes = {lane: _LaneState(lane) for lane in LANES}
-        self.turned_off_count = 0  # times that any lane turned itself off, failed trials included
+        self.turned_off_count = 0  # over all lanes, with failed trials
 
-    # -- what is measured
+    # -- measurements
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step has computed this many prompt tokens."""
@@ -125,7 +114,7 @@ class BreakEven:
             self._computed.add(tokens, seconds)
 
     def moved(self, lane: Lane, num_bytes: int, seconds: float) -> None:
-        """A transfer has moved these bytes in this time, without its wait in a queue. A LOOK counts as one byte."""
+        """A transfer has moved these bytes in this time, without waiting in a queue. A LOOK counts as one byte."""
         if num_bytes > 0:
             state = self._lanes[lane]
             if state.trial is _Trial.UNDER_WAY:
@@ -136,7 +125,7 @@ class BreakEven:
             state.is_fresh = True
 
     def failed(self, lane: Lane, seconds: float) -> None:
-        """A transfer has brought less than half of its bytes, in this time."""
+        """A transfer has moved less than half of its bytes in this time."""
         state = self._lanes[lane]
         state.failures += 1
         state.wasted = seconds
@@ -152,26 +141,24 @@ class BreakEven:
         state = self._lanes[lane]
         return state.rate.known and state.trial is not _Trial.UNDER_WAY
 
-    # -- what follows from it
+    # -- decisions
 
     def compute_seconds(self, tokens: int) -> float | None:
-        """Seconds to compute these tokens. None: not known."""
+        """Seconds to compute these tokens; None: unknown."""
         rate = self._computed.mean
         return None if rate is None else tokens / rate
 
     def load_seconds(self, lane: Lane, num_bytes: int, queued_bytes: int = 0) -> float | None:
-        """Seconds until the bytes are on the device, behind others on the lane. None: not known."""
+        """Seconds until the bytes are on the device, after those queued on the lane; None: unknown."""
         seconds = self._rate(lane).seconds(num_bytes + queued_bytes)
-        if seconds is None:
-            return None
-        return seconds + self._seconds_around(lane, num_bytes)
+        return None if seconds is None else seconds + self._seconds_around(lane, num_bytes)
 
     def pays(self, lane: Lane, tokens: int, num_bytes: int, queued_bytes: int = 0) -> bool:
-        """Whether a request that began now would move these tokens and not compute them. Changes nothing."""
+        """Whether a request that begins now would move these tokens and not compute them. Changes nothing."""
         return self._verdict(lane, tokens, num_bytes, queued_bytes) in _MOVED
 
     def decide(self, lane: Lane, tokens: int, num_bytes: int, queued_bytes: int = 0) -> bool:
-        """The same for a request that begins: the decision counts, and may be a trial."""
+        """As `pays`, for a request that does begin: the decision counts, and may be a trial."""
         state = self._lanes[lane]
         verdict = self._verdict(lane, tokens, num_bytes, queued_bytes)
         if verdict is _Verdict.TRY:
@@ -184,14 +171,14 @@ class BreakEven:
         return verdict in _MOVED
 
     def untried(self, lane: Lane) -> None:
-        """The request of a trial moves nothing after all. Another request may try."""
+        """The request of a trial moves nothing after all, so another one may try."""
         state = self._lanes[lane]
         if state.trial is _Trial.UNDER_WAY:
             state.trial = _Trial.NONE
             state.next_trial = self._seconds()
 
     def deadline(self, tokens: int, num_bytes: int) -> float:
-        """Seconds that a request may wait for storage until computing would have been faster."""
+        """Seconds that a request may wait for storage before computing is faster."""
         compute = self.compute_seconds(tokens)
         if compute is None:
             return _LEARNING_WAIT
@@ -202,7 +189,7 @@ class BreakEven:
         return bool(self._lanes[lane].why_off)
 
     def why_off(self, lane: Lane) -> str:
-        """The reason, for users; empty while the lane is on."""
+        """Why the lane is off, for users; empty while it is on."""
         return self._lanes[lane].why_off
 
     # -- inside
@@ -216,7 +203,7 @@ class BreakEven:
             return _Verdict.LEARN
         wins = compute is not None and alone is not None and alone <= compute
         if wins and not state.has_failed and (not state.why_off or state.rate.known):
-            # A queue passes; it says nothing about the lane.
+            # A queue is temporary and says nothing about the lane.
             load = self.load_seconds(lane, num_bytes, queued_bytes)
             return _Verdict.WIN if load is not None and load <= (compute or 0.0) else _Verdict.LATE
         return _Verdict.TRY if self._is_due(state, compute, num_bytes) else _Verdict.LOSE
@@ -229,7 +216,7 @@ class BreakEven:
         if compute is None:
             return True
         if state.lane is Lane.LOAD and now < state.off_since + _LONGEST_REST:
-            # SAVE is measured all the time: where a LOAD as fast as that does not pay, a trial can wait.
+            # SAVE is always measured: where a LOAD at that speed does not pay, a trial can wait.
             saved = self._lanes[Lane.SAVE].rate.seconds(num_bytes)
             if saved is not None and saved > compute:
                 return False
@@ -244,7 +231,7 @@ class BreakEven:
         return self._lanes[Lane.SAVE].rate if lane is Lane.LOAD and not rate.known else rate
 
     def _seconds_around(self, lane: Lane, num_bytes: int) -> float:
-        """Seconds of the transfers before and behind this one that its bytes need to get to the device."""
+        """Seconds of the other transfers that bring these bytes to the device."""
         if lane is not Lane.FETCH:
             return 0.0
         looked = self._lanes[Lane.LOOK].rate.seconds(1) or 0.0
@@ -258,8 +245,13 @@ class BreakEven:
             self._turn_off(state, self._why(state.lane, compute, num_bytes))
 
     def _turn_off(self, state: _LaneState, why: str) -> None:
-        state.turn_off(self._seconds(), why)
         self.turned_off_count += 1
+        state.why_off = why
+        state.trial = _Trial.NONE
+        state.wins = 0
+        state.off_since = self._seconds()
+        state.next_trial = state.off_since + state.rest
+        state.rest = min(state.rest * 2, _LONGEST_REST)
 
     def _begin_trial(self, state: _LaneState, num_bytes: int) -> None:
         expected = self.load_seconds(state.lane, num_bytes) or 0.0
@@ -269,7 +261,6 @@ class BreakEven:
             self._lanes[Lane.LOOK].trial = _Trial.UNDER_WAY  # measured with it
 
     def _why(self, lane: Lane, compute: float, num_bytes: int) -> str:
-        """The bandwidth at which this transfer takes as long as computing."""
         rate = self._rate(lane)
         others = (rate.start or 0.0) + self._seconds_around(lane, num_bytes)
         measured = f"measured {_in_units(rate.per_second or 0.0)}"

@@ -1,13 +1,12 @@
-"""Carrier: does one transfer, piece by piece. It knows no threads and no time; movers do.
+"""Carrier: does one transfer, piece by piece, without threads or clocks (movers have those).
 
-The rules of transfers are here:
+The rules of transfers:
 
-    records are checked before they leave the host, and when they have come to it; a damaged one is read again before
-    the store has to remove it
-    a load copies nothing to the device from the first page on that has a damaged record, and no step may use the pages
-    before it until the transfer has ended
-    a page is in the store, or at the peer, in all of its groups or not at all, and after the pages before it
-    a lookup finds nothing that the store was told to forget (`quire.tiers.forgotten`)
+    records are checked before they leave the host and after they arrive; a damaged one is read again before it is
+    removed from the store
+    a load copies only the pages before the first damaged record; then no step uses them until the transfer has ended
+    a page is in a store or a peer in all of its groups or in none, and only after the pages before it
+    a lookup finds nothing that is being deleted (`quire.tiers.forgotten`)
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
 PIECE_BYTES = 16 << 20
-"""About how much is done at a time. A load waits for no more than one piece of a save."""
+"""About how many bytes move at a time. A load waits for at most one piece of a save."""
 
 _LOOKED_UP = 128
-"""Pages that a store is asked for at a time. Most prompts end sooner in what is stored, and a store may need a request
-for each key."""
+"""Pages per question to a store. Most prompts miss sooner, and a store may need a request for each key."""
 _MOST_TOUCHED = 1024  # in one call
 
 
 class Carrier:
-    """Does transfers with these copies, and with this store and this peer where there are any. A peer answers as a
-    store does."""
+    """Does transfers with these copies, store and peer. A peer answers as a store does."""
 
     def __init__(
         self, copies: Copies, store: Store | None, peer: Store | None = None, *, piece_bytes: int = PIECE_BYTES
@@ -44,8 +41,8 @@ class Carrier:
         self._piece_bytes = piece_bytes
 
     def carry(self, transfer: Transfer) -> Iterator[None]:
-        """Do a transfer; it pauses after each piece. It raises what the copies or the remote raise, and the transfer
-        has then failed. Its results are complete when the pieces end; to end it is left to the caller."""
+        """Do a transfer; each step of the iterator is one piece. It raises what the copies or the remote raise. Results
+        are complete after the last piece; the caller ends the transfer."""
         lane = transfer.lane
         if not lane.is_remote:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
@@ -76,7 +73,7 @@ class Carrier:
                 yield
 
     def _load(self, transfer: Transfer) -> Iterator[None]:
-        """Copy the pages before the first that is damaged in any group; those behind it are damaged or missing."""
+        """Copy the pages before the first that is damaged in any group; later ones are damaged or missing."""
         copies, whole = self._copies, transfer.units
         found = [copies.defects(units.group, units.host, units.pages) for units in whole]
         ends = [len(units) for units in whole]
@@ -103,8 +100,7 @@ class Carrier:
     # -- between host and a remote
 
     def _touch(self, transfer: Transfer, store: Store) -> Iterator[None]:
-        """Tell the store what was used, the first page of a prefix last: a store evicts what was used longest ago, and
-        a page is of no use without those before it. A record that has gone meanwhile gets no room here."""
+        """Count records as used, the first page of a prefix last (see `quire.tiers.store`). Evicted ones stay out."""
         found = []
         for units in transfer.touches:
             keys = units.keys(transfer.scope)
@@ -123,8 +119,8 @@ class Carrier:
         transfer.answers = tuple(found)
 
     def _look(self, transfer: Transfer, store: Store) -> Iterator[None]:
-        """Ask for some pages at a time, in the order of the prefix, until one is missing that all behind it need. Pages
-        that were not asked for are a MISS. Each time asks for the marks too: the scope may be deleted meanwhile."""
+        """Ask for pages in the order of the prefix, until one is missing that all later ones need. Pages that were not
+        asked for are a MISS. Each question includes the marks: the scope may be deleted meanwhile."""
         over, pages = marks_over(transfer.scope), _pages_of(transfer.units)
         found = [[Answer.MISS] * len(units) for units in transfer.units]
         for start in range(0, max(1, len(pages)), _LOOKED_UP):
@@ -157,8 +153,8 @@ class Carrier:
             yield
 
     def _by_pages(self, transfer: Transfer, remote: Store, work: _Work, rest: str) -> Iterator[None]:
-        """Work on pages in the order of the prefix, some at a time, up to the first that fails in any group. The result
-        of every unit that was not done by then is `rest`."""
+        """Do `work` on pages in the order of the prefix, up to the first that fails in any group. The result of every
+        unit that was not done is `rest`."""
         found = [[rest] * len(units) for units in transfer.units]
         pages = _pages_of(transfer.units)
         num_bytes = sum(self._copies.bytes_of(units.group) * len(units) for units in transfer.units)
@@ -200,7 +196,7 @@ class Carrier:
 
     @staticmethod
     def _complete(remote: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
-        """Make whole pages visible and drop the rest. Those behind a page that could not be made visible are removed:
+        """Make whole pages visible and drop the rest. Pages after one that did not become visible are removed, since
         no lookup would find them."""
         ok = [record.page < batch.num_good for record in mine]
         visible = []
@@ -226,9 +222,8 @@ class Carrier:
 
     @staticmethod
     def _find_culprit(transfer: Transfer, remote: Store, damaged: Sequence[_Record]) -> None:
-        """Read damaged records again, into other memory, and once more where they differ now. If both of these agree,
-        the host row is suspect, and the record stays. Otherwise the record is removed: it would be found again and
-        again, and keep a good one from taking its place."""
+        """Read damaged records again into other memory, and once more where they differ. If these two reads agree, the
+        host row is suspect and the record stays. Otherwise the record is removed: it would block a good one."""
         again = _read(remote, damaged)
         differs = [record for record, data in again.items() if record.data != data]
         once_more = _read(remote, differs) if differs else {}
@@ -241,8 +236,7 @@ class Carrier:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """The record of one page of a batch in one of the transfer's units. Where records are only simulated, `data` is
-    shorter than the `num_bytes` that it counts for."""
+    """The record of one page in one of the transfer's units. Simulated `data` is shorter than `num_bytes`."""
 
     key: StoreKey
     num_bytes: int
@@ -254,7 +248,7 @@ class _Record:
 
 
 class _Batch:
-    """The records of consecutive pages of a transfer, page by page. The first `num_good` pages are good so far."""
+    """The records of consecutive pages of a transfer; the first `num_good` pages are good so far."""
 
     def __init__(self, transfer: Transfer, pages: list[_Places], copies: Copies) -> None:
         self.num_good = len(pages)
@@ -268,16 +262,15 @@ class _Batch:
                 self.records.append(_Record(key, sizes[at], rows[at][units.host[place]].data, at, place, number))
 
     def good(self) -> list[_Record]:
-        """The records of good pages."""
         return [record for record in self.records if record.page < self.num_good]
 
     def fail(self, record: _Record, defect: str) -> None:
-        """A record is not good, so neither is its page, nor any page behind it."""
+        """A record is not good, so its page and all later ones are not."""
         self.num_good = min(self.num_good, record.page)
         record.defect = record.defect or defect
 
     def check(self, copies: Copies, transfer: Transfer) -> list[_Record]:
-        """Check the records of all good pages, group by group; returns which are damaged."""
+        """Check the records of good pages, group by group; returns the damaged ones."""
         good, damaged = self.good(), []
         for at, units in enumerate(transfer.units):
             records = [record for record in good if record.units == at]
@@ -293,7 +286,7 @@ class _Batch:
 
 
 _Work = Callable[[Transfer, Store, _Batch], None]
-_Places = list[tuple[int, int]]  # of one page: which units it is in, and where in them
+_Places = list[tuple[int, int]]  # of one page: index of the units, and the place in them
 
 
 def _keys(records: Sequence[_Record]) -> list[StoreKey]:
@@ -301,20 +294,20 @@ def _keys(records: Sequence[_Record]) -> list[StoreKey]:
 
 
 def _read(store: Store, records: Sequence[_Record]) -> dict[_Record, bytearray]:
-    """What the store has of these records, in memory of its own."""
+    """The records that the store has, in new memory."""
     read = [bytearray(record.data.nbytes) for record in records]
     answers = store.get(_keys(records), read)
     return {record: data for record, data, answer in zip(records, read, answers, strict=True) if answer is Answer.HIT}
 
 
 def _runs(count: int, each: int, most: int) -> Iterator[slice]:
-    """Consecutive slices of `count` things of `each` bytes, of at most `most` bytes where one fits."""
+    """Slices over `count` items of `each` bytes: at most `most` bytes, at least one item."""
     step = max(1, most // each)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _ends_before_damage(units: Sequence[Units], defects: Sequence[Sequence[str]]) -> list[int]:
-    """Of each units, how many pages come before the first that is damaged in any of them."""
+    """For each units, the number of pages before the first that is damaged in any of them."""
     ends = [0] * len(units)
     for page in _pages_of(units):
         if any(defects[at][place] for at, place in page):
@@ -334,7 +327,7 @@ def _pages_of(units: Sequence[Units]) -> list[_Places]:
 
 
 def _prefix(units: Sequence[Units]) -> Sequence[bytes]:
-    """The pages of all units, each behind all that come before it in any of them."""
+    """The pages of all units, each after all that precede it in any of them."""
     longest = max((group.pages for group in units), key=len, default=())
     known = set(longest)
     if all(known.issuperset(group.pages) for group in units):

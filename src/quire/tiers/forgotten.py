@@ -1,14 +1,13 @@
-"""Forgotten: how a store deletes a scope, so that it stays deleted when a process dies on the way.
+"""Forgotten: deletes a scope in a store, so that it stays deleted when the process dies on the way.
 
-    1  write a mark: a record under a key that no page has           from here on no lookup finds the scope
-    2  remove the records, some at a time
-    3  remove the mark                                               the scope is as if it had never been used
+    1  write a mark: a record under a key that no page has           no lookup finds the scope any more
+    2  remove the records, in batches
+    3  remove the mark                                               the scope is as if never used
 
-Each lookup asks for the marks over its pages too. Where one is there, the lookup finds nothing, and its process goes on
-with 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
+Each lookup also asks for the marks over its pages. Where it finds one, it returns nothing, and its process continues
+at step 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
 
-A mark has the size of a record of its scope, and was written later than all of them: a store that evicts what was used
-longest ago evicts those first.
+A mark has the size of a record of its scope and is newer than all of them. So an LRU store evicts those first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
 from quire.tiers.transfer import Transfer
 
 EDITION_BYTES = 8
-"""What the scopes of all namespaces of one model begin with (`quire.prefix.hashing.scope_of`)."""
+"""The prefix that scopes of all namespaces of one model share (`quire.prefix.hashing.scope_of`)."""
 
 _PART = 0xFFFF  # of no group
 _AT_ONCE = 1024
@@ -33,25 +32,25 @@ _LEAST_BYTES = HEADER_BYTES + 1
 
 
 def mark_of(scope: bytes) -> StoreKey:
-    """The key of the mark that says that a scope, or every scope that begins so, is being deleted."""
+    """The key of the mark for deleting a scope, or all scopes with this prefix."""
     page = hashlib.sha256(b"quire-forgotten-1" + scope).digest()
     return StoreKey(scope.ljust(SCOPE_BYTES, b"\0"), page, _PART)
 
 
 def marks_over(scope: bytes) -> tuple[tuple[bytes, StoreKey], ...]:
-    """What each mark over a scope stands for, and the mark."""
+    """The marks that can hide a scope, each with the scope or prefix that it stands for."""
     return tuple((part, mark_of(part)) for part in (scope[:EDITION_BYTES], scope))
 
 
 def marked_by(key: StoreKey) -> bytes | None:
-    """The scope, or the beginning of scopes, that a mark stands for; None for the key of a page."""
+    """The scope, or the prefix of scopes, that a mark stands for; None for the key of a page."""
     return next((part for part, mark in marks_over(key.scope) if mark == key), None)
 
 
 def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
-    """Remove every record of `transfer.scope`, or of all scopes that begin so; `transfer.hidden` is true once no lookup
-    finds them. Raises StoreError where the store cannot be listed, has kept records, or the transfer was stopped; then
-    a mark that was written stays, and the deletion can begin again."""
+    """Remove all records of `transfer.scope`, or of all scopes with this prefix. `transfer.hidden` is true once no
+    lookup finds them. Raises StoreError where the store cannot be listed, records remain, or the transfer was stopped.
+    Then the mark stays, and the deletion can begin again."""
     scope = transfer.scope
     try:
         entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
@@ -71,7 +70,7 @@ def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
         if transfer.stopping:
             raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
         pages = [key for key in batch if key.part != _PART]
-        marks.update(key for key in batch if key.part == _PART)  # of scopes that begin so, whose records go too
+        marks.update(key for key in batch if key.part == _PART)  # of scopes with this prefix, which go too
         total += len(pages)
         if store.remove(pages) < len(pages):
             left += sum(answer is not Answer.MISS for answer in store.exists(pages))
@@ -83,14 +82,14 @@ def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
 
 
 def answers_under(marks: Sequence[Answer], answers: Iterable[Answer]) -> list[Answer]:
-    """The answers for pages, given the store's answers for the marks over them."""
+    """Answers for pages, given those for the marks over them."""
     if Answer.HIT in marks or Answer.PENDING in marks:
         return [Answer.MISS for _ in answers]
     return [Answer.RETRY for _ in answers] if Answer.RETRY in marks else list(answers)
 
 
 def _write_mark(store: Store, scope: bytes, num_bytes: int) -> bool:
-    """Whether the mark is there now. A store that takes no records may still remove some."""
+    """Returns whether the mark is there. A store that takes no records may still remove some."""
     key, form = mark_of(scope), RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES)
     (answer,) = store.prepare([key], [num_bytes])
     if answer is not Answer.MISS:

@@ -1,4 +1,4 @@
-"""Mover: carries pages between device, host, store and peers while the engine computes, and says when they arrive."""
+"""Mover: moves pages between device, host, store and peers while the engine computes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 
 THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
-"""Threads between the host and each other endpoint. One that hangs holds its own threads and no others."""
+"""Threads per endpoint beside the host. An endpoint that hangs blocks only its own threads."""
 
 CLOSED: Final = "the mover was closed before it came to this."
-"""The error of a transfer that was still waiting."""
+"""The error of a transfer that had not begun."""
 
 CLOSE_S: Final = 3.0
-"""How long `close` waits for calls that are under way. A store that hangs would keep the process for ever."""
+"""How long `close` waits for calls under way. A store that hangs would otherwise block the process forever."""
 
 LEFT: Final = "the mover was closed, and this did not end."
 """The error of a transfer that hung."""
 
-_MOST_TRANSFERS = 1024  # in flight on one lane; those of no bytes would have no bound
+_MOST_TRANSFERS = 1024  # in flight on one lane; bytes do not bound transfers that have none
 
 
 class Mover(ABC):
     """Takes transfers, and returns each from `finished` exactly once, when nothing touches its frames any more.
 
-    One thread, the engine's, submits and collects. A mover keeps no frame and no page: the submitter holds what a
-    transfer names. A transfer whose deadline has passed has failed at once; it comes back when its call has returned.
+    One thread, the engine's, submits and collects, and it holds the frames that a transfer names. A transfer fails at
+    its deadline and is returned when its call has ended.
 
-    What is in flight is bounded by lane; `most_bytes` replaces bounds of the table. A transfer larger than the bound is
-    taken when it is alone.
+    Each lane bounds the bytes in flight; `most_bytes` replaces bounds of the table. A larger transfer is taken alone.
     """
 
     def __init__(self, lanes: Sequence[Lane], most_bytes: Mapping[Lane, int] | None) -> None:
@@ -45,54 +44,53 @@ class Mover(ABC):
         self._rates = {lane: Rate() for lane in lanes}
         self._bytes: Counter[Lane] = Counter()
         self._transfers: Counter[Lane] = Counter()
-        self._watched: set[Transfer] = set()  # that have a deadline, which has not passed
+        self._watched: set[Transfer] = set()  # with a deadline that has not passed
         self._next_deadline = math.inf  # at the earliest; the transfer may have ended
         self._ended: list[Transfer] = []
-        self._has_news = False  # a transfer is checked or has expired
+        self._has_news = False  # a transfer became checked or expired
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
-        """Take a transfer. False: its lane is full, or the mover is closed; nothing was taken."""
+        """Take a transfer. False: its lane is full, or the mover is closed."""
 
     @abstractmethod
     def finished(self) -> list[Transfer]:
-        """The transfers that ended since the last call, in the order in which they ended."""
+        """The transfers that ended since the last call, in the order of their ends."""
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Wait until a transfer has ended that `finished` did not return yet, or one has become `checked` or `expired`
-        since the last wait; at most so long. Returns whether one has."""
+        """Wait at most so long for a transfer that `finished` has not returned yet, or for one that became `checked` or
+        `expired` since the last wait. Returns whether there is one."""
 
     @abstractmethod
     def complete(self, transfer: Transfer) -> None:
-        """Wait until a transfer that was taken has ended, however long that takes; `finished` still returns it."""
+        """Wait without limit until a submitted transfer has ended; `finished` still returns it."""
 
     @abstractmethod
     def close(self) -> tuple[Transfer, ...]:
-        """What is under way ends; what waits fails; `finished` returns both. May be called twice. To have everything
-        done, collect until `idle` before.
+        """End what is under way and fail what waits; `finished` returns both. May be called twice.
 
-        Returns the transfers that did not end in time. They have failed, and a thread may still be at them: the store
-        and the memory of the copies must stay.
+        Returns the transfers that did not end in time. They have failed, but a thread may still use the store and the
+        memory of the copies.
         """
 
     def in_flight(self, lane: Lane) -> int:
-        """Bytes that were taken and not returned by `finished` yet."""
+        """Bytes submitted and not yet returned by `finished`."""
         return self._bytes[lane]
 
     def rate(self, lane: Lane) -> Rate:
-        """The bytes per second of a lane, and the seconds before its first byte, as measured."""
+        """The measured speed of a lane, in bytes."""
         return self._rates[lane]
 
     @property
     def idle(self) -> bool:
-        """Whether `finished` has returned everything that was taken."""
+        """Whether `finished` has returned every submitted transfer."""
         return not any(self._transfers.values())
 
     # -- for movers
 
     def _take(self, transfer: Transfer, now: float) -> bool:
-        """Count a transfer in; its deadline runs from now. False: there is no room, and nothing was changed."""
+        """Count a transfer as in flight; its deadline runs from now. False: the lane is full."""
         lane = transfer.lane
         count, num_bytes = self._transfers[lane], self._bytes[lane] + transfer.num_bytes
         if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= _MOST_TRANSFERS):
@@ -105,7 +103,7 @@ class Mover(ABC):
         return True
 
     def _overdue(self, now: float) -> list[Transfer]:
-        """Transfers that have not ended and whose deadline has passed since the last call, the earliest first."""
+        """Transfers under way whose deadline has passed since the last call, the earliest first."""
         if now < self._next_deadline:
             return []
         passed = [transfer for transfer in self._watched if transfer.done or transfer.expires_at <= now]
@@ -114,24 +112,24 @@ class Mover(ABC):
         return sorted((transfer for transfer in passed if not transfer.done), key=lambda late: late.expires_at)
 
     def _hand_back(self) -> list[Transfer]:
-        """What has ended; it is counted out."""
+        """The transfers that have ended; they are in flight no more."""
         ended, self._ended = self._ended, []
         for transfer in ended:
             self._bytes[transfer.lane] -= transfer.num_bytes
             self._transfers[transfer.lane] -= 1
             self._watched.discard(transfer)
             assert self._transfers[transfer.lane] >= 0, "a transfer was handed back twice"
-            # Where the store had most of it already, time went by with little to show for it.
+            # Where the store had most of the bytes already, the time says nothing about the lane.
             if not transfer.error and transfer.moved_bytes * 2 >= transfer.num_bytes:
                 self._rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
         return ended
 
 
 class ThreadMover(Mover):
-    """Does transfers on threads, of which each endpoint beside the host has its own (`_Channel`).
+    """Does transfers on threads of each far endpoint (`_Channel`).
 
-    A call that hangs therefore holds a thread of its endpoint only. The store and the peer stay the caller's, who
-    closes them after the mover. `threads` and `most_bytes` replace values of the tables.
+    The caller owns the store and the peer, and closes them after the mover. `threads` and `most_bytes` replace values
+    of the tables.
     """
 
     def __init__(
@@ -147,10 +145,10 @@ class ThreadMover(Mover):
     ) -> None:
         super().__init__(lanes, most_bytes)
         self._carrier = Carrier(copies, store, peer, piece_bytes=piece_bytes)
-        # Everything below is read and written under the lock, as is what has ended and what is watched.
+        # The lock guards everything below, and the base's `_ended` and `_watched`.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # something to do, or closing
-        self._news = threading.Condition(self._lock)  # something for the submitter
+        self._news = threading.Condition(self._lock)  # for the submitter
         self._channels = {lane.far: _Channel(lane.is_remote) for lane in lanes}
         self._closing = False
         self._threads = [
@@ -208,7 +206,7 @@ class ThreadMover(Mover):
         return left
 
     def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait under the lock, and watch the deadlines meanwhile."""
+        """Under the lock: wait, and watch deadlines meanwhile."""
         until = time.monotonic() + seconds
         while not is_so():
             now = time.monotonic()
@@ -222,7 +220,7 @@ class ThreadMover(Mover):
         return True
 
     def _expire(self) -> None:
-        """Under the lock: a transfer that waits ends at its deadline, and one under way when its call returns."""
+        """Under the lock: a waiting transfer ends at its deadline, one under way when its call returns."""
         for transfer in self._overdue(time.monotonic()):
             transfer.expire()
             self._has_news = True
@@ -243,7 +241,7 @@ class ThreadMover(Mover):
             is_checked = transfer.advance()
 
     def _next(self, channel: _Channel, transfer: Transfer | None, is_checked: bool) -> Transfer | None:
-        """Under the lock: what a thread that has done a piece of a transfer goes on with. None: the mover closes."""
+        """Under the lock: the next transfer of a thread that has done a piece of one. None: the mover closes."""
         if transfer is not None:
             if is_checked:
                 self._has_news = True
@@ -264,20 +262,20 @@ class ThreadMover(Mover):
         return None
 
     def _end(self, transfer: Transfer, error: str = "") -> None:
-        """Under the lock: what is seen to be done is among those that have ended."""
-        if not transfer.done:  # else it was given up
+        """Under the lock, so that a transfer that is done is in `_ended`."""
+        if not transfer.done:  # `close` may have ended it
             transfer.end(error)
             self._ended.append(transfer)
             self._news.notify_all()
 
 
 class _Channel:
-    """The transfers between the host and one other endpoint, and the order in which its threads take them.
+    """The transfers between the host and one far endpoint, and their order.
 
-    Inward ones have requests that wait for them. With the device, they go first and are not interrupted; outward ones
-    pause after each piece and keep their place. With a store or a peer, which may be slow, neither side may keep the
-    other waiting: while nothing goes outward, both sides take turns; and an inward one pauses after each piece if
-    others wait, and goes behind them. Outward ones go one after the other, in the order of submission.
+    Requests wait for inward transfers. With the device, these go first and are not interrupted; outward ones pause
+    after each piece and keep their place. A store or a peer may be slow, so neither direction may block the other:
+    while nothing goes outward, both take turns; an inward transfer pauses after each piece if others wait, and goes to
+    the end. Outward transfers with a remote run one at a time, in the order of submission.
     """
 
     def __init__(self, is_remote: bool) -> None:
@@ -285,17 +283,17 @@ class _Channel:
         self._is_remote = is_remote
         self._inward: deque[Transfer] = deque()
         self._outward: deque[Transfer] = deque()
-        self._went_outward = False  # the one that was taken last
+        self._went_outward = False  # the last one
 
     def add(self, transfer: Transfer, *, paused: bool = False) -> None:
-        """A transfer waits behind the others, or where it has `paused`, and keeps its place, before them."""
+        """Add a transfer at the end, or in front where it has `paused` and keeps its place."""
         if paused and not self._is_remote:
             self._side(transfer).appendleft(transfer)
         else:
             self._side(transfer).append(transfer)
 
     def take(self) -> Transfer | None:
-        """The transfer that runs next; None: none may run now."""
+        """The transfer that runs next; None: none may."""
         may_go = self._may_go_outward()
         if not self._inward and not may_go:
             return None
@@ -305,19 +303,17 @@ class _Channel:
         return transfer
 
     def pauses(self, transfer: Transfer, *, closing: bool) -> bool:
-        """Whether a transfer that has done a piece lets others go before it. When the mover closes, what is under way
-        with a store is stopped and ends, and what is under way with the device waits and fails."""
+        """Whether a transfer pauses after a piece. When the mover closes, remote ones stop and end; outward ones with
+        the device pause, and so fail."""
         if not self._is_remote:
             return not transfer.lane.is_inward
         others_wait = bool(self._inward) or self._may_go_outward()
         return transfer.lane.is_inward and others_wait and not closing
 
     def waiting(self) -> list[Transfer]:
-        """The transfers that no thread is at."""
         return [*self._inward, *self._outward]
 
     def withdraw(self, transfer: Transfer) -> None:
-        """A transfer that waits is not done any more."""
         self._side(transfer).remove(transfer)
 
     def _side(self, transfer: Transfer) -> deque[Transfer]:

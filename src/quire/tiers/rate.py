@@ -1,15 +1,15 @@
-"""Rate: how fast something is, as measured; new measurements count most."""
+"""Rate: measured speed; new measurements weigh most."""
 
 from __future__ import annotations
 
 _KEPT = 0.9  # weight of earlier measurements at each new one
-_SPREAD = 0.3  # of the mean amount; where amounts vary less, a start cannot be told from the rest
+_SPREAD = 0.3  # of the mean amount; where amounts vary less, the start is not identifiable
 
 
 class Rate:
-    """Seconds for an amount: a start, and a constant rate behind it. All are None until something was measured.
+    """A line through measurements of (amount, seconds): a start, then a constant rate. None until one was added.
 
-    A line through the measurements, of which the newest counts most. Where amounts hardly differ, the start is 0.
+    Where amounts hardly differ, the start is 0.
     """
 
     def __init__(self) -> None:
@@ -17,24 +17,24 @@ class Rate:
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, amount: float, seconds: float) -> None:
-        """An amount took these seconds. Where either is 0, nothing is learned."""
+        """Add a measurement; one with a 0 is ignored."""
         if amount > 0 and seconds > 0:
             new = (1.0, amount, seconds, amount * amount, amount * seconds)
             self._sums = tuple(was * _KEPT + now for was, now in zip(self._sums, new, strict=True))
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured."""
+        """Whether there is a measurement."""
         return self._sums[0] > 0
 
     @property
     def mean(self) -> float | None:
-        """Amount per second, start included."""
+        """Amount per second, with the start."""
         return self._sums[1] / self._sums[2] if self.known else None
 
     @property
     def per_second(self) -> float | None:
-        """Amount per second, behind the start."""
+        """Amount per second, without the start."""
         return 1 / self._line()[1] if self.known else None
 
     @property
@@ -43,14 +43,14 @@ class Rate:
         return self._line()[0] if self.known else None
 
     def seconds(self, amount: float) -> float | None:
-        """Seconds that an amount would take."""
+        """Expected seconds for an amount."""
         if not self.known:
             return None
         start, each = self._line()
         return start + each * amount
 
     def _line(self) -> tuple[float, float]:
-        """Seconds at an amount of 0, and for each unit more."""
+        """Seconds at amount 0, and per unit."""
         amount, seconds, square, product = (total / self._sums[0] for total in self._sums[1:])
         variance = square - amount * amount
         each = seconds / amount

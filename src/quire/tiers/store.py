@@ -1,22 +1,22 @@
 """Store: the port of a storage backend. It may lose records, and never returns wrong ones.
 
-A store keeps records, opaque runs of bytes, by key. It answers and does not raise: a server that is down, a full or
-slow disk, and a record that another process writes are answers too.
+A record is an opaque run of bytes with a key. A store answers and does not raise: a server that is down or a full disk
+is an answer too.
 
     HIT      the record is there (and was read, or written)
-    MISS     it is not there; from `prepare`: go ahead
+    MISS     it is not there; from `prepare`: room is reserved
     PENDING  another writer writes it
     RETRY    the store cannot tell or do it now: unreachable, full, busy
 
-A bounded store evicts what was used longest ago. `get`, `put` and `prepare` of a record that is there are uses, and
-`exists` is not. In one batch the first key counts as used last, where the store has a choice: keys come in the order of
-a prompt, and a page is of no use without those before it.
+A bounded store evicts the least recently used record. `get`, `put` and `prepare` of a visible record are uses;
+`exists` is not. Keys come in the order of a prompt, and a page is useless without those before it. So where the store
+has a choice, the first key of a batch counts as used last.
 
-Writing has two phases, so that no reader finds half a record, or the records of a page that failed:
+Writing has two phases, so that no reader finds half a record or part of a page:
 
     prepare(keys, sizes)   MISS: room is reserved. HIT, PENDING: another writer has it. RETRY: no room now
     put(keys, records)     HIT: taken. The bytes must not change until `complete`
-    complete(keys, ok)     HIT: visible from now on. MISS: dropped, as `ok` said. RETRY: failed, and is dropped
+    complete(keys, ok)     HIT: visible from now on. MISS: dropped, as `ok` said. RETRY: it failed and is dropped
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Answer(Enum):
 
 
 class StoreKey(NamedTuple):
-    """The name of one record, the same in every process and on every machine.
+    """The name of one record, the same on every machine.
 
-    `scope` (16 bytes) stands for everything that separates pages: model, weights, layouts, adapter, salt. `page` (32
-    bytes) is the page's place in its chain of hashes, and `part` the index of the group whose frame it is.
+    `scope` (16 bytes) stands for what separates pages: model, weights, layouts, adapter, salt. `page` (32 bytes) is
+    the page's key in its chain of hashes, and `part` the index of its group.
     """
 
     scope: bytes
@@ -60,20 +60,20 @@ class StoreKey(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> StoreKey:
-        """The key that was packed. Raises InvalidInput for anything else."""
+        """The inverse of `pack`. Raises InvalidInput for a wrong length."""
         if len(packed) != SCOPE_BYTES + _PAGE_BYTES + 2:
             raise InvalidInput(f"a store's key has 50 bytes, got {len(packed)}.")
         page = packed[SCOPE_BYTES : SCOPE_BYTES + _PAGE_BYTES]
         return cls(packed[:SCOPE_BYTES], page, int.from_bytes(packed[-2:], "little"))
 
     def __str__(self) -> str:
-        """For stores whose keys are paths: `scope/page.part` in hex."""
+        """`scope/page.part` in hex, for stores whose keys are paths."""
         return f"{self.scope.hex()}/{self.page.hex()}.{self.part}"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A visible record: its key, its bytes, and seconds since it was last used, where the store knows."""
+    """A visible record. `idle_seconds` since its last use is None where the store does not know."""
 
     key: StoreKey
     num_bytes: int
@@ -81,31 +81,32 @@ class Entry:
 
 
 class Store(Protocol):
-    """One storage backend. Every method may be called from any thread, and answers for each key in order.
+    """One storage backend. Any thread may call any method; answers are in the order of the keys.
 
-    Opening one raises `StoreError`; after that only `entries` may, where the medium cannot be listed.
+    Opening a store raises `StoreError`; after that only `entries` does, where the medium cannot be listed.
     """
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """Which records could be read now."""
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Announce records of these sizes; the store makes room by evicting what was used longest ago."""
+        """Announce records of these sizes; the store evicts to make room."""
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Hand over records that were prepared with MISS. No reader finds them yet."""
+        """Hand over records that were prepared with MISS. No reader finds them yet. Any other record is refused."""
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         """Make prepared records visible, or drop them. A prepared key is completed exactly once."""
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read records into writable buffers of exactly their size. A buffer is valid after HIT only."""
+        """Read records into writable buffers of exactly their size; of any other size: MISS. A buffer is valid after
+        HIT only."""
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Remove records; returns how many were there."""
+        """Remove records; returns how many were there. Those of a server that does not answer are not counted."""
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
         """All visible records, or those of one scope, in no order."""
 
     def close(self) -> None:
-        """Release everything. Prepared records that were not completed are dropped. May be called twice."""
+        """Wait for calls under way, drop what was not completed, and release everything. May be called twice."""

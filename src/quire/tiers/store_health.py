@@ -1,4 +1,4 @@
-"""StoreHealth: whether a store answers at all. To a lookup, a store that is down looks like an empty one."""
+"""StoreHealth: whether a store answers. To a lookup, a store that is down looks empty."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, GOOD, REFUSED, Lane, Transfer
 
 _FAILURES = 3
-"""Transfers in a row that the store did not answer. One alone may have met another writer, or a busy index."""
+"""Unanswered transfers in a row. A single one may have met another writer or a busy index."""
 _KINDS = {Lane.LOOK: "read", Lane.FETCH: "read", Lane.ARCHIVE: "write"}
 _NO_ANSWER = (Answer.RETRY, REFUSED, FAILED)
 _ANSWERS = (Answer.HIT, Answer.MISS, Answer.PENDING, GOOD)
 
 
 class StoreHealth:
-    """Counts the records that the store could not give, take or look up (`refused`, per lane).
+    """Counts per lane the records that the store refused (`refused`).
 
-    `on_change(kind, is_lost)` is called once when several transfers in a row had no answer, and when the store answers
+    `on_change(kind, is_lost)` is called when several transfers in a row had no answer, and when the store answers
     again; `kind` is "read" or "write".
     """
 
@@ -30,7 +30,7 @@ class StoreHealth:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The kinds for which the store does not answer now: "read", "write", both or none."""
+        """The kinds of transfers that the store does not answer now."""
         return tuple(kind for kind, count in self._failures.items() if count >= _FAILURES)
 
     def ended(self, transfer: Transfer) -> None:

@@ -1,4 +1,4 @@
-"""Transfers: pages on their way between two endpoints, the table of lanes that they take, and the copies movers use."""
+"""Transfers between two endpoints, the table of lanes, and the port for copies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ from quire.tiers.store import Answer, StoreKey
 
 GOOD: Final = ""
 """The result of a unit that arrived whole."""
-
 MISSING: Final = "missing"
-"""The result of a unit that the source does not have, or whose page comes after one that did not arrive."""
-
+"""The result of a unit that the source does not have, or that follows one that did not arrive."""
 REFUSED: Final = "store"
-"""The result of a unit that the remote could not take or give now, or whose page comes after one that it could not."""
-
+"""The result of a unit that the remote cannot take or give now, or that follows such a unit."""
 FAILED: Final = "failed"
-"""The result of each unit of a transfer that failed as a whole; `Transfer.error` says why."""
-
+"""The result of each unit of a transfer that failed; `Transfer.error` says why."""
 UNDAMAGED: Final = (GOOD, MISSING, REFUSED, FAILED)
-"""Any other result is what was found to be wrong with a record (`quire.memory.record`)."""
+"""Any other result names the damage of a record (`quire.memory.record`)."""
 
 Defects = tuple[tuple[str, ...], ...]
 Answers = tuple[tuple[Answer, ...], ...]
@@ -51,12 +47,11 @@ _REMOTES = (Endpoint.STORE, Endpoint.PEER)
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A row of the table of lanes: one kind of transfer, with its endpoints and its limits.
+    """One kind of transfer, between the host and a `far` endpoint that has its own threads.
 
-    The endpoints say the rest. One of them is the host, and the other one, `far`, has threads of its own. Records that
-    leave the device are sealed on the host; those that leave the host are checked before, and those that come from a
-    store or a peer are checked behind it. `carries` is false where only names and answers travel. A transfer that has
-    not ended `deadline_s` seconds after it was submitted has failed.
+    Records from the device are sealed on the host. They are checked before they leave the host, and after they arrive
+    from a store or a peer. `carries` is false where only names and answers travel. A transfer fails if it has not ended
+    `deadline_s` seconds after its submission.
     """
 
     name: str
@@ -88,18 +83,18 @@ class Lane:
 
     @cached_property
     def is_inward(self) -> bool:
-        """Whether pages come closer to the device. A request waits for such a transfer, and for no other."""
+        """Whether pages come closer to the device. Requests wait only for such transfers."""
         return self.source in _REMOTES or self.target is Endpoint.DEVICE
 
     @cached_property
     def queue(self) -> Lane | Endpoint:
-        """What writes one store or one peer begins in the order of submission; any other lane has an order of its
-        own."""
+        """Lanes with the same queue begin transfers in the order of submission: those that write to one store or peer
+        share a queue."""
         return self.target if self.target in _REMOTES else self
 
 
 _STORE_DEADLINE_S = 600.0
-"""A store that takes longer hangs. Deleting all that a scope has may take longer, and has no deadline."""
+"""A store that takes longer hangs. FORGET may take longer for a large scope, and has no deadline."""
 
 Lane.SAVE = Lane("save", Endpoint.DEVICE, Endpoint.HOST, most_bytes=256 << 20)
 Lane.LOAD = Lane("load", Endpoint.HOST, Endpoint.DEVICE, most_bytes=1 << 30)
@@ -108,15 +103,15 @@ Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, de
 Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
 Lane.FORGET = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
 LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET)
-"""LOOK asks which records are there. FORGET deletes records, or without units all records whose scope begins so."""
+"""LOOK asks which records exist. FORGET deletes records, or without units all records of scopes with this prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What moves in one group: the frames of these pages, ancestors first.
+    """What moves in one group, ancestors first.
 
-    `device` and `host` are frames, int32 `[pages]`, empty where the lane has no such endpoint; `pages` are keys of 32
-    bytes, each named once.
+    `device` and `host` are frames, int32 `[pages]`, empty where the lane has no such endpoint. `pages` are keys of 32
+    bytes, all different.
     """
 
     group: int
@@ -140,12 +135,11 @@ class Units:
 class Transfer:
     """Pages of one prefix, in one or several groups, that move together through one lane.
 
-    The submitter keeps every frame named here from being reused until `Mover.finished` has returned the transfer, and
-    only then reads its results. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any
-    thread and at any time.
+    The submitter holds every frame named here until `Mover.finished` returns the transfer, and reads results only
+    then. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time.
 
-    When its deadline has passed, the transfer has `expired`: it has failed, and waiting for it is of no use. It is
-    `done` when nothing touches its frames any more, which may be much later.
+    A transfer that `expired` has passed its deadline and failed. It is `done` when nothing touches its frames any more,
+    which may be much later.
     """
 
     lane: Lane
@@ -153,30 +147,30 @@ class Transfer:
     scope: bytes = b""
     num_bytes: int = 0  # of records; 0 where none move
     _: KW_ONLY
-    whole: Collection[int] = ()  # LOOK: groups that need every page, so that behind a missing one no page is of use
-    touches: Sequence[Units] = ()  # ARCHIVE: records that are stored already and were used
-    deadline_s: float | None = None  # from its submission; None: the lane's
+    whole: Collection[int] = ()  # LOOK: groups that need every page: one that is missing makes later ones useless
+    touches: Sequence[Units] = ()  # ARCHIVE: stored records that were used
+    deadline_s: float | None = None  # from submission; None: the lane's
 
     # Results
     defects: Defects = ()  # parallel to units and their pages
-    suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is at fault
+    suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is faulty
     answers: Answers = ()  # LOOK: parallel to units and pages; ARCHIVE: to `touches`
-    marked: tuple[bytes, ...] = ()  # LOOK: scopes, or beginnings of scopes, whose deletion has not ended
+    marked: tuple[bytes, ...] = ()  # LOOK: scopes, or prefixes of scopes, whose deletion has not ended
     hidden: bool = False  # FORGET: no reader finds the records any more
-    asked_bytes: int = 0  # FETCH: bytes that the source was asked for
-    moved_bytes: int = 0  # bytes that really moved
+    asked_bytes: int = 0  # FETCH: requested from the source
+    moved_bytes: int = 0
     seconds: float = 0.0  # of work, without the wait before it
-    error: str = ""  # why it failed as a whole
+    error: str = ""  # why the whole transfer failed
 
     # State, which movers set
     stopping: bool = False  # asked to end early
     expired: bool = False
     done: bool = False  # nothing changes any more; it may have failed
     expires_at: float = math.inf  # on the mover's clock
-    pieces: Iterator[None] = field(default_factory=lambda: iter(()))  # what is left to do
+    pieces: Iterator[None] = field(default_factory=lambda: iter(()))  # left to do
     over: bool = False  # no piece is left
-    kept_pages: int = 0  # pages that a stopped transfer moves all the same
-    is_driven: bool = False  # a step that waits for a layer does the pieces up to it
+    kept_pages: int = 0  # pages that a stopped transfer still moves
+    is_driven: bool = False  # `wait_layer` itself does the pieces up to its layer
     _checked: bool = False
     _raised: str = ""
     _arrived: set[int] = field(default_factory=set)
@@ -188,27 +182,25 @@ class Transfer:
 
     @property
     def limit_s(self) -> float:
-        """The deadline, in seconds from the submission."""
+        """The deadline, in seconds from submission."""
         return self.lane.deadline_s if self.deadline_s is None else self.deadline_s
 
     @property
     def checked(self) -> bool:
-        """LOAD: all records are good, and the layers arrive now or are there. A step that calls `wait_layer` before it
-        reads each layer may be launched."""
+        """LOAD: all records are good. A step may be launched if it calls `wait_layer` before it reads each layer."""
         return self._checked and not self.error
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything arrived. Of a transfer that is done."""
+        """Whether everything arrived. Only for a transfer that is done."""
         return not self.error and not any(any(defects) for defects in self.defects)
 
     def stop(self) -> None:
-        """Ask a transfer of a store or a peer to end early. It ends as any other; units that it had not begun say that
-        they did not move."""
+        """Ask a transfer with a store or a peer to end early. Results of units that it has not begun say so."""
         self.stopping = True
 
     def wait_layer(self, layer: int) -> None:
-        """Wait until the bytes of one layer are there. Raises MoveFailed if they will not come."""
+        """Wait for the bytes of one layer. Raises MoveFailed if they will not come."""
         while self.is_driven and not self.done and layer not in self._arrived:
             self.advance()
             if self.over:
@@ -222,7 +214,7 @@ class Transfer:
     # -- for movers
 
     def advance(self) -> bool:
-        """Do the next piece; whether that has found it to be `checked`. An error is the last piece."""
+        """Do the next piece; returns whether the transfer became `checked`. After an error there is no next piece."""
         was_checked, began = self._checked, time.perf_counter()
         try:
             next(self.pieces)
@@ -239,13 +231,13 @@ class Transfer:
         self._checked = True
 
     def announce_layer(self, layer: int) -> None:
-        """The bytes of one layer are there."""
+        """The bytes of one layer are on the device."""
         with self._changed:
             self._arrived.add(layer)
             self._changed.notify_all()
 
     def expire(self) -> None:
-        """Its deadline has passed. It begins nothing more, and `end` follows when nothing touches its frames."""
+        """The deadline has passed. No further piece begins; `end` follows when nothing touches the frames."""
         with self._changed:
             where = f"the {self.lane.far.value} hangs, or is too slow"
             self.error = f"the {self.lane} did not end within its deadline of {self.limit_s:g} s: {where}."
@@ -253,8 +245,7 @@ class Transfer:
             self._changed.notify_all()
 
     def end(self, error: str = "") -> None:
-        """Nothing changes any more. With an error, or behind a deadline, every unit has failed; damage that was found
-        keeps its name."""
+        """Nothing changes any more. After an error every unit has failed, unless it has a known damage."""
         with self._changed:
             self.error = self.error or error or self._raised
             found = self.defects or tuple((GOOD,) * len(units) for units in self.units)
@@ -266,27 +257,25 @@ class Transfer:
 
 
 class Copies(Protocol):
-    """What a mover does to bytes it does not understand: frames of the device, and records of the same frames on the
-    host. Calls from different threads never name the same frame."""
+    """Copies between frames of the device and their records on the host. Threads never name the same frame at once."""
 
     def layers(self) -> tuple[int, ...]:
         """In the order in which a forward pass reads them."""
 
     def bytes_of(self, group: int, /) -> int:
-        """Of one record, header and payload."""
+        """Size of one record, header and payload."""
 
     def rows(self, group: int, /) -> npt.NDArray[np.uint8]:
         """The host's records, uint8 `[frames + 1, stride]`; a record is the first `bytes_of(group)` of its row."""
 
     def to_host(self, group: int, device: Ids, host: Ids, /) -> None:
-        """Copy whole frames; returns when the bytes are there."""
+        """Copy whole frames; returns when the copy is complete."""
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> None:
-        """Copy one layer of frames, or all of them; returns when the bytes are there. Nothing is copied where the group
-        has nothing of the layer."""
+        """Copy one layer of frames, or all (None); returns when the copy is complete. A group may lack the layer."""
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes], /) -> None:
-        """Write the headers of records whose payload is there: these are the frames of these pages."""
+        """Write the headers, with these keys, of records whose payload is complete."""
 
     def defects(self, group: int, host: Ids, keys: Sequence[bytes], /) -> list[str]:
-        """What is wrong with records that should be the frames of these pages; "" where nothing is."""
+        """The damage of each record, given the keys that they should have; "" where there is none."""

@@ -1,7 +1,7 @@
-"""Connections: a bounded number of connections to one Valkey or Redis server, and pipelines over them.
+"""Connections: a pool of connections to one Valkey or Redis server, and pipelines over them.
 
-redis-py connects, encrypts, authenticates and sends. Its own parsers return values as new bytes objects, which costs
-two more copies of every page. `ReplyReader` takes a parser's place, and reads values into the buffers they are for.
+redis-py connects, encrypts, authenticates and sends. Its parsers return values as new bytes objects, which costs two
+more copies of every page. `ReplyReader` replaces them, and reads values into their target buffers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _AHEAD_BYTES = 4096
 
 
 class Connections:
-    """Pipelines to one server, each over a connection of its own while it lasts. For any number of threads.
+    """Pipelines to one server, for any thread; each holds a connection.
 
-    A connection on which anything went wrong is closed, so that no answer is ever taken for another's; the next call
-    connects again. `failures` counts by kind: the name of an exception, or the first word of a refusal.
+    A connection is closed after any error, so that no answer is taken for another's; the next call connects again.
+    `failures` counts by kind: the name of an exception, or the first word of a refusal.
     """
 
     def __init__(self, where: str, arguments: Mapping[str, Any], timeout: float, count: int) -> None:
-        """At most `count` connections made with redis-py's arguments, each answer within `timeout` seconds; `where` is
-        what people are told of the server. Raises StoreError where none answers."""
+        """At most `count` connections, made with redis-py's arguments; each answer may take `timeout` seconds. `where`
+        names the server in errors. Raises StoreError where it does not answer."""
         self.where = where
         self.failures = Counts()
         self._timeout = timeout
@@ -56,9 +56,9 @@ class Connections:
     def call(
         self, commands: Sequence[Command], targets: Sequence[memoryview] = (), *, counted: bool = True
     ) -> list[Reply]:
-        """Send commands at once and return what the server answers to each, refusals as ResponseErrors, and Lost.
+        """Send commands together and return a reply to each; a refusal is a ResponseError.
 
-        With `targets`, a value of a target's exact length is read into the target, and the reply is the value's length.
+        With `targets`, a value of a target's exact length is read into the target. Its reply is the length.
         """
         if not commands:
             return []
@@ -83,7 +83,7 @@ class Connections:
         return replies
 
     def close(self) -> None:
-        """Close every connection; calls in other threads end first. May be called twice."""
+        """Close every connection, after calls under way. May be called twice."""
         if self._gate.shut():
             for line in self._idle.queue:
                 line.connection.disconnect()
@@ -94,11 +94,11 @@ class Connections:
 
 
 class Lost(ResponseError):
-    """In place of a reply that did not come. A caller with more to ask stops: it would wait as long again."""
+    """Stands for a reply that did not come. The caller stops asking: it would wait as long again."""
 
 
 class _Arriving(SocketIO):
-    """The socket of a connection; while `is_read` is False it gives nothing, and so does not wait."""
+    """The socket of a connection; while `is_read` is False reads return nothing and do not wait."""
 
     def __init__(self, connected: socket, mode: Literal["r"]) -> None:
         super().__init__(connected, mode)
@@ -117,10 +117,10 @@ class _Arriving(SocketIO):
 
 
 class ReplyReader:
-    """The parser of one connection (RESP, version 2). Not for several threads, as the connection is not.
+    """The parser of one connection (RESP, version 2), for one thread.
 
-    With a `target` set, the next reply, if it is a value of exactly the target's length, is read into the target, and
-    reading it returns the length as a number; a value of any other length is read away and returns its length too.
+    With a `target` set, the next reply has the length of a value in its place. A value of the target's length is read
+    into the target, and any other is discarded.
     """
 
     EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
@@ -131,7 +131,7 @@ class ReplyReader:
         self._received: BufferedReader | None = None
 
     def on_connect(self, connection: Any) -> None:
-        """Read from this connection's socket from now on. Called by redis-py."""
+        """Read from this connection's socket. Called by redis-py."""
         self.on_disconnect()
         self._arriving = _Arriving(connection._sock, "r")
         self._received = BufferedReader(self._arriving, _AHEAD_BYTES)
@@ -141,7 +141,7 @@ class ReplyReader:
         self.target = self._arriving = self._received = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether something has arrived, the end of the connection included, that was not read."""
+        """Whether unread bytes have arrived, or the connection has ended."""
         if self._arriving is None or self._received is None:
             return False
         self._arriving.is_read = False
@@ -150,9 +150,9 @@ class ReplyReader:
         return bool(buffered) or self._arriving.has_more(timeout)
 
     def read_response(self, disable_decoding: bool = False, timeout: object = None, **_: object) -> Reply:
-        """The next reply; errors of single commands are returned, not raised. The arguments are redis-py's.
+        """The next reply; a refusal is returned, not raised. The arguments are redis-py's.
 
-        Raises redis-py's ConnectionError and InvalidResponse, and what the socket raises.
+        Raises redis-py's ConnectionError and InvalidResponse, and errors of the socket.
         """
         assert self._received is not None
         target, self.target = self.target, None
@@ -191,7 +191,7 @@ class ReplyReader:
 
 
 class _Line(ReplyReader):
-    """One connection and its parser. It is made when first used, and made again after it was lost."""
+    """One connection and its parser. It connects at its first use, and again after it was lost."""
 
     def __init__(self, arguments: Mapping[str, Any], timeout: float) -> None:
         super().__init__()
@@ -201,9 +201,9 @@ class _Line(ReplyReader):
         self.connection = make(**more, parser_class=lambda socket_read_size: self)
 
     def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
-        """Send and append the replies. Raises RedisError or OSError; what was appended by then is good."""
+        """Send and append the replies. Raises RedisError or OSError; replies before that are good."""
         if self.can_read():
-            self.connection.disconnect()  # the server hung up meanwhile, or said what was not asked
+            self.connection.disconnect()  # the server hung up, or sent something without a command
         self.connection.send_packed_command(self.connection.pack_commands(commands))
         for index in range(len(commands)):
             self.target = targets[index] if targets else None
@@ -212,5 +212,5 @@ class _Line(ReplyReader):
             except ResponseError as refusal:
                 replies.append(refusal)
                 if str(refusal).startswith(("READONLY", "MASTERDOWN", "LOADING")):
-                    self.connection.disconnect()  # another server may have its name by now
+                    self.connection.disconnect()  # its name may mean another server by now
                     raise

@@ -1,4 +1,4 @@
-"""Counts: what happened to one opened store, by name, for any number of threads."""
+"""Counts: events of one opened store by name, for any thread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from threading import Lock
 
 
 class Counts(Counter[str]):
-    """Read it like a dictionary, in which what never happened is 0."""
+    """A Counter whose `add` is atomic."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = Lock()
 
     def add(self, *names: str, **counts: int) -> None:
-        """One more of some, and so many more of others."""
+        """Add 1 to each of `names`, and numbers by name."""
         with self._lock:
             for name in names:
                 self[name] += 1

@@ -1,4 +1,4 @@
-"""Gate: operations of many threads, and one close that waits for them."""
+"""Gate: a close that waits for the operations of all threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from threading import Condition
 
 
 class Gate:
-    """Open until `shut`. Every operation is a `with` block of it, and is told whether it may go on."""
+    """Open until `shut`. Each operation is a `with` block, whose value says whether it may go on."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -14,7 +14,7 @@ class Gate:
         self.is_open = True
 
     def __enter__(self) -> bool:
-        """False once it is shut; else nothing is closed before the block ends."""
+        """False after `shut`; else nothing is closed before the block ends."""
         with self._changed:
             self._inside += 1
             return self.is_open
@@ -25,7 +25,7 @@ class Gate:
             self._changed.notify_all()
 
     def shut(self) -> bool:
-        """Let no operation go on, and wait for those that do. False: it was shut before."""
+        """Refuse new operations, and wait for those inside. False: it was shut before."""
         with self._changed:
             was_open, self.is_open = self.is_open, False
             self._changed.wait_for(lambda: self._inside == 0)

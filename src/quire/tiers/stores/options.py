@@ -1,4 +1,4 @@
-"""Options: the settings behind the `?` of a store's URL."""
+"""Options: the query of a store's URL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 
 
 
 def without_secrets(url: str) -> str:
-    """A store's URL without a user's name, password and options; a directory as it is. All before the last @ is left
-    out, for a password may not be quoted as it should be."""
+    """A store's URL without user, password and options; a directory as it is. Everything before the last @ is removed,
+    since a password may be quoted wrongly."""
     scheme, mark, rest = url.partition("://")
     return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}" if mark else url
 
@@ -27,20 +27,20 @@ def not_understood(where: str) -> InvalidInput:
 
 
 class Options:
-    """A URL taken apart: `parts` as urllib has them, and options to be asked for by name.
+    """A parsed URL: `parts` by urllib, and options by name.
 
-    `known` are the names there are, with a `*` at the end for names that begin so. Raises InvalidInput for any other.
+    `known` are the valid names, or prefixes with a `*` at the end. Raises InvalidInput for any other.
     """
 
     def __init__(self, url: str, known: Collection[str]) -> None:
         self.where = without_secrets(url)
         try:
             self.parts: SplitResult = urlsplit(url)
-            self.parts.port  # noqa: B018 - it is understood when it is asked for
+            self.parts.port  # noqa: B018 - reading it parses it
             if "@" in self.parts.query + self.parts.fragment:
                 raise ValueError
         except ValueError:
-            raise not_understood(self.where) from None  # what it says may be part of a password
+            raise not_understood(self.where) from None  # the cause may quote a password
         self._given = dict(parse_qsl(self.parts.query, keep_blank_values=True))
         for name in self._given:
             if name not in known and not any(name.startswith(start[:-1]) for start in known if start.endswith("*")):
@@ -58,7 +58,7 @@ class Options:
         return float(text)
 
     def size(self, name: str, default: int) -> int:
-        """Bytes, as in 512MiB; 0 is a size too."""
+        """Bytes, as in 512MiB; 0 is valid."""
         text = self._given.pop(name, "")
         if not text:
             return default
@@ -72,5 +72,5 @@ class Options:
         return self._given.pop(name, default)
 
     def rest(self) -> dict[str, str]:
-        """What was not asked for yet."""
+        """The options that were not read yet."""
         return dict(self._given)

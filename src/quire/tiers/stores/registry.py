@@ -1,4 +1,4 @@
-"""Which URL means which storage backend. None is imported before its URL is met."""
+"""The storage backend of each URL, imported on demand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _BACKENDS = {
     "s3": "s3",
     "mooncake": "mooncake",
 }
-"""By scheme, the module here that has `open(url, capacity, *, counts_use) -> Store`. The package's extra of that name
-installs what it needs."""
+"""By scheme, the module that has `open(url, capacity, *, counts_use) -> Store`. The extra of that name installs what it
+needs."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _DIRECTORY = "dir:"
 
 
 def directory_of(url: str) -> str | None:
-    """The path, where a URL means a local directory: `dir:PATH` or a path; else None. Raises InvalidInput for what was
-    meant to be a server's, whose password would else be shown as part of a path."""
+    """The path, where a URL is a local directory: `dir:PATH` or a path; else None. Raises InvalidInput for a mistyped
+    server URL, since a path is shown, with its password."""
     if url.startswith(_DIRECTORY):
         return url.removeprefix(_DIRECTORY).removeprefix("//")
     scheme, mark, _ = url.partition(":")
@@ -35,14 +35,12 @@ def directory_of(url: str) -> str | None:
 
 
 def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:
-    """Open the store that a URL or a path names; the caller closes it.
+    """Open the store of a URL or a path; the caller closes it.
 
-    `capacity` is in bytes. A directory that does not exist is made where it is given; None opens only what is there,
-    as it is. Servers take it as a hint, or have their own. Without `counts_use` reading leaves the order in which
-    records are forgotten as it is, where the store has a say in it.
+    With a `capacity` in bytes a missing directory is made; None opens only an existing one, with its own. Servers may
+    refuse a capacity. Without `counts_use` reading does not change the order of eviction, where the store decides it.
 
-    Raises StoreError where it cannot be opened, or needs a package that is not installed, and InvalidInput for a URL
-    that means nothing.
+    Raises StoreError where the store cannot be opened or a package is missing, and InvalidInput for an invalid URL.
     """
     path = directory_of(url)
     if path is not None:

@@ -1,4 +1,4 @@
-"""RemoteStore: what stores on a server do alike. Records stay where they are until they are completed."""
+"""RemoteStore: what stores on a server share. A record stays in the caller's memory until `complete`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from quire.tiers.store import Answer, StoreKey
+from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.stores.counts import Counts
 
 _Item = TypeVar("_Item")
@@ -18,17 +18,17 @@ _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})", re.ASCII)
 
 @dataclass(slots=True)
 class _Announced:
-    """A record's bytes, and where they are once they were put. They are the caller's."""
+    """A record's size, and the caller's memory of it after `put`."""
 
     num_bytes: int
     record: memoryview | None = None
 
 
-class RemoteStore:
-    """The writing half of the store port. It copies nothing and is for any number of threads.
+class RemoteStore(Store):
+    """The writing half of the store port, without copies.
 
-    A key is announced at most once, so a second writer in this process is told to wait whatever the server knows.
-    `failures` counts what went wrong, by kind.
+    A key is announced at most once, so a second writer in this process gets PENDING whatever the server knows.
+    `failures` counts errors by kind.
     """
 
     def __init__(self, failures: Counts) -> None:
@@ -38,25 +38,25 @@ class RemoteStore:
     # -- of each server
 
     def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        """Which records may be sent later: MISS. All other answers are those of `prepare`."""
+        """The answers of `prepare` for distinct keys."""
         raise NotImplementedError
 
     def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
-        """Store records that were claimed: HIT or RETRY."""
+        """Store claimed records: HIT or RETRY."""
         raise NotImplementedError
 
     def _unclaim(self, keys: list[StoreKey]) -> None:
-        """What was claimed will not be sent."""
+        """Claimed records will not be sent."""
 
     # -- of all
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Announce records. The server is asked about none that is announced already, and makes room when the bytes
-        come, not now. Of two announcements of one key in a batch, the first is the writer."""
+        """The server is not asked about announced keys, and makes room when the bytes come. The first of repeated keys
+        in a batch is the writer."""
         mine: dict[StoreKey, int] = {}
         for key, size in zip(keys, sizes, strict=True):
             announced = _Announced(size)
-            if self._announced.setdefault(key, announced) is announced:  # one step for other threads
+            if self._announced.setdefault(key, announced) is announced:  # atomic
                 mine[key] = size
         said = dict.fromkeys(mine, Answer.RETRY)
         try:
@@ -71,7 +71,6 @@ class RemoteStore:
         return answers
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Refer to the bytes of announced records: HIT, or RETRY for one not announced, or of another length."""
         answers = [Answer.RETRY] * len(keys)
         for index, (key, record) in enumerate(zip(keys, map(bytes_of, records), strict=True)):
             announced = self._announced.get(key)
@@ -81,7 +80,6 @@ class RemoteStore:
         return answers
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Send what is good: HIT, or RETRY where that failed. What was not announced is MISS."""
         answers = [Answer.MISS] * len(keys)
         sending: dict[int, memoryview] = {}
         dropped: list[StoreKey] = []
@@ -100,7 +98,6 @@ class RemoteStore:
         return answers
 
     def _drop_announced(self) -> None:
-        """Forget what was not completed, as the store is closed."""
         keys = list(self._announced)
         self._take(keys)
         self._unclaim(keys)
@@ -110,25 +107,25 @@ class RemoteStore:
 
 
 def bytes_of(record: Buffer) -> memoryview:
-    """The bytes of a record or of a buffer for one, without a copy."""
+    """A view of the bytes of a record."""
     view = memoryview(record)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def key_of(name: str) -> StoreKey | None:
-    """The key whose name is `scope/page.part`, or None."""
+    """The inverse of `str(key)`; None for another name."""
     parts = _NAME.fullmatch(name)
     return None if parts is None else StoreKey(bytes.fromhex(parts[1]), bytes.fromhex(parts[2]), int(parts[3]))
 
 
 def in_parts(items: Sequence[_Item], most: int) -> Iterator[Sequence[_Item]]:
-    """So many at a time."""
+    """Slices of at most `most` items."""
     for start in range(0, len(items), most):
         yield items[start : start + most]
 
 
 def batches(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[list[int]]:
-    """Indices of records that go together: at most so many, and bytes unless it is one alone."""
+    """Indices of records in batches of at most `most` and `most_bytes`; a larger record is alone."""
     batch: list[int] = []
     total = 0
     for index, size in enumerate(sizes):

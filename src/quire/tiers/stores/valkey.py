@@ -1,20 +1,19 @@
-"""ValkeyStore: records in a Valkey or Redis server, for everybody who reaches it.
+"""ValkeyStore: records in a Valkey or Redis server.
 
     valkey://user:password@host:6379/0    also redis://; with TLS valkeys:// or rediss://
     unix:///run/valkey.sock?db=0
 
-Options after `?`: `timeout` (seconds that one answer may take, 2), `connections` (at most so many at once, 8),
-`pending` (seconds for which a prepared record waits for its writer, 30), and redis-py's for TLS (`ssl_ca_certs=...`).
+Options after `?`: `timeout` (seconds per answer, 2), `connections` (at most, 8), `pending` (seconds that a prepared
+record waits for its writer, 30), and redis-py's for TLS (`ssl_ca_certs=...`).
 
-    quire/SCOPE/PAGE.PART           a record, as it is
-    quire.pending/SCOPE/PAGE.PART   somebody prepared it: the writer's token. It expires by itself
-    quire.written/.../TOKEN         a record on its way: the script that checks the token gives it its name
+    quire/SCOPE/PAGE.PART           a record
+    quire.pending/SCOPE/PAGE.PART   the token of the writer that prepared it; it expires
+    quire.written/.../TOKEN         a record under way; the script that checks the token renames it
 
-One server, not a cluster: the scripts name several keys. The server decides what is forgotten: set `maxmemory` and
-`maxmemory-policy allkeys-lru`. It takes the oldest of a few that it draws at random, by a clock that ticks once a
-second, so it cannot be told which of one batch to keep; `maxmemory-samples 10` comes closer to the oldest of all.
-Reading, writing and `prepare` are use, `exists` is not. Without a policy a full server refuses, which is RETRY here.
-Everything that goes wrong is RETRY and counted in `failures`.
+It is for one server, not a cluster: scripts name several keys. The server evicts: set `maxmemory` and
+`maxmemory-policy allkeys-lru`. It takes the oldest of a random sample, by a clock of seconds, so records of one batch
+have no order; `maxmemory-samples 10` is more exact. Without a policy a full server refuses, which is RETRY. Every error
+is RETRY and counted in `failures`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": 
 _RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
 _BATCH_KEYS = 256
 _SENT_BYTES = 8 << 20  # in one pipeline
-_ASKED_BYTES = 2 << 20  # by one pipeline: more waits in the server, leaves its caches, and comes later
+_ASKED_BYTES = 2 << 20  # by one pipeline: more waits in the server and leaves its caches
 
 _EXISTS = b"""
 local found = {}
@@ -48,7 +47,7 @@ for i = 1, #KEYS, 2 do
 end
 return found"""
 
-# A mark of our own is left by a call whose answer was lost. EXISTS would be no use of a record.
+# A call whose answer was lost leaves a mark of our own. TOUCH counts as a use, EXISTS would not.
 _PREPARE = b"""
 local found = {}
 for i = 1, #KEYS, 2 do
@@ -64,7 +63,7 @@ for i = 1, #KEYS, 2 do
 end
 return found"""
 
-# A mark that expired or was evicted stops nobody, another's does.
+# Another writer's mark prevents the commit; a mark that expired or was evicted does not.
 _COMMIT = b"""
 local found = {}
 for i = 1, #KEYS, 3 do
@@ -114,9 +113,9 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> V
 class ValkeyStore(RemoteStore):
     """The store port on a server that speaks RESP. Owns its connections; made by `open`.
 
-    A prepared record is marked in the server, so that writers in other processes leave it alone. `complete` sends the
-    bytes under a name of this writer's own and one script gives them their name, so nobody finds half a record whatever
-    dies; where another writer holds the record by then, the answer is RETRY.
+    `prepare` marks a record in the server against writers in other processes. `complete` sends the bytes under a
+    temporary name, and a script renames them, so that no reader finds half a record. If another writer has the record
+    by then, the answer is RETRY.
     """
 
     def __init__(self, connections: Connections, *, pending_seconds: float = 30.0, counts_use: bool = True) -> None:
@@ -127,11 +126,9 @@ class ValkeyStore(RemoteStore):
         self._counts_use = counts_use
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """HIT, MISS, or PENDING where somebody prepared it; does not count as use."""
         return self._ask(_EXISTS, keys)
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read into the buffers as the bytes arrive. A record of another size than its buffer is a MISS."""
         buffers = [bytes_of(record) for record in records]
         answers = [Answer.RETRY] * len(keys)
         for batch in batches([buffer.nbytes for buffer in buffers], _BATCH_KEYS, _ASKED_BYTES):
@@ -149,12 +146,10 @@ class ValkeyStore(RemoteStore):
         return answers
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records; those of a server that does not answer are not counted, and may still be there."""
         replies = self._in_parts(keys, lambda some: (b"UNLINK", *[_name(_RECORD, key) for key in some]))
         return sum(reply for _, reply in replies if isinstance(reply, int))
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
-        """Visible records by SCAN. Raises StoreError when the server stops answering."""
         pattern = _RECORD + (b"*" if scope is None else scope.hex().encode() + b"/*")
         seen: set[bytes] = set()
         cursor: Reply = b"0"
@@ -171,12 +166,10 @@ class ValkeyStore(RemoteStore):
                 return
 
     def close(self) -> None:
-        """Take away the marks of what was not completed, and close the connections."""
         self._drop_announced()
         self._connections.close()
 
     def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        """Mark the records as this writer's; those that are there count as used."""
         return self._ask(_PREPARE, keys, self._token, self._pending_ms)
 
     def _unclaim(self, keys: list[StoreKey]) -> None:
@@ -202,7 +195,7 @@ class ValkeyStore(RemoteStore):
     def _in_parts(
         self, keys: Sequence[StoreKey], command: Callable[[Sequence[StoreKey]], Command]
     ) -> Iterator[tuple[Sequence[StoreKey], Reply]]:
-        """Some keys, and what the server answers to a command about them; until it does not answer."""
+        """Batches of keys with the server's reply to a command about them, up to the first that is lost."""
         for some in in_parts(keys, _BATCH_KEYS):
             (reply,) = self._connections.call([command(some)])
             yield some, reply
@@ -225,8 +218,7 @@ class ValkeyStore(RemoteStore):
         return answers + [Answer.RETRY] * (len(keys) - len(answers))
 
     def _untouching(self, commands: Sequence[Command], targets: Sequence[memoryview] = ()) -> list[Reply]:
-        """What the server answers to commands that shall not count as use. Servers before 7.2 refuse to be told so, and
-        count them."""
+        """Replies to commands that do not count as use. Servers before 7.2 refuse NO-TOUCH, and count them."""
         nothing = memoryview(bytearray())
         wrapped = [(b"CLIENT", b"NO-TOUCH", b"ON"), *commands, (b"CLIENT", b"NO-TOUCH", b"OFF")]
         filled = [nothing, *targets, nothing] if targets else ()

@@ -1,11 +1,11 @@
-"""Compaction: records move from slabs that are nearly empty into slots of others, so that their files can go.
+"""Compaction: moves records from nearly empty slabs into slots of others, so that files can be removed.
 
-    1  slots elsewhere are taken for rows of our own, which are not seen yet    a transaction
-    2  the bytes are copied, and are on the disk
-    3  each row that is still the same gives its name to the copy               a transaction
+    1  reserve slots in other slabs for invisible copies      a transaction
+    2  copy the bytes, and flush them to the disk
+    3  each row that still exists gives its name to its copy  a transaction
 
-A process that dies on the way leaves rows of a dead owner, as a writer does. A reader of an old place finds its row
-gone afterwards, and says MISS.
+A process that dies on the way leaves unfinished records, as a writer does. A reader of an old place finds its row gone
+and answers MISS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SELECT id, slot_bytes, num_slots FROM (
     FROM slabs s LEFT JOIN records r ON r.slab = s.id GROUP BY s.id
 ) WHERE num_written = 0 AND num_free >= num_slots ORDER BY 1.0 * num_records / num_slots
 """
-"""Slabs that are not written to, and for all of whose records others have room: the least full first. O(records)."""
+"""Slabs without unfinished records, whose records fit into other slabs: the least full first. O(records)."""
 
 
 class Compaction:
@@ -42,7 +42,7 @@ class Compaction:
         self._owner = owner
 
     def run(self) -> None:
-        """Until no slab's records have room in others. Each slab is tried once, whatever others write meanwhile."""
+        """Compact until no slab's records fit into others. Each slab is tried once, whatever others write meanwhile."""
         tried: set[int] = set()
         while True:
             with self._index.reading as index:
@@ -57,14 +57,14 @@ class Compaction:
                     break
 
     def _move(self, slab: int, slot_bytes: int, most: int) -> bool:
-        """Some records of it, and the slab when it is empty. False: that is all there is to do."""
+        """Move some records of a slab, and drop it when it is empty. False: nothing is left to do."""
         with self._index.writing() as index:
             if self._room.drop_if_empty(index, slab):
                 return False
             old = rows_where(index, "slab = ? AND owner IS NULL ORDER BY slot LIMIT ?", (slab, most))
             places = self._room.take_unused(index, slot_bytes, len(old), slab)
             old = old[: len(places)]
-            # under a name that no key has
+            # with a name that no key has
             copies = [
                 row._replace(name=b"moved" + row.id.to_bytes(8, "big"), slab=place[0], slot=place[1], owner=self._owner)
                 for row, place in zip(old, places, strict=True)
@@ -87,7 +87,7 @@ class Compaction:
         return bool(copied) and not is_empty
 
     def _copy(self, old: list[Row], new: list[Row]) -> set[int]:
-        """Which copies are on the disk, by id."""
+        """The ids of copies that are on the disk."""
         file_of = functools.cache(self._files.open)
         moving = []
         for source, target in zip(old, new, strict=True):

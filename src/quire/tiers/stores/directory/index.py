@@ -1,11 +1,11 @@
-"""Index: which record lies where, in SQLite, shared by all processes that have the directory open.
+"""Index: the place of each record, in SQLite, shared by all processes that have the directory open.
 
-    slabs    files of equal slots; `fresh` is the first slot that was never handed out
+    slabs    files of equal slots; `fresh` is the first slot that was never used
     free     slots that were given back
-    records  what lies in a slot. With an owner: being written, not to be read. `id` is never used again, so a record
-             whose id is still there after its bytes were read has not been overwritten meanwhile
+    records  the record in a slot. One with an owner is being written and not visible. `id` is never reused, so a record
+             whose id exists after its bytes were read was not overwritten meanwhile
 
-Law: a slot of a slab is below `fresh` and in exactly one of `free` and `records`, or at or above it and in neither.
+Invariant: a slot below `fresh` is in exactly one of `free` and `records`; any other slot is in neither.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from quire.errors import StoreError
 
 VERSION = 1
 LOG_BYTES = 8 << 20
-"""What the index's log shrinks to once nothing reads what is older. While something does it grows; our own reads end at
-once, and it is written back at every 4 MiB."""
+"""The size to which the index's log shrinks after a checkpoint (every 4 MiB). A long read delays it."""
 
 _APPLICATION = 0x51555231  # "QUR1"
 _BATCH = 256
@@ -48,7 +47,7 @@ CREATE INDEX by_owner ON records (owner) WHERE owner IS NOT NULL;
 
 
 class Row(NamedTuple):
-    """A record's place. `used` is in microseconds of the wall clock; `owner` is None for what is visible."""
+    """A record's place. `used` is in microseconds of the wall clock; `owner` is None for a visible record."""
 
     id: int
     name: bytes
@@ -61,7 +60,7 @@ class Row(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where in the slab's file the record begins."""
+        """The record's first byte in the slab's file."""
         return self.slot * self.slot_bytes
 
 
@@ -69,11 +68,11 @@ _COLUMNS = ", ".join(Row._fields)
 
 
 class Busy(Exception):
-    """The index cannot be read or written now: another process is at it, the disk is full, the file is damaged."""
+    """The index cannot be read or written now: another process uses it, the disk is full, or the file is damaged."""
 
 
 class _Reading:
-    """In a `with` block a connection to read from; each statement sees what was committed before. Raises Busy."""
+    """A `with` block gives the connection to read from; each statement sees the latest commit. Raises Busy."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
@@ -90,15 +89,15 @@ class _Reading:
 
 
 class Index:
-    """Two connections: `reading` never waits for a writer. Methods may be called from any thread.
+    """Two connections, for any thread; `reading` never waits for a writer.
 
-    `left` are ids of own records to be dropped, which could not be yet: the next transaction drops them.
+    `left` are ids of our records that the next transaction drops.
     """
 
     def __init__(self, path: Path, *, busy_seconds: float, ended: Callable[[bool], None]) -> None:
-        """Opens or makes the file. `ended(committed)` is called after each transaction, before another thread's.
+        """Open or make the file. `ended(committed)` is called after each transaction, before another thread's.
 
-        Raises StoreError where the file is of another version or no index.
+        Raises StoreError where the file is not an index of this version.
         """
         self.left: set[int] = set()
         self._writes = Lock()
@@ -115,10 +114,8 @@ class Index:
 
     @contextmanager
     def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other process writes beside.
-
-        Raises Busy, having changed nothing; with `wait` False without waiting for others.
-        """
+        """A transaction that excludes other writers. Raises Busy and then changes nothing; with `wait` False it does so
+        at once."""
         if not self._writes.acquire(blocking=wait):
             raise Busy("another thread is writing")
         try:
@@ -146,7 +143,7 @@ class Index:
             self._writes.release()
 
     def close(self) -> None:
-        """Close the file, which is not in use any more."""
+        """Close the file, after all calls have ended."""
         for connection in (self.reading.connection, self._writer):
             with suppress(sqlite3.Error):
                 connection.close()
@@ -161,22 +158,22 @@ def rows_where(connection: sqlite3.Connection, condition: str, values: Sequence[
 
 
 def find_rows(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, Row]:
-    """The rows that there are of these names, of visible records and others."""
+    """The rows with these names, of visible records and others."""
     return {row[1]: Row._make(row) for row in _select(connection, _COLUMNS, "name", names)}
 
 
 def find_owners(connection: sqlite3.Connection, names: Sequence[bytes]) -> dict[bytes, str | None]:
-    """The owners of the records that there are of these names; None for what is visible."""
+    """The owners of the records with these names; None for a visible one."""
     return dict(_select(connection, "name, owner", "name", names))
 
 
 def find_visible(connection: sqlite3.Connection, ids: Sequence[int]) -> set[int]:
-    """Which of these records are visible, and lie where they lay."""
+    """Those of these records that are visible, in their old places."""
     return {number for number, owner in _select(connection, "id, owner", "id", ids) if owner is None}
 
 
 def _select(connection: sqlite3.Connection, columns: str, key: str, values: Sequence[Any]) -> list[Any]:
-    """In parts of a few sizes only, filled up with the last value, so that few statements are compiled."""
+    """In batches of few sizes, padded with the last value, so that few statements are compiled."""
     rows: list[Any] = []
     for start in range(0, len(values), _BATCH):
         some = list(values[start : start + _BATCH])
@@ -187,10 +184,10 @@ def _select(connection: sqlite3.Connection, columns: str, key: str, values: Sequ
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a directory is and holds, for people.
+    """The state of a directory, for users.
 
-    Bytes are those on the disk: `slab_bytes` never exceed `capacity`; `index_bytes` come beside them. `free_bytes` are
-    what could still be stored without forgetting anything. `num_prepared` records are being written.
+    Bytes are on the disk: `slab_bytes` never exceed `capacity`, which does not include `index_bytes`. `free_bytes` can
+    be stored without evicting. `num_prepared` records are being written.
     """
 
     path: str
@@ -216,7 +213,7 @@ SELECT
 
 
 def facts_of(index: Index, path: Path, *, direct: bool, num_owners: int) -> Facts:
-    """Gathered now. Raises Busy and OSError."""
+    """The state now. Raises Busy and OSError."""
     with index.reading as connection:
         capacity, slab_bytes, taken, num_slabs, num_prepared = connection.execute(_FACTS).fetchone()
     disk = os.statvfs(path)
@@ -238,7 +235,7 @@ def facts_of(index: Index, path: Path, *, direct: bool, num_owners: int) -> Fact
 
 
 def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row]:
-    """The same rows with the ids that they have now."""
+    """Insert rows; returns them with their new ids."""
     last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
     made = [row._replace(id=number) for number, row in enumerate(rows, (last[0] if last else 0) + 1)]
     connection.executemany(f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", made)
@@ -246,7 +243,7 @@ def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row
 
 
 def release(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Forget records, and give their slots back unless the slab is gone."""
+    """Delete records, and give their slots back unless the slab is gone."""
     numbers = [(number,) for number in ids]
     if not numbers:
         return
@@ -259,14 +256,14 @@ def release(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
 
 
 def reclaim(connection: sqlite3.Connection, owner: str) -> int:
-    """Drop what an owner had prepared and not completed; returns how many records that were."""
+    """Drop the unfinished records of an owner; returns their number."""
     rows = connection.execute("SELECT id FROM records WHERE owner = ?", (owner,)).fetchall()
     release(connection, (number for (number,) in rows))
     return len(rows)
 
 
 def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> int:
-    """Forget everything in a slab, written or being written; returns how many records that were."""
+    """Delete all records of a slab, visible or not; returns their number."""
     connection.execute("DELETE FROM free WHERE slot_bytes = ? AND slab = ?", (slot_bytes, slab))
     return connection.execute("DELETE FROM records WHERE slab = ?", (slab,)).rowcount
 
@@ -292,7 +289,7 @@ def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
 
 
 def _to_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
-    """Two processes that open a new file at once may be refused for a moment, whatever the busy timeout."""
+    """SQLite refuses two processes that open a new file at once for a moment, whatever the busy timeout."""
     end = time.monotonic() + max(5.0, busy_seconds)
     while True:
         try:

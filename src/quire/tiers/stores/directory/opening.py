@@ -1,7 +1,7 @@
-"""Opening: a directory becomes a store, or is found to be one, and is put in order after processes that died in it.
+"""Opening: makes or checks the directory of a store, and cleans up after processes that died in it.
 
-An index that is not open anywhere has no log, and to open it takes a new one, even to read. So a closed store keeps a
-file that is worth some logs, the reserve. It is removed where the disk is full, and made again when there is room.
+Opening an index needs room for a log, even to read. So a store keeps a file of some logs' size, the reserve. It is
+removed where the disk is full, and made again when there is room.
 """
 
 from __future__ import annotations
@@ -29,18 +29,15 @@ _RESERVE_BYTES = 1 << 20
 _OURS = {_INDEX, _RESERVE, f"{_INDEX}-wal", f"{_INDEX}-shm", f"{_INDEX}-journal", "slabs", "owners", "lost+found"}
 
 TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
-
-
 Opened: TypeAlias = "tuple[Counts, SlabFiles, Owners, Uses, Room, Index]"
-"""The parts of an opened store."""
 
 
 def open_directory(
     path: Path, capacity: int | None, slab_bytes: int | None, direct: bool | None, busy_seconds: float
 ) -> Opened:
-    """Open or make it; see DirectoryStore. On a full disk what is stored is read, and it is said so.
+    """Open or make it; see DirectoryStore. On a full disk the store can be read, with a warning.
 
-    Raises StoreError, and InvalidInput for sizes that make no sense.
+    Raises StoreError, and InvalidInput for sizes below 1.
     """
     if (capacity is not None and capacity < 1) or (slab_bytes is not None and slab_bytes < 1):
         raise InvalidInput(
@@ -66,12 +63,12 @@ def open_directory(
 
 
 def holds_store(path: Path) -> bool:
-    """Whether a directory is a store already; a new one can be made where nothing is, or only what a disk brings."""
+    """Whether a directory is a store."""
     return (path / _INDEX).exists()
 
 
 def keep_reserve(path: Path) -> bool:
-    """Whether a store has its reserve; it is made if need be."""
+    """Make the reserve if it is missing; returns whether it is there."""
     try:
         make_file(path / _RESERVE, _RESERVE_BYTES)
     except FileExistsError:
@@ -82,7 +79,7 @@ def keep_reserve(path: Path) -> bool:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether as much as a reserve cannot be written here. Asked of the disk, as a quota may be full before it is."""
+    """Whether a file of a reserve's size cannot be written. A test by writing also finds a full quota."""
     probe = folder / f"{_INDEX}-probe-{os.urandom(8).hex()}"
     try:
         make_file(probe, _RESERVE_BYTES)
@@ -95,7 +92,7 @@ def _is_full(folder: Path) -> bool:
 def _open(
     path: Path, capacity: int | None, slab_bytes: int | None, direct: bool | None, busy_seconds: float, *, full: bool
 ) -> Opened:
-    """With `full`, what cannot be put in order now is left as it is. Raises StoreError."""
+    """With `full`, an index that cannot be written stays as it is. Raises StoreError."""
     with ExitStack() as undo:
         try:
             _check_folder(path, may_be_new=capacity is not None)
@@ -148,7 +145,7 @@ def _check_folder(path: Path, *, may_be_new: bool) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """SQLite gives the files beside an index its mode. One that was made before keeps what it has, and is told of."""
+    """Make the index with a private mode, which SQLite gives the files beside it. Warn of an older index without it."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if path.stat().st_mode & 0o077:
@@ -160,7 +157,7 @@ def _make_private(path: Path) -> None:
 def _put_in_order(
     connection: sqlite3.Connection, path: Path, files: SlabFiles, room: Room, capacity: int | None
 ) -> None:
-    """What died or was damaged while nothing looked is dropped; then the store fits its capacity."""
+    """Drop unfinished records of dead writers and damaged ones; then fit the store into its capacity."""
     before = connection.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
     if capacity is not None and before != (capacity,):
         connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))
@@ -179,6 +176,6 @@ def _put_in_order(
             ).fetchall()
             release(connection, (number for (number,) in cut))
     for slab in files.numbers() - {slab for slab, *_ in slabs}:
-        files.drop(slab)  # made in a transaction that never ended
+        files.drop(slab)  # from a transaction that never ended
     if capacity is not None:
         room.shrink(connection, capacity)

@@ -1,4 +1,4 @@
-"""Owners: the processes that have the directory open. Each locks a file of its own, and the lock ends with it."""
+"""Owners: the processes that have the directory open. Each locks its own file, and the lock ends with the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 class Owners:
-    """One owner, and a look at the others.
+    """This process as an owner, and the state of the others.
 
-    A lock, not a process id: ids are used again, and mean nothing to a process in another container. A file is
-    unlinked only under its lock, and an owner whose file was unlinked before it had the lock takes another name.
+    It is a lock and not a process id, because ids are reused and differ between containers. A file is unlinked only
+    under its lock. An owner whose file is unlinked before it has the lock takes another name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Owners:
             os.close(file)
 
     def is_dead(self, name: str) -> bool:
-        """Whether the process of that owner has ended, or closed the store; False where that cannot be told."""
+        """Whether that owner has ended or closed the store; False where this is unknown."""
         if name == self.name:
             return False
         try:
@@ -50,17 +50,17 @@ class Owners:
             return False
 
     def bury(self) -> None:
-        """Remove the files of dead owners. Only after what they had prepared was dropped."""
+        """Remove the files of dead owners, after their unfinished records were dropped."""
         for path in list(self._folder.iterdir()):
             with suppress(OSError), _locked(path):
                 path.unlink()
 
     def count(self) -> int:
-        """How many have the directory open, this one included."""
+        """The number of live owners, with this one."""
         return sum(not self.is_dead(path.name) for path in list(self._folder.iterdir()))
 
     def close(self) -> None:
-        """Be dead to the others."""
+        """Be dead for the others."""
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
             os.close(self._file)
@@ -68,7 +68,7 @@ class Owners:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock of an owner's file, for the block. Raises OSError where its owner has it."""
+    """The lock of an owner's file, for the block. Raises OSError while the owner lives."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

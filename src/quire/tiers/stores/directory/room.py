@@ -1,12 +1,11 @@
-"""Room: where new records go. Hands out slots, makes slabs up to the capacity, and forgets what was used least lately.
+"""Room: hands out slots for new records, makes slabs up to the capacity, and evicts.
 
-Records lie in slots of equal size within a slab. A size that has no slot left takes a new slab while there is capacity;
-then the slots of its own records that were not used for longest; a slab of another size if all of it is colder than
-those; and at last what dead writers had prepared. So what is forgotten follows use, and a size that is no longer
-written gives its bytes back.
+A slab has slots of one size. Where no slot of a size is free, its records take, in this order: a new slab while there
+is capacity, a slab of another size that is colder than all of them, the slots of the least recently used of them, and
+unfinished records of dead writers. So a size that is no longer written gives its bytes back.
 
-Every method but `settle` runs inside a transaction of the index, which no other process writes beside. Files are
-removed by `settle`, after it: a transaction that is rolled back has lost nothing.
+Every method but `settle` runs inside a transaction of the index. `settle` removes files after it, so that a transaction
+that is rolled back loses nothing.
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ Place = tuple[int, int]
 """A slab and a slot in it."""
 
 _LOOK_EVERY = 16
-"""Records that are forgotten at least between two looks at all slabs."""
+"""The least number of evicted records between two looks at all slabs."""
 _FLUSH_SECONDS = 5.0
 _MOST_USES = 50_000
 
 
 def slot_size(num_bytes: int) -> int:
-    """The slot for a record: whole blocks, and above 32 of them in steps of at most 1/32, so that sizes are few."""
+    """The slot for a record: whole blocks, above 32 blocks in steps of at most 1/32, so that there are few sizes."""
     blocks = -(-num_bytes // BLOCK)
     step = 1 << max(0, (blocks - 1).bit_length() - 6)
     return -(-blocks // step) * step * BLOCK
 
 
 class Uses:
-    """When records were last used, by id, kept in memory until it is worth a transaction.
+    """Times of last uses by id, in memory until they are worth a transaction.
 
-    Times are microseconds of the wall clock, which all processes share, and never the same one twice. Of what is used
-    together, the first counts as used last: batches come in the order of prompts, and a page is of no use without those
-    before it, so a chain has to be forgotten from its end.
+    Times are distinct microseconds of the wall clock, which all processes share. The first of a batch counts as used
+    last (see `quire.tiers.store`).
     """
 
     def __init__(self) -> None:
@@ -55,29 +53,29 @@ class Uses:
         self._flushed_at = time.monotonic()
 
     def now(self, count: int) -> range:
-        """The next times, for the records of a batch: the first is the latest."""
+        """Times for the records of a batch: the first is the latest."""
         with self._lock:
             start = max(self._last + 1, time.time_ns() // 1000)
             self._last = start + count - 1
             return range(start, start + count)[::-1]
 
     def note(self, ids: Sequence[int], times: Sequence[int]) -> None:
-        """These records were used at these times. Of one that is there twice the first time counts."""
+        """These records were used at these times. For a repeated id the first counts."""
         with self._lock:
             self._used.update(zip(reversed(ids), reversed(times), strict=True))
 
     def of(self, record: int, stored: int) -> int:
-        """When a record was last used, as far as this process knows."""
+        """The last use of a record that this process knows."""
         return max(stored, self._used.get(record, 0))
 
     @property
     def are_due(self) -> bool:
-        """Whether other processes should hear of them."""
+        """Whether it is time to `flush`, for other processes."""
         waited = time.monotonic() - self._flushed_at
         return bool(self._used) and (waited > _FLUSH_SECONDS or len(self._used) > _MOST_USES)
 
     def flush(self, index: sqlite3.Connection) -> None:
-        """Write them down, inside a transaction. If that is rolled back, what it knew is lost, and no more."""
+        """Write uses to the index, inside a transaction. Rolled back, it loses only these."""
         with self._lock:
             used, self._used = self._used, {}
             self._flushed_at = time.monotonic()
@@ -100,7 +98,10 @@ class Room:
     def __init__(
         self, files: SlabFiles, owners: Owners, uses: Uses, statistics: Counts, slab_bytes: int | None
     ) -> None:
-        """`slab_bytes` None: a 64th of the capacity; of a small one up to an 8th, for slabs of 1 MiB."""
+        """`slab_bytes` None: a 64th of the capacity; of a small capacity up to an 8th, for slabs of 1 MiB.
+
+        `dropped` are slabs whose bytes are free after the current transaction.
+        """
         self._files = files
         self._owners = owners
         self._uses = uses
@@ -108,15 +109,10 @@ class Room:
         self._slab_bytes = slab_bytes
         self._since_look: Counter[int] = Counter()
         self._made: list[int] = []
-        self._dropped: list[int] = []
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether there is room after this transaction that could not be taken in it."""
-        return bool(self._dropped)
+        self.dropped: list[int] = []
 
     def take(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
-        """Up to `count` slots, fewer where everything else is being written or the disk is full."""
+        """Up to `count` slots; fewer where everything else is being written or the disk is full."""
         (capacity,) = index.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
         if slot_bytes > capacity:
             return []
@@ -140,37 +136,37 @@ class Room:
             else:
                 self.drop(index, slab.id, slab.slot_bytes)
                 if capacity - _sum(index) >= slot_bytes:
-                    break  # to be taken in the next transaction, when the file has gone
+                    break  # the next transaction takes it, when the file is gone
         return taken
 
     def settle(self, committed: bool) -> None:
-        """After a transaction, before another thread's: remove the files of slabs that were dropped, or, if it was
-        rolled back, of those that were made."""
-        dropped, made = self._dropped, self._made
-        self._dropped, self._made = [], []
+        """After a transaction, before another thread's: remove the files of dropped slabs, or, if it was rolled back,
+        of new ones."""
+        dropped, made = self.dropped, self._made
+        self.dropped, self._made = [], []
         for slab in dropped if committed else made:
             self._files.drop(slab)
 
     def reclaim_dead(self, index: sqlite3.Connection) -> int:
-        """Drop what dead writers had prepared; returns how many records that were."""
+        """Drop unfinished records of dead writers; returns their number."""
         names = index.execute("SELECT DISTINCT owner FROM records WHERE owner IS NOT NULL").fetchall()
         count = sum(reclaim(index, name) for (name,) in names if self._owners.is_dead(name))
         self._statistics.add(reclaimed=count)
         return count
 
     def shrink(self, index: sqlite3.Connection, capacity: int) -> None:
-        """Drop the coldest slabs until what is left fits."""
+        """Drop the coldest slabs until the rest fits."""
         while _sum(index) > capacity and (slab := _coldest(index)) is not None:
             self.drop(index, slab.id, slab.slot_bytes)
 
     def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
-        """Forget a slab and everything in it."""
+        """Remove a slab and everything in it."""
         self._statistics.add(evicted=empty_slab(index, slab, slot_bytes))
         index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
-        self._dropped.append(slab)
+        self.dropped.append(slab)
 
     def drop_if_empty(self, index: sqlite3.Connection, slab: int) -> bool:
-        """Give a slab's bytes back to the disk if nothing is in it; whether that is so."""
+        """Remove a slab if it has no records; returns whether it was removed."""
         row = index.execute(
             "SELECT slot_bytes FROM slabs WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM records WHERE slab = ?1)", (slab,)
         ).fetchone()
@@ -179,8 +175,8 @@ class Room:
         return row is not None
 
     def take_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Place]:
-        """Up to `count` slots that hold nothing, of other slabs than `beside`: given back ones first, in order, so that
-        batches lie side by side."""
+        """Up to `count` empty slots of slabs other than `beside`, those that were given back first. They are in order,
+        so that the records of a batch are adjacent."""
         free: list[Place] = index.execute(
             "SELECT slab, slot FROM free WHERE slot_bytes = ? AND slab != ? ORDER BY slab, slot LIMIT ?",
             (slot_bytes, beside, count),
@@ -202,15 +198,15 @@ class Room:
         return free
 
     def _grow(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
-        """A new slab of this size, if the capacity and the disk allow it."""
-        if self._dropped:
-            return False  # their files are still there
+        """Make a slab for this size, if the capacity and the disk allow it."""
+        if self.dropped:
+            return False  # their files still take room
         slab_bytes = self._slab_bytes or max(capacity // 64, min(capacity // 8, 1 << 20))
         num_slots = min(max(1, slab_bytes // slot_bytes), (capacity - _sum(index)) // slot_bytes)
         if num_slots < 1:
             return False
         num_bytes = num_slots * slot_bytes
-        slab = secrets.randbits(48)  # no counter, which a transaction that is rolled back would give out again
+        slab = secrets.randbits(48)  # a counter would repeat after a transaction is rolled back
         try:
             make_file(self._files.path(slab), num_bytes)
         except OSError:
@@ -220,7 +216,7 @@ class Room:
         return True
 
     def _evict(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
-        """The slots of this size that were not used for longest."""
+        """The slots of the least recently used records of this size."""
         rows = index.execute(
             "SELECT id, slab, slot FROM records WHERE slot_bytes = ? AND owner IS NULL ORDER BY used LIMIT ?",
             (slot_bytes, count),
@@ -231,14 +227,14 @@ class Room:
         return sorted((slab, slot) for _, slab, slot in rows)
 
     def _colder_slab(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> _Slab | None:
-        """A slab of another size in which everything is older than all records of this one."""
+        """A slab of another size whose records are all colder than those of this size."""
         (oldest, slots) = index.execute(
             "SELECT (SELECT MIN(used) FROM records WHERE slot_bytes = ?1 AND owner IS NULL),"
             " (SELECT MAX(num_slots) FROM slabs WHERE slot_bytes = ?1)",
             (slot_bytes,),
         ).fetchone()
         if oldest is not None and 0 < self._since_look[slot_bytes] < max(slots, _LOOK_EVERY):
-            return None  # looking at all records is for once in a slab's worth of them
+            return None  # the look is O(records): once per slab's worth of evictions
         coldest = _coldest(index, beside=slot_bytes)
         if coldest is None or (oldest is not None and coldest.used >= oldest):
             self._since_look[slot_bytes] = 1
@@ -251,7 +247,7 @@ class Room:
         return coldest if can_help else None
 
     def _convert(self, index: sqlite3.Connection, slab: _Slab, slot_bytes: int) -> None:
-        """The file stays, so that this cannot run out of disk."""
+        """Reuse a slab for this size. Its file stays, so the disk cannot be full."""
         self._statistics.add(evicted=empty_slab(index, slab.id, slab.slot_bytes))
         index.execute(
             "UPDATE slabs SET slot_bytes = ?, num_slots = ?, fresh = 0 WHERE id = ?",
@@ -265,7 +261,7 @@ def _sum(index: sqlite3.Connection) -> int:
 
 
 def _coldest(index: sqlite3.Connection, beside: int = 0) -> _Slab | None:
-    """The slab of other slots than `beside` whose newest use is the oldest, unless it is written to. O(records)."""
+    """The slab that is unused for longest and not being written, of slots other than `beside` bytes. O(records)."""
     row = index.execute(
         "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
         " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?"

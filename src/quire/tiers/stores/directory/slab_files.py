@@ -1,4 +1,4 @@
-"""SlabFiles: the files that records lie in, opened around the page cache where the filesystem allows it."""
+"""SlabFiles: the files of records, with direct I/O where the filesystem allows it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from threading import Lock
 
 BLOCK = 4096
-"""What offsets, lengths and addresses are multiples of, as O_DIRECT asks for on every disk there is."""
+"""Offsets, lengths and addresses are multiples of this, as O_DIRECT requires on any disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class SlabFile:
-    """An open slab. Its descriptor is closed with the last reference, so nothing that is on its way loses it."""
+    """An open slab. Its descriptor is closed with the last reference, so that no transfer under way loses it."""
 
     __slots__ = ("descriptor",)
 
@@ -34,13 +34,13 @@ class SlabFile:
 
 
 class SlabFiles:
-    """Slab files by number. Numbers are never used again, so an old file is never taken for a new one.
+    """Slab files by number, for any thread. A number is never reused, so an old file is never taken for a new one.
 
-    `direct` says whether the page cache is gone around. Methods may be called from any thread.
+    `direct` says whether I/O bypasses the page cache.
     """
 
     def __init__(self, folder: Path, *, direct: bool | None) -> None:
-        """`direct` None: where the filesystem can. Raises OSError where files cannot be made, or not as asked."""
+        """`direct` None: where the filesystem can. Raises OSError where files cannot be made, or not with `direct`."""
         self._folder = folder
         self._lock = Lock()
         self._files: dict[int, SlabFile] = {}
@@ -51,22 +51,22 @@ class SlabFiles:
         self.direct = possible if direct is None else direct
 
     def path(self, slab: int) -> Path:
-        """Where a slab lies."""
+        """The path of a slab."""
         return self._folder / f"{slab:012x}.slab"
 
     def numbers(self) -> set[int]:
-        """All slab files in the folder."""
+        """The slabs that have a file."""
         return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
 
     def size(self, slab: int) -> int | None:
-        """Bytes of the file; None where it is gone."""
+        """Bytes of the file; None where there is none."""
         try:
             return self.path(slab).stat().st_size
         except OSError:
             return None
 
     def open(self, slab: int) -> SlabFile | None:
-        """The file, for as long as the caller keeps it; None where it was removed."""
+        """The file, open while the caller refers to it; None where it was removed."""
         with self._lock:
             file = self._files.get(slab)
             if file is not None:
@@ -83,8 +83,7 @@ class SlabFiles:
             return file
 
     def drop(self, slab: int) -> None:
-        """Remove the file, in which nothing is looked for any more. Its bytes are the disk's at once, even while other
-        processes have it open."""
+        """Remove a file that has no records. Its bytes are free at once, even while other processes have it open."""
         with suppress(OSError):
             os.truncate(self.path(slab), 0)
         with suppress(OSError):
@@ -93,13 +92,13 @@ class SlabFiles:
             self._files.pop(slab, None)
 
     def close_removed(self) -> None:
-        """Forget files that another process has removed, whose blocks the disk keeps for as long as they are open."""
+        """Close files that another process has removed; until then the disk keeps their blocks."""
         with self._lock:
             for slab in [slab for slab, file in self._files.items() if file.is_gone]:
                 del self._files[slab]
 
     def sync(self, slabs: set[int]) -> None:
-        """What was written to these slabs is on the disk. Raises OSError."""
+        """Flush writes to these slabs to the disk. Raises OSError."""
         for slab in slabs:
             file = self.open(slab)
             if file is None:
@@ -107,13 +106,13 @@ class SlabFiles:
             os.fdatasync(file.descriptor)
 
     def close(self) -> None:
-        """Close all files that are not on their way."""
+        """Close all files that no transfer uses."""
         with self._lock:
             self._files.clear()
 
 
 def make_file(path: Path, num_bytes: int) -> None:
-    """A new file with all its blocks, so that a full disk shows now and not under a record. Raises OSError."""
+    """Make a file with all its blocks, so that a full disk fails here and not at a write. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):
@@ -129,8 +128,8 @@ def make_file(path: Path, num_bytes: int) -> None:
 
 
 def _can_be_direct(folder: Path) -> bool:
-    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse. On a
-    full disk a slab that is there is read instead. Raises OSError where no file can be made."""
+    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse. A full
+    disk is tested by reading an existing slab. Raises OSError where no file can be made."""
     probe = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         make_file(probe, BLOCK)

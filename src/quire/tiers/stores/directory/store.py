@@ -1,13 +1,12 @@
 """DirectoryStore: a store in a local directory, for one process or several.
 
-    index.sqlite   which record lies where (`index`); beside it room to open it on a full disk (`opening`)
+    index.sqlite   the place of each record (`index`), and a reserve to open it on a full disk (`opening`)
     slabs/         the bytes (`slab_files`, `room`), moved by `transfer`
-    owners/        the processes that have it open (`owners`)
+    owners/        the processes that have the directory open (`owners`)
 
-A record is written into a slot that the index holds for its writer, and becomes visible in one transaction. So a
-process that is killed leaves either a whole record or one that is never seen, whose slot the next one takes back. A
-slot is given to another record only in a transaction that forgets the first; a reader looks again afterwards whether
-the record is still the same, and answers MISS if not.
+The index reserves a slot for a writer. The record in it becomes visible in one transaction. So a process that is killed
+leaves a whole record or an invisible one, whose slot another process reclaims. A slot goes to another record only in a
+transaction that removes the first. After reading, a reader checks the row again, and answers MISS if it is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TypeVar, cast
 from typing_extensions import Buffer
 
 from quire.errors import StoreError
-from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.store import Answer, Entry, Store, StoreKey
 from quire.tiers.stores.directory.compaction import Compaction
 from quire.tiers.stores.directory.index import (
     Busy,
@@ -53,14 +52,14 @@ _Verb = TypeVar("_Verb", bound=Callable[..., list[Answer]])
 
 @dataclass(slots=True)
 class _Prepared:
-    """A slot that is held for us, and whether the record is in it."""
+    """A slot reserved for us, and whether the record is in it."""
 
     row: Row
     is_put: bool = False
 
 
 def _answering(verb: _Verb) -> _Verb:
-    """RETRY for each key where the store is closed or its index is busy."""
+    """RETRY for every key where the store is closed or its index is busy."""
 
     @functools.wraps(verb)
     def answer(self: DirectoryStore, keys: Sequence[StoreKey], *more: object) -> list[Answer]:
@@ -74,14 +73,12 @@ def _answering(verb: _Verb) -> _Verb:
     return cast(_Verb, answer)
 
 
-class DirectoryStore:
-    """A store on a local disk. Several processes may have it open at once, and it outlives them.
+class DirectoryStore(Store):
+    """A store on a local disk, for several processes at once. A forked child must not use an opened store.
 
-    `direct` says whether the page cache is gone around. A child process must not use what was opened before it was
-    forked. `statistics` counts what this process has done since it opened the store: `hits`, `misses`, `stored`,
-    `evicted`, `retries` (answers, not calls), `lost` (records that the medium no longer held), `overtaken` (records
-    whose place went to others while they were read), `reclaimed` (records that a writer which died had not completed),
-    `read_bytes` and `written_bytes` of records.
+    `direct` says whether I/O bypasses the page cache. `statistics` counts what this process has done: `hits`, `misses`,
+    `stored`, `evicted`, `retries` (answers, not calls), `lost` (records missing on the medium), `overtaken` (records
+    evicted while they were read), `reclaimed` (unfinished records of dead writers), `read_bytes` and `written_bytes`.
     """
 
     def __init__(
@@ -97,11 +94,11 @@ class DirectoryStore:
     ) -> None:
         """Open a directory, or make one.
 
-        `capacity` is what all slabs may take, in bytes, for every process from now on; None keeps what it is, of a
-        directory that exists. A slab takes `slab_bytes`, a 64th of the capacity unless given. `direct` None goes around
-        the page cache where the filesystem can; True insists. An index that other processes keep busy for
-        `busy_seconds` is a RETRY. Without `counts_use` reading is no use of a record. Power that fails may take
-        records, or leave some that their digests refuse.
+        `capacity` bounds all slabs, in bytes, for every process from now on; None keeps that of an existing directory.
+        A slab takes `slab_bytes`, by default a 64th of the capacity. `direct` None bypasses the page cache where the
+        filesystem can; True insists. If other processes keep the index busy for `busy_seconds`, the answer is RETRY.
+        Without `counts_use` reading is not a use. A power failure may lose records, or leave some that fail their
+        digests.
 
         Raises StoreError where the directory cannot be used or is not a store of this version.
         """
@@ -119,10 +116,6 @@ class DirectoryStore:
 
     @_answering
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Announce records of so many bytes; room is made by forgetting what was not used for longest.
-
-        What is there already counts as used, and what is new as used from now on: the first of all of them the latest.
-        """
         answers = [RETRY] * len(keys)
         times = self._uses.now(len(keys))
         first = {key: at for at, key in reversed(list(enumerate(keys)))}  # of a key that is there twice
@@ -132,7 +125,7 @@ class DirectoryStore:
             while has_more_room and left:
                 with self._index.writing() as index:
                     found, made = self._reserve(index, [(at, keys[at].pack(), sizes[at], times[at]) for at in left])
-                    has_more_room = self._room.has_dropped
+                    has_more_room = bool(self._room.dropped)
                 for at, answer in found.items():
                     answers[at] = answer
                 for at, row in made.items():
@@ -152,10 +145,8 @@ class DirectoryStore:
     def _reserve(
         self, index: sqlite3.Connection, wanted: list[tuple[int, bytes, int, int]]
     ) -> tuple[dict[int, Answer], dict[int, Row]]:
-        """What to answer of records that are there, and rows for others as far as there is room, by position.
-
-        Each wanted record is a position, a name, bytes and a time of use.
-        """
+        """By position: answers for records that exist, and rows for the others as far as there is room. A wanted record
+        is (position, name, bytes, time of use)."""
         found = find_rows(index, [name for _, name, _, _ in wanted])
         if any(row.owner is not None and self._owners.is_dead(row.owner) for row in found.values()):
             self._room.reclaim_dead(index)
@@ -186,9 +177,8 @@ class DirectoryStore:
 
     @_answering
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Write records that were prepared with MISS. MISS: it was not, or with another size."""
         answers = [MISS] * len(keys)
-        writing: dict[int, tuple[int, _Prepared]] = {}  # by row, so that a key given twice is written once
+        writing: dict[int, tuple[int, _Prepared]] = {}  # by row, so that a repeated key is written once
         places: list[Place] = []
         file_of = functools.cache(self._files.open)
         for at, (key, record) in enumerate(zip(keys, records, strict=True)):
@@ -210,7 +200,6 @@ class DirectoryStore:
 
     @_answering
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Make prepared records visible, or drop them. RETRY: it was not put, or the index could not be written."""
         answers = [MISS] * len(keys)
         good: dict[int, Row] = {}
         bad: list[Row] = []
@@ -230,7 +219,7 @@ class DirectoryStore:
         return answers
 
     def _make_visible(self, good: list[Row], bad: list[Row]) -> set[int]:
-        """Ids of the rows that are visible now; all others are dropped."""
+        """Ids of the rows that are visible now; the others are dropped."""
         ids = {row.id for row in good}
         try:
             with self._index.writing() as index:
@@ -247,19 +236,17 @@ class DirectoryStore:
 
     @_answering
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """Which records could be read now."""
         names = [key.pack() for key in keys]
         with self._index.reading as index:
             owners = find_owners(index, names)
         return [HIT if (owner := owners.get(name, "")) is None else self._seen(owner) for name in names]
 
     def _seen(self, owner: str) -> Answer:
-        """What to say of a record that is being written; without an owner there is none."""
+        """The answer for a record that is being written; without an owner there is none."""
         return MISS if not owner or self._owners.is_dead(owner) else PENDING
 
     @_answering
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read records into writable buffers of exactly their size. Of any other size: MISS."""
         names = [key.pack() for key in keys]
         with self._index.reading as index:
             rows = find_rows(index, names)
@@ -282,7 +269,7 @@ class DirectoryStore:
             reading.append((at, row))
             places.append((file, row.offset, memory))
         moved = self._transfer.read(places)
-        # A slot is overwritten only after its record's row went. So if the row is still there, the bytes were its own.
+        # A slot is overwritten only after its record's row is deleted. So if the row is there, the bytes are its own.
         with self._index.reading as index:
             there = find_visible(index, [row.id for _, row in reading])
         hits: list[Row] = []
@@ -307,7 +294,7 @@ class DirectoryStore:
         return answers
 
     def _forget_lost(self, rows: list[Row]) -> None:
-        """Records that the medium does not hold in full, and slabs whose file is gone."""
+        """Remove records that are missing on the medium, and slabs without a file."""
         self.statistics.add(lost=len(rows))
         with suppress(Busy), self._index.writing() as index:  # else they are found missing again
             release(index, (row.id for row in rows))
@@ -322,8 +309,6 @@ class DirectoryStore:
     # -- the rest
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records, and give slabs with nothing left in them back to the disk; returns how many records there
-        were."""
         visible: list[Row] = []
         with self._gate as is_open, suppress(Busy):
             if is_open and keys:
@@ -337,7 +322,6 @@ class DirectoryStore:
         return len(visible)
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
-        """All visible records, or those of one scope, as they are when they are reached. Raises StoreError."""
         low, high = (b"", b"\xff" * 64) if scope is None else (scope, scope + b"\xff" * 64)
         condition = "id > ? AND owner IS NULL AND name >= ? AND name <= ? ORDER BY id LIMIT ?"
         after = 0
@@ -353,26 +337,26 @@ class DirectoryStore:
             after = rows[-1].id
 
     def facts(self) -> Facts:
-        """What the directory is and holds now. Raises StoreError."""
+        """The state of the directory now. Raises StoreError."""
         with self._entered("looked into"):
             return facts_of(self._index, self.path, direct=self.direct, num_owners=self._owners.count())
 
     def reclaim(self) -> int:
-        """Drop what writers that died had prepared; returns how many records that were. Others do this when they need
-        the room, or meet such a record. Raises StoreError."""
+        """Drop the unfinished records of dead writers; returns their number. Writers also do this when they need the
+        room. Raises StoreError."""
         with self._entered("changed"), self._index.writing() as index:
             return self._room.reclaim_dead(index)
 
     def compact(self) -> None:
-        """Give the disk back what few records hold on to: they move together. Others may be at the store; what they
-        look for while it moves may be a MISS for them. Raises StoreError."""
+        """Move records together, and give nearly empty slabs back to the disk. Meanwhile others may use the store; a
+        record that moves may be a MISS for them. Raises StoreError."""
         with self._entered("changed"):
             self._flush_uses()
             Compaction(self._index, self._room, self._files, self._transfer, self._owners.name).run()
 
     @contextmanager
     def _entered(self, done: str) -> Iterator[None]:
-        """Raises StoreError where the store is closed, or what is done in the block cannot be done now."""
+        """Raises StoreError where the store is closed, or what the block does fails."""
         with self._gate as is_open:
             if not is_open:
                 raise StoreError(f"the store '{self.path}' is closed.")
@@ -382,12 +366,10 @@ class DirectoryStore:
                 raise StoreError(f"the store '{self.path}' cannot be {done}: {error}.", fix=TRY_AGAIN) from error
 
     def close(self) -> None:
-        """Wait for what is under way, drop what was prepared and not completed, and close all files. May be called
-        twice."""
         if not self._gate.shut():
             return
         self._transfer.close()
-        with suppress(Busy), self._index.writing() as index:  # else others see that we are gone when they need the room
+        with suppress(Busy), self._index.writing() as index:  # else others reclaim our records when they need the room
             self._uses.flush(index)
             reclaim(index, self._owners.name)
         self._prepared.clear()

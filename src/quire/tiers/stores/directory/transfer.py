@@ -1,7 +1,7 @@
-"""Transfer: records between memory and slab files, in aligned pieces and on several threads.
+"""Transfer: moves records between memory and slab files, in aligned pieces and on several threads.
 
-A record that begins on a block boundary of memory moves from and to there; what does not, and the last block of
-every record, goes through an aligned buffer. Records that lie side by side move in one call.
+Whole blocks of a record that is aligned in memory move directly. Other bytes, and a last partial block, pass through an
+aligned buffer. Records that are adjacent in a file move in one call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from operator import itemgetter
 from threading import local
 from typing import Any, NamedTuple
@@ -24,14 +25,14 @@ from quire.tiers.stores.directory.slab_files import BLOCK, SlabFile
 Bytes = npt.NDArray[np.uint8]
 
 Place = tuple[SlabFile, int, Bytes]
-"""A file, where in it, and the memory to move."""
+"""A file, an offset in it, and the memory to move."""
 
 _PIECE = 1 << 20
-"""The most bytes of one call. Larger records are cut, so that several threads are at them."""
+"""The most bytes of one call. Larger records are cut, so that several threads move them."""
 
 
 class _Piece(NamedTuple):
-    """A run of bytes in memory, its place in a file, and the index of its record."""
+    """Bytes in memory, their place in a file, and the index of their record."""
 
     descriptor: int
     offset: int
@@ -40,7 +41,7 @@ class _Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes that it takes in the file, in whole blocks."""
+        """Bytes in the file, in whole blocks."""
         return -(-len(self.memory) // BLOCK) * BLOCK
 
 
@@ -51,17 +52,12 @@ def as_bytes(buffer: Buffer) -> Bytes:
 
 
 class _OfThread(local):
-    """What each thread has of its own."""
-
     def __init__(self) -> None:
         self.bounce = np.frombuffer(mmap.mmap(-1, _PIECE), dtype=np.uint8)  # on a block boundary
 
 
 class Transfer:
-    """Threads and the buffers they use. The calling thread works too, and returns when everything has moved or failed.
-
-    Buffers: one of 1 MiB for each thread.
-    """
+    """Threads, each with a buffer of 1 MiB. The calling thread works too, and returns when all moved or failed."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -69,15 +65,15 @@ class Transfer:
         self._of_thread = _OfThread()
 
     def read(self, places: Sequence[Place]) -> list[bool]:
-        """Fill memory from (file, offset) each. False: the file was shorter than that, or could not be read."""
+        """Fill memory from files. False: the file is shorter, or cannot be read."""
         return self._move(places, writes=False)
 
     def write(self, places: Sequence[Place]) -> list[bool]:
-        """Write memory to (file, offset) each, in whole blocks. False: not, or not all of it."""
+        """Write memory to files, in whole blocks. False: not all of it was written."""
         return self._move(places, writes=True)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for transfers under way."""
         self._pool.shutdown()
 
     def _move(self, places: Sequence[Place], *, writes: bool) -> list[bool]:
@@ -93,21 +89,16 @@ class Transfer:
                     break
                 _move_run(run, bounce, failed, writes=writes)
 
-        others = self._ask(drain, min(self._threads, len(runs)) - 1)
+        others: list[Future[None]] = []
+        with suppress(RuntimeError):  # the interpreter ends and starts no threads
+            others += [self._pool.submit(drain) for _ in range(min(self._threads, len(runs)) - 1)]
         drain()
         wait([other for other in others if not other.cancel()])
         return [record not in failed for record in range(len(places))]
 
-    def _ask(self, work: Any, threads: int) -> list[Future[None]]:
-        """So many threads begin to work; none where the interpreter ends and starts no more, and the caller does it."""
-        try:
-            return [self._pool.submit(work) for _ in range(threads)]
-        except RuntimeError:
-            return []
-
 
 def _runs(places: Sequence[Place]) -> list[list[_Piece]]:
-    """The places in pieces, and pieces that lie side by side together, as long as they fit one call."""
+    """Cut places into pieces, and group adjacent pieces that fit one call."""
     pieces = [
         _Piece(file.descriptor, offset + at, memory[at : at + _PIECE] if len(memory) > _PIECE else memory, record)
         for record, (file, offset, memory) in enumerate(places)
@@ -128,9 +119,9 @@ def _runs(places: Sequence[Place]) -> list[list[_Piece]]:
 
 
 def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool) -> None:
-    """Read or write pieces in one call. One that stops in the middle is repeated piece by piece."""
+    """Read or write pieces in one call. A partial one is repeated piece by piece."""
     vector: list[Any] = []
-    through: list[tuple[Bytes, Bytes]] = []  # memory, and the part of the bounce buffer that stands for it
+    through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
     used = 0
     for piece in run:
         memory = piece.memory
@@ -147,7 +138,7 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
     if writes:
         for memory, buffer in through:
             buffer[: len(memory)] = memory
-            buffer[len(memory) :] = 0  # not what another record left there
+            buffer[len(memory) :] = 0  # not bytes of another record
     first, last = run[0], run[-1]
     try:
         moved = (os.pwritev if writes else os.preadv)(first.descriptor, vector, first.offset)
