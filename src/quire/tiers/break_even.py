@@ -40,8 +40,6 @@ class _Trial(Enum):
 
 @dataclass(slots=True)
 class _LaneState:
-    """The measurements and the history of one lane."""
-
     lane: Lane
     rate: Rate = field(default_factory=Rate)
     is_fresh: bool = False  # measured since it last won
@@ -63,7 +61,6 @@ class _LaneState:
         return self.failures >= _FAILURES
 
     def win(self) -> None:
-        """A transfer is expected to win."""
         self.losses = 0
         if self.trial is _Trial.UNDER_WAY:
             return  # not measured yet
@@ -226,7 +223,6 @@ class BreakEven:
         return now >= state.off_since + _PRICE * lost
 
     def _rate(self, lane: Lane) -> Rate:
-        """The rate of a lane, or of the one like it."""
         rate = self._lanes[lane].rate
         return self._lanes[Lane.SAVE].rate if lane is Lane.LOAD and not rate.known else rate
 

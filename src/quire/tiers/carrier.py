@@ -79,7 +79,7 @@ class Carrier:
         ends = [len(units) for units in whole]
         is_good = not any(map(any, found))
         if is_good:
-            transfer.announce_checked()
+            transfer.are_good = True
         else:
             ends = _ends_before_damage(whole, found)
         transfer.defects = tuple(
@@ -294,7 +294,6 @@ def _keys(records: Sequence[_Record]) -> list[StoreKey]:
 
 
 def _read(store: Store, records: Sequence[_Record]) -> dict[_Record, bytearray]:
-    """The records that the store has, in new memory."""
     read = [bytearray(record.data.nbytes) for record in records]
     answers = store.get(_keys(records), read)
     return {record: data for record, data, answer in zip(records, read, answers, strict=True) if answer is Answer.HIT}

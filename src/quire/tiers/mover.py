@@ -112,7 +112,6 @@ class Mover(ABC):
         return sorted((transfer for transfer in passed if not transfer.done), key=lambda late: late.expires_at)
 
     def _hand_back(self) -> list[Transfer]:
-        """The transfers that have ended; they are in flight no more."""
         ended, self._ended = self._ended, []
         for transfer in ended:
             self._bytes[transfer.lane] -= transfer.num_bytes
@@ -293,7 +292,6 @@ class _Channel:
             self._side(transfer).append(transfer)
 
     def take(self) -> Transfer | None:
-        """The transfer that runs next; None: none may."""
         may_go = self._may_go_outward()
         if not self._inward and not may_go:
             return None

@@ -169,15 +169,15 @@ class Transfer:
     expires_at: float = math.inf  # on the mover's clock
     pieces: Iterator[None] = field(default_factory=lambda: iter(()))  # left to do
     over: bool = False  # no piece is left
+    are_good: bool = False  # LOAD: all records
     kept_pages: int = 0  # pages that a stopped transfer still moves
     is_driven: bool = False  # `wait_layer` itself does the pieces up to its layer
-    _checked: bool = False
     _raised: str = ""
     _arrived: set[int] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __repr__(self) -> str:
-        state = "done" if self.done else "expired" if self.expired else "checked" if self._checked else "waiting"
+        state = "done" if self.done else "expired" if self.expired else "checked" if self.are_good else "waiting"
         return f"Transfer({self.lane}, {sum(map(len, self.units))} units, {self.num_bytes} bytes, {state} {self.error})"
 
     @property
@@ -188,7 +188,7 @@ class Transfer:
     @property
     def checked(self) -> bool:
         """LOAD: all records are good. A step may be launched if it calls `wait_layer` before it reads each layer."""
-        return self._checked and not self.error
+        return self.are_good and not self.error
 
     @property
     def is_whole(self) -> bool:
@@ -215,7 +215,7 @@ class Transfer:
 
     def advance(self) -> bool:
         """Do the next piece; returns whether the transfer became `checked`. After an error there is no next piece."""
-        was_checked, began = self._checked, time.perf_counter()
+        was_checked, began = self.are_good, time.perf_counter()
         try:
             next(self.pieces)
         except StopIteration:
@@ -224,11 +224,7 @@ class Transfer:
             self.over = True
             self._raised = str(raised) if isinstance(raised, QuireError) else f"{type(raised).__name__}: {raised}"
         self.seconds += time.perf_counter() - began
-        return self._checked and not was_checked
-
-    def announce_checked(self) -> None:
-        """All records are good."""
-        self._checked = True
+        return self.are_good and not was_checked
 
     def announce_layer(self, layer: int) -> None:
         """The bytes of one layer are on the device."""

@@ -1,30 +1,28 @@
-"""MooncakeStore: records in a Mooncake Store, memory of many machines under one master.
+"""MooncakeStore: records in a Mooncake Store, a memory pool of many machines under one master.
 
-    mooncake://127.0.0.1:50051?segment=512MiB    a master, and this process gives 512 MiB to the pool
-    mooncake://127.0.0.1:50051                    the same without giving any: others do
+    mooncake://127.0.0.1:50051?segment=512MiB    a master; this process adds 512 MiB to the pool
+    mooncake://127.0.0.1:50051                   the same without adding memory
 
 Further options: `host` (this process' address for its peers, 127.0.0.1), `metrics` (the port of the master's HTTP
 server, needed to list records), `replicas` (1), `bounce` (memory that records pass through, 64MiB; a record may have
-half of it) and `timeout` (seconds the master has for an answer, 2; settled by the first store of a process).
+half of it) and `timeout` (seconds for an answer of the master, 2; the first store of a process sets it).
 
-Start the master with `--rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: it listens everywhere by default. The client
-library opens ports on every address whatever `host` says, and asks for no credentials: whoever reaches them can write
-to the pool. Keep them behind a firewall; records carry digests for what gets through.
+Start the master with `--rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: by default it listens on every address. The
+client library does so whatever `host` is, and asks for no credentials: any peer that reaches its ports can write to the
+pool. Keep them behind a firewall. Digests of records detect bytes that were changed.
 
-Records pass through memory of the store's own, registered once. A transfer that was given up may still write where it
-was told to, and that must not be a page by then.
+Records pass through the store's own memory, registered once: an abandoned transfer may still write to its target, which
+must not be a page then.
 
-What the pool does not tell, and what this store does about it:
+Behaviour of the pool, and of this store:
 
-    put of a key that is there keeps the old record       as the port wants it
-    a full pool evicts after it has refused               asks again for a while, then RETRY
-    fewer replicas than asked for                         looks at one record of each batch: `failures["replicas"]`
-    a master that is gone: -900 after seconds             RETRY, and for two seconds RETRY at once, without asking
-    a new master knows nothing, and that is a MISS        as the port wants it
-    a key twice in one read fills one buffer of the two   asks for each key once
-    remove of a record that was just read is refused      removed by force
-    calls after close end the process                     calls are counted out before
-    the master evicts by the time a lease ends            of what is asked for together, the first is leased last
+    it refuses first and then evicts              asks again for a while, then RETRY
+    fewer replicas than asked for                 checks one record per batch: `failures["replicas"]`
+    a master that is gone: -900 after seconds     RETRY, and for two seconds RETRY at once, without asking
+    a repeated key in a read fills one buffer     asks for each key once
+    a record just read is not removed             removes by force
+    calls after close end the process             `close` waits for calls under way, and later ones are not made
+    it evicts in the order in which leases end    leases the first of a batch last
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from queue import LifoQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
@@ -52,19 +50,20 @@ from quire.tiers.stores.options import Options
 from quire.tiers.stores.remote import RemoteStore, batches, bytes_of, in_parts, key_of
 
 _PREFIX = "quire/"
-_MOST_PIECES = 1024  # the transport refuses a batch of more than 2048, and for a while everything after it
-_BATCH_BYTES = 4 << 20  # what passes through a lane at once: more leaves the caches before it is copied
+_MOST_PIECES = 1024  # after a batch of more than 2048 the transport refuses everything for a while
+_BATCH_BYTES = 4 << 20  # through a lane at once: more leaves the caches before it is copied
 _ALIGNED = 64
 _LOCAL_BYTES = 16 << 20  # the library's own buffer, for verbs that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
+_Move = Callable[[list[StoreKey], list[memoryview]], list[Answer]]
 _NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600, -703, -704, -900, -901
 
 
 def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> MooncakeStore:  # noqa: A001
-    """Join the pool of `url`; `capacity` are bytes given to it, if the URL does not say. Reading counts as use.
+    """Join the pool of `url`; `capacity` are bytes added to it, unless the URL says. Reading always counts as use.
 
-    Raises InvalidInput for settings that do not exist, StoreError if it fails.
+    Raises InvalidInput for invalid settings, StoreError if it fails.
     """
     options = Options(url, ("segment", "host", "metrics", "replicas", "bounce", "timeout"))
     parts = options.parts
@@ -92,8 +91,7 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> M
 
 
 def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, Any]:
-    """The library's client, and its settings for replicas."""
-    os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)  # read by the library, as are the others
+    os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)  # the library reads all of these
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(timeout * 1000)))
     os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(min(timeout, 1.0) * 1000)))
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
@@ -106,7 +104,7 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
             fix="pip install 'quire[mooncake]', and apt-get install libibverbs1.",
         ) from error
     fix = "start mooncake_master, or correct the address."
-    try:  # the library would try for long
+    try:  # the library would retry for long
         socket.create_connection((master.rpartition(":")[0], int(master.rpartition(":")[2])), timeout).close()
     except OSError as error:
         raise StoreError(f"the Mooncake master at {master} cannot be reached: {error}.", fix=fix) from error
@@ -120,8 +118,8 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
 class MooncakeStore(RemoteStore):
     """The store port on a Mooncake pool. Owns the client and the memory that records pass through; made by `open`.
 
-    `failures` counts by the library's codes. Writers in other processes are not told of each other; where another one
-    was faster, its record stays.
+    `failures` counts by the library's codes. It never answers PENDING for writers in other processes; the first record
+    of a key stays.
     """
 
     def __init__(self, client: Any, replication: Any, where: str, *, bounce_bytes: int, listing: str) -> None:
@@ -138,8 +136,8 @@ class MooncakeStore(RemoteStore):
             raise StoreError(f"{where} does not register {self._bounce.num_bytes} bytes.", fix="lower `bounce`.")
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """HIT or MISS; it keeps what is there from being evicted for the master's lease, and counts as use. Asked from
-        the end, so that the lease of the first ends last."""
+        """HIT or MISS. It leases records against eviction and so counts as use. It asks from the end, so that the lease
+        of the first ends last."""
         answers: list[Answer] = []
         names = _names(keys)[::-1]
         for some in in_parts(names, _MOST_PIECES):
@@ -148,17 +146,9 @@ class MooncakeStore(RemoteStore):
         return answers[::-1]
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read into the buffers, through memory of this store. A record of another size than its buffer is a MISS."""
-        buffers = [bytes_of(record) for record in records]
-        answers = [Answer.RETRY] * len(keys)
-        for batch in self._bounce.batches([buffer.nbytes for buffer in buffers], _MOST_PIECES, _BATCH_BYTES):
-            got = self._receive([keys[index] for index in batch], [buffers[index] for index in batch])
-            for index, answer in zip(batch, got, strict=True):
-                answers[index] = answer
-        return answers
+        return self._by_lanes(self._receive, keys, [bytes_of(record) for record in records])
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records, leased or not; those of a master that does not answer are not counted."""
         removed = 0
         for some in in_parts(keys, _MOST_PIECES):
             names = list(dict.fromkeys(_names(some)))
@@ -167,7 +157,7 @@ class MooncakeStore(RemoteStore):
         return removed
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
-        """Visible records, as the master lists them. Raises StoreError where it does not, or `metrics` is not set."""
+        """Visible records. Raises StoreError where the master does not list them, or `metrics` is not set."""
         if not self._listing or not self._gate.is_open:
             raise StoreError(f"{self._where} cannot be listed.", fix="add metrics=PORT, of the master's HTTP server.")
         try:
@@ -181,33 +171,37 @@ class MooncakeStore(RemoteStore):
             yield from self._described(some)
 
     def close(self) -> None:
-        """Leave the pool, once calls in other threads have ended. What this process gave to the pool is gone."""
+        """Leave the pool, after calls under way. Records in memory of this process are lost."""
         if self._gate.shut():
             self._drop_announced()
             self._client.unregister_buffer(self._bounce.address)
             self._client.close()
 
     def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        """RETRY for a record that is too long for `bounce`."""
+        """RETRY for a record too large for `bounce`."""
         fits = [size <= self._bounce.lane_bytes for size in sizes]
         return [answer if good else Answer.RETRY for answer, good in zip(self.exists(keys), fits, strict=True)]
 
     def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+        return self._by_lanes(self._put, keys, records)
+
+    def _by_lanes(self, move: _Move, keys: Sequence[StoreKey], records: Sequence[memoryview]) -> list[Answer]:
+        """Answers of `move` for batches; RETRY for records larger than a lane."""
         answers = [Answer.RETRY] * len(keys)
         for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES, _BATCH_BYTES):
-            codes = self._put([keys[index] for index in batch], [records[index] for index in batch])
-            for index, code in zip(batch, codes, strict=True):
-                answers[index] = Answer.HIT if code == 0 else Answer.RETRY
+            moved = move([keys[index] for index in batch], [records[index] for index in batch])
+            for index, answer in zip(batch, moved, strict=True):
+                answers[index] = answer
         return answers
 
     @contextmanager
     def _usable(self) -> Iterator[bool]:
-        """Whether the client may be called in the block: it is open and did not just find the master gone."""
+        """Whether the block may call the client: it is open and the master has not just failed."""
         with self._gate as is_open:
             yield is_open and time.monotonic() >= self._rests_until
 
     def _ask(self, count: int, verb: Callable[..., Sequence[int]], *arguments: object) -> list[int]:
-        """The client's codes, -900 for all where it may not be called."""
+        """The client's codes; -900 for all where it may not be called."""
         with self._usable() as usable:
             if not usable:
                 return [_NO_MASTER] * count
@@ -219,7 +213,7 @@ class MooncakeStore(RemoteStore):
                 self._rests_until = time.monotonic() + _REST_SECONDS
             return codes if len(codes) == count else [_NO_MASTER] * count
 
-    def _put(self, keys: list[StoreKey], records: list[memoryview]) -> list[int]:
+    def _put(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
         with self._bounce.lane() as lane:
             places = lane.places([record.nbytes for record in records])
             for place, record in zip(places, records, strict=True):
@@ -242,7 +236,7 @@ class MooncakeStore(RemoteStore):
                 if _NO_ROOM not in codes:
                     break
         self._count_replicas(names[0], codes[0])
-        return codes
+        return [Answer.HIT if code == 0 else Answer.RETRY for code in codes]
 
     def _count_replicas(self, name: str, code: int) -> None:
         wanted = self._replication.replica_num
@@ -287,20 +281,19 @@ class MooncakeStore(RemoteStore):
                 yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
 
 
-class Lane:
-    """A piece of a bounce buffer for one batch at a time."""
+class Lane(NamedTuple):
+    """Part of a bounce buffer, for one batch at a time."""
 
-    def __init__(self, memory: memoryview, address: int) -> None:
-        self.memory = memory
-        self.address = address
+    memory: memoryview
+    address: int
 
     def places(self, sizes: Sequence[int]) -> list[int]:
-        """Offsets, one behind the other, of records of these sizes. They fit: `Bounce.batches` saw to it."""
+        """Consecutive offsets of records of these sizes, which fit (see `Bounce.batches`)."""
         return list(accumulate(map(_room, sizes), initial=0))[:-1]
 
 
 class Bounce:
-    """Memory that records pass through, cut into lanes, each for one thread at a time. It outlives all that are out."""
+    """Memory that records pass through, cut into lanes, each for one thread at a time."""
 
     def __init__(self, num_bytes: int, num_lanes: int) -> None:
         self.lane_bytes = num_bytes // num_lanes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -314,7 +307,7 @@ class Bounce:
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
-        """A lane of one's own for the block; waits for one."""
+        """A lane for the block; waits for one."""
         lane = self._idle.get()
         try:
             yield lane
@@ -322,10 +315,7 @@ class Bounce:
             self._idle.put(lane)
 
     def batches(self, sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[list[int]]:
-        """Indices of records that pass through one lane together: at most so many, and bytes unless it is one alone.
-
-        Records that fit into no lane are in no batch.
-        """
+        """As `batches`, for records that pass through one lane together. Records larger than a lane are in none."""
         fitting = [index for index, size in enumerate(sizes) if _room(size) <= self.lane_bytes]
         rooms = [_room(sizes[index]) for index in fitting]
         for batch in batches(rooms, most, min(self.lane_bytes, most_bytes)):
@@ -337,7 +327,6 @@ def _room(size: int) -> int:
 
 
 def _answer(code: int, num_bytes: int) -> Answer:
-    """What the code of a read into so many bytes says."""
     if code == num_bytes:
         return Answer.HIT
     return Answer.MISS if code >= 0 or code in (_UNKNOWN, _TOO_SMALL) else Answer.RETRY

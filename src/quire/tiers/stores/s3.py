@@ -2,13 +2,12 @@
 
     s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
 
-Further options: `timeout` (seconds that one request may take, 10) and `threads` (requests at once, 8). Credentials come
-from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...), never from the URL. The object of a record is
+Further options: `timeout` (seconds per request, 10) and `threads` (requests at once, 8). Credentials come from the
+environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...), never from the URL. The object of a record is
 `prefix/SCOPE/PAGE.PART`.
 
-An upload is there whole or not at all and never replaces an object, so two writers of one key cannot harm each other;
-they are not told of each other before. What is forgotten, and when, is for the bucket's lifecycle rules. Everything
-that goes wrong is RETRY and counted in `failures`.
+An upload is atomic and never replaces an object, so two writers of one key do no harm. Lifecycle rules of the bucket
+remove records. Every error is RETRY and counted in `failures`.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ _Item = TypeVar("_Item")
 
 
 def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S3Store:  # noqa: A001
-    """Find the bucket of `url`, which knows of no use.
-
-    Raises InvalidInput for settings that do not exist, StoreError if it fails.
-    """
+    """Open the bucket of `url`; it does not count uses. Raises InvalidInput for invalid settings, StoreError if it
+    fails."""
     if capacity is not None:
         raise InvalidInput(
             f"a bucket has no bound, so {capacity} bytes cannot be asked of it.",
@@ -77,9 +74,9 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S
 
 
 class S3Store(RemoteStore):
-    """The store port on a bucket. Owns a small pool of threads, one request each; made by `open`.
+    """The store port on a bucket. Owns a pool of threads, one request each; made by `open`.
 
-    Writers in other processes are not told of each other; where another one was faster, its record stays.
+    It never answers PENDING for writers in other processes; the first record of a key stays.
     """
 
     def __init__(self, bucket: Bucket, where: str, *, threads: int = 8) -> None:
@@ -97,22 +94,18 @@ class S3Store(RemoteStore):
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="quire-s3")
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """HIT or MISS, one request each."""
         return self._each(self._exists, keys)
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read objects piece by piece into the buffers. An object of another size than its buffer is a MISS."""
         return self._each(self._get, [(key, bytes_of(record)) for key, record in zip(keys, records, strict=True)])
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """Forget records, a thousand to a request; those of requests that fail are not counted."""
         there = [key for key, answer in zip(keys, self.exists(keys), strict=True) if answer is Answer.HIT]
         batches = list(in_parts(list(dict.fromkeys(map(str, there))), _DELETED_AT_ONCE))
         done = self._each(self._delete, batches)
         return sum(len(batch) for batch, answer in zip(batches, done, strict=True) if answer is Answer.HIT)
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
-        """Visible records. Raises StoreError when the bucket cannot be listed."""
         if self._closed:
             raise StoreError(f"{self._where} cannot be listed: the store was closed.")
         try:
@@ -125,13 +118,12 @@ class S3Store(RemoteStore):
             raise StoreError(f"{self._where} cannot be listed: {_brief(error)}.") from error
 
     def close(self) -> None:
-        """Forget what was not completed, and end the threads once what they are at is done. May be called twice."""
         self._closed = True
         self._drop_announced()
         self._threads.shutdown()
 
     def _each(self, verb: Callable[[_Item], Answer], items: Sequence[_Item]) -> list[Answer]:
-        """What the verb says of each, several at once; RETRY for what fails, and for all that is not begun by then."""
+        """Answers of `verb`, on several threads; RETRY for a failure, and for all items that begin after it."""
         failed = Event()
 
         def attempt(item: _Item) -> Answer:

@@ -198,7 +198,6 @@ class Room:
         return free
 
     def _grow(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
-        """Make a slab for this size, if the capacity and the disk allow it."""
         if self.dropped:
             return False  # their files still take room
         slab_bytes = self._slab_bytes or max(capacity // 64, min(capacity // 8, 1 << 20))

@@ -52,8 +52,6 @@ _Verb = TypeVar("_Verb", bound=Callable[..., list[Answer]])
 
 @dataclass(slots=True)
 class _Prepared:
-    """A slot reserved for us, and whether the record is in it."""
-
     row: Row
     is_put: bool = False
 

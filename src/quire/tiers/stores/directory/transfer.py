@@ -32,8 +32,6 @@ _PIECE = 1 << 20
 
 
 class _Piece(NamedTuple):
-    """Bytes in memory, their place in a file, and the index of their record."""
-
     descriptor: int
     offset: int
     memory: Bytes
@@ -41,7 +39,6 @@ class _Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes in the file, in whole blocks."""
         return -(-len(self.memory) // BLOCK) * BLOCK
 
 
