@@ -51,9 +51,10 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         """Free frames that are handed out and have no page."""
         self.allocator.free_pages(frames)
 
-    def quarantine(self, frames: Ids) -> None:
-        """Set aside frames that are handed out, have no page, and are read by no transfer."""
-        self.quarantined.extend(frames.tolist())
+    def give_back(self, frames: Ids, bad: Bools) -> None:
+        """Free frames that are handed out, have no page, and are read by no transfer; quarantine bad ones."""
+        self.untake(in_order(frames[~bad]))
+        self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
             self.untake(np.array([self.quarantined.popleft()], dtype=np.int32))
 
@@ -70,11 +71,13 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     def drop(self, pages: Ids) -> None:
         """Free the frames of these pages as soon as no transfer reads them; quarantine damaged ones. Pages without a
         frame are ignored."""
-        damaged = self.table.has(pages, State.DAMAGED)
-        if damaged.any():
-            self._release(self.table.unbind(pages[damaged]), aside=True)
-            pages = pages[~damaged]
-        self._release(self.table.unbind(pages), aside=False)
+        bad = self.table.has(pages, State.DAMAGED)[self.table.present(pages)]
+        frames = self.table.unbind(pages)
+        if self._reads:
+            read = np.isin(frames, list(self._reads))
+            self.still_read.update(zip(frames[read].tolist(), bad[read].tolist(), strict=True))
+            frames, bad = frames[~read], bad[~read]
+        self.give_back(frames, bad)
 
     def evict(self, num_frames: int) -> int:
         """Free up to `num_frames` frames of pages that stay, and return how many."""
@@ -110,18 +113,5 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         self._reads.subtract(frames.tolist())
         self._reads = +self._reads
         free = [frame for frame in frames.tolist() if frame in self.still_read and frame not in self._reads]
-        aside = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
-        idle = np.array(free, dtype=np.int32)
-        self._release(idle[~aside], aside=False)
-        self._release(idle[aside], aside=True)
-
-    def _release(self, frames: Ids, *, aside: bool) -> None:
-        """Free frames without a page, or set them `aside`, as soon as no transfer reads them."""
-        if self._reads:
-            read = np.isin(frames, list(self._reads))
-            self.still_read.update(dict.fromkeys(frames[read].tolist(), aside))
-            frames = frames[~read]
-        if aside:
-            self.quarantine(frames)
-        else:
-            self.untake(in_order(frames))
+        bad = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
+        self.give_back(np.array(free, dtype=np.int32), bad)

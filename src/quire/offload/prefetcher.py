@@ -21,9 +21,8 @@ from quire.cache.groups import NO_PAGES
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
 from quire.cache.resuming import resume_point
-from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch
+from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, RequestedPrefix
 from quire.offload.read_ahead import ReadAhead
-from quire.offload.requested_prefix import RequestedPrefix
 from quire.offload.retention import Retention
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering

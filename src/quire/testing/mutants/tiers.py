@@ -16,9 +16,8 @@ from quire.offload import offloading
 from quire.offload.archiver import Archiver
 from quire.offload.below import Below
 from quire.offload.host_groups import HostGroup
-from quire.offload.prefetch import Prefetch
+from quire.offload.prefetch import Prefetch, RequestedPrefix
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.requested_prefix import RequestedPrefix
 from quire.offload.tier_counters import LinkCounters, TierCounters
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
