@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.running_tables import RunningTables
+from quire.cache.running import RunningTables
 from quire.prefix.evict import POLICIES
 from quire.sim.replay import Replay
 from quire.sim.workloads import WORKLOADS

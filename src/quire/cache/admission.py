@@ -9,8 +9,7 @@ import numpy as np
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows
-from quire.cache.running_tables import RunningTables
+from quire.cache.running import Lengths, Rows, RunningTables
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
 from quire.prefix.divergence import Divergence, find_divergence
 from quire.spec.events import Namespace
@@ -80,7 +79,7 @@ class Admission:
         if not kv.shares:
             return False
         kv.marks.setdefault(num_pages, Rank.USED)
-        return num_pages > kv.lease.num_pages or any(group.owes(row, num_pages) for group in self._groups)
+        return num_pages > kv.lease.num_pages or any(group.is_pending(row, num_pages) for group in self._groups)
 
     def why_not(
         self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0
@@ -113,7 +112,7 @@ class Admission:
                     retention.num_soft_frames_of(group.index, hit.pages),
                 )
             pinned = group.would_pin(hit.pages, hit.num_evictable) + own_soft
-            left = group.num_free + group.num_evictable + soft - pinned - group.owed(rows, have, reached)
+            left = group.num_free + group.num_evictable + soft - pinned - group.remaining(rows, have, reached)
             loads = hit.choice.loads[group.index] if hit.choice.loads else 0
             yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, group.reserve(len(rows) * reserve)
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())

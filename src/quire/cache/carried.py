@@ -1,17 +1,17 @@
-"""CarriedGroup: a group of which each request carries one frame along, and the copies of it that it leaves behind.
+"""CarriedGroup: a group in which each request carries one frame, and leaves older ones as resume points.
 
-Nothing is ever copied. To leave what its frame holds at a page's end, a request goes on in another frame: the next
-piece of work reads the old one and writes the new one, and the old one becomes the page's when the page is settled.
-A request that begins on a cached prefix reads the frame of that prefix's last page and writes its own.
+No frame is copied. To leave its frame at the end of a page, a request continues in another one: the next piece of work
+reads the old frame and writes the new one. The old frame goes to the page when the page has settled. A request that
+begins on a cached prefix reads the frame of the prefix's last page and writes its own.
 
     position      0 ........ n1 ........ n2 ...... end            n1, n2: ends of pages where it leaves its frame
-    pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: left behind; C: goes on
+    pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: left behind; C: the request's own
 
-What it leaves is a service to others. A frame for it is taken only where none is missed: `skipped` counts the rest.
+Resume points serve other requests. They take a frame only where one is to spare; `skipped` counts the others.
 
-Where steps compute drafts, a request has as many more frames: each draft is a piece of its own that leaves what it
-holds in one of them, and its own frame stands behind the last token that is sure. When the step has settled, the frame
-of the last draft that came true becomes its own.
+Where steps compute drafts, a request has one more frame per draft. Each draft is a piece that writes one of them, and
+the request's own frame holds the last sure token. When the step has settled, the frame of the last accepted draft
+becomes its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, NewPages, Pieces, RowPages
+from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, NewPages, Pieces
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
@@ -42,7 +42,7 @@ class _Trail:
 
 
 class CarriedGroup(GroupCache):
-    """See `quire.cache.groups.GroupCache` for what it does, and this module for how. `grid` is in tokens."""
+    """See the module. `grid` is the distance of unmarked resume points, in tokens."""
 
     frames: SlotFrames
 
@@ -61,24 +61,24 @@ class CarriedGroup(GroupCache):
         super().__init__(index, reach, frames, tree)
         self._page_size = page_size
         self._grid = max(page_size, grid - grid % page_size)
-        self._frame = np.zeros(max_requests, dtype=np.int32)  # the one each row carries; 0: none yet
-        self._position = np.zeros(max_requests, dtype=np.int64)  # tokens that have gone into it, drafts not counted
+        self._frame = np.zeros(max_requests, dtype=np.int32)  # the frame of each row; 0: none yet
+        self._position = np.zeros(max_requests, dtype=np.int64)  # tokens in that frame, without drafts
         self._drafts = drafts
-        self._draft_frames = np.zeros((max_requests, drafts), dtype=np.int32)  # what a step leaves after each draft
+        self._draft_frames = np.zeros((max_requests, drafts), dtype=np.int32)  # after each draft of a step
         self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
-        self._trail_frame = np.zeros(max_requests, dtype=np.int32)  # of the last page's end passed; 0: none
+        self._trail_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
         self._trail_pages = np.zeros(max_requests, dtype=np.int64)
         self._trail_rank = np.zeros(max_requests, dtype=np.int8)
-        self._is_taking = False  # between `take` and what follows it, where rows have no frame yet
-        self._behind: dict[int, list[_Trail]] = {}  # left at ends of pages that have not settled yet, by row
+        self._is_taking = False  # between `take` and `grow` or `untake`
+        self._behind: dict[int, list[_Trail]] = {}  # by row: left at ends of pages that have not settled
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        return 0  # an idle frame is nobody's, so that its frame can be the request's own: see `wanted`
+        return 0  # the request can take an idle frame as its own: see `wanted`
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         return 1 + self._drafts
 
-    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
+    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._drafts)
 
     def reserve(self, num_pages: int) -> int:
@@ -102,10 +102,8 @@ class CarriedGroup(GroupCache):
         behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
         return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), trails, behind
 
-    # -- requests
-
     def wanted(self, rows: Rows, num_new: int) -> int:
-        """A frame for each row without one; one that nothing is left for can have that of the page it begins on."""
+        """A frame for each row without one. Where too few are left, rows take the frame of the page they begin on."""
         missing = rows[self._frame[rows] == 0]
         wanted = len(missing) * (1 + self._drafts)
         short = wanted - self.num_free - self.num_evictable
@@ -183,14 +181,13 @@ class CarriedGroup(GroupCache):
         given: list[Given] = []
         for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
             kv = kvs[at]
-            whole = RowPages(kv.row, table[kv.row], kv.lease.num_pages)
             pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves and kv.shares)
             if drafts is not None:
                 chain = [int(self._frame[kv.row]), *self._draft_frames[kv.row, : drafts[at]].tolist()]
                 pieces += [(1, source, target) for source, target in pairwise(chain)]
             counts[at] = len(pieces)
             cut += pieces
-            given += self._leave(whole, settled)
+            given += self._leave(table[kv.row], settled)
             page = self.pinned(kv.row, NO_PAGES)
             if len(page):
                 given.append(Given(self.index, page.copy(), Rank.USED))
@@ -203,11 +200,10 @@ class CarriedGroup(GroupCache):
         return Pieces(*found), given
 
     def settle(self, row: int, num_tokens: int) -> None:
-        """So many tokens of a request have settled, drafts that came true among them; the others never were."""
-        came_true = num_tokens - int(self._position[row])
-        if came_true > 0:
+        accepted = num_tokens - int(self._position[row])
+        if accepted > 0:
             frames = self._draft_frames[row]
-            self._frame[row], frames[came_true - 1] = frames[came_true - 1], self._frame[row]
+            self._frame[row], frames[accepted - 1] = frames[accepted - 1], self._frame[row]
             self._position[row] = num_tokens
 
     def restore(self, pages: Ids) -> Ids:
@@ -215,10 +211,9 @@ class CarriedGroup(GroupCache):
         self.table.bind(pages, frames)
         return frames
 
-    def owes(self, row: int, num_pages: int) -> bool:
-        """A frame that is to be left where it is now goes with the next step, and is the page's when that settles."""
+    def is_pending(self, row: int, num_pages: int) -> bool:
         if self._position[row] <= num_pages * self._page_size:
-            return True
+            return True  # the next step leaves the frame there
         return any(trail.num_pages == num_pages for trail in self._behind.get(row, ()))
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
@@ -236,30 +231,31 @@ class CarriedGroup(GroupCache):
                 self._behind[kv.row] = [trail for trail in behind if trail.num_pages > end]
                 if not self._behind[kv.row]:
                     del self._behind[kv.row]
-                given += self._leave(RowPages(kv.row, new.table[kv.row], end), settled)
+                given += self._leave(new.table[kv.row], settled)
         return given
 
-    def finish(self, row: RowPages) -> list[Given]:
-        """The last of what it holds that is of the end of a settled page becomes that page's; the rest goes."""
-        at = row.row
-        last = [self._trail(at)] if self._trail_frame[at] else []
-        self._trail_frame[at] = 0
-        num_pages, rest = divmod(int(self._position[at]), self._page_size)
-        if self._frame[at]:
-            last.append(_Trail(-1 if rest else num_pages, int(self._frame[at]), Rank.USED))
-        settled = [trail for trail in last if 0 < trail.num_pages <= row.protected and not self._source[at]]
+    def finish(self, row: int, pages: Ids, protected: int) -> list[Given]:
+        """Of the last two frames, the later one at the end of a settled page goes to that page; the other is free."""
+        last: list[_Trail] = []
+        if self._trail_frame[row]:
+            frame, rank = int(self._trail_frame[row]), Rank(self._trail_rank[row])
+            last.append(_Trail(int(self._trail_pages[row]), frame, rank))
+        self._trail_frame[row] = 0
+        num_pages, rest = divmod(int(self._position[row]), self._page_size)
+        if self._frame[row]:
+            last.append(_Trail(-1 if rest else num_pages, int(self._frame[row]), Rank.USED))
+        settled = [trail for trail in last if 0 < trail.num_pages <= protected and not self._source[row]]
         keep = max(settled, key=lambda trail: trail.num_pages, default=None)
-        behind = self._behind.pop(at, [])
-        left = [trail for trail in behind if trail.num_pages <= row.protected] + ([keep] if keep else [])
-        given = self._leave(row, left)
+        behind = self._behind.pop(row, [])
+        left = [trail for trail in behind if trail.num_pages <= protected] + ([keep] if keep else [])
+        given = self._leave(pages, left)
         frames = [t.frame for t in (*behind, *last) if not any(t is kept for kept in left)]
-        if self._frame[at]:
-            frames += self._draft_frames[at].tolist()
-        given.append(
-            Given(self.index, self.pinned(at, NO_PAGES).copy(), Rank.USED, frames=np.array(frames, dtype=np.int32))
-        )
-        self._frame[at] = self._source[at] = 0
-        self._position[at] = 0
+        if self._frame[row]:
+            frames += self._draft_frames[row].tolist()
+        source = self.pinned(row, NO_PAGES).copy()
+        given.append(Given(self.index, source, Rank.USED, frames=np.array(frames, dtype=np.int32)))
+        self._frame[row] = self._source[row] = 0
+        self._position[row] = 0
         return given
 
     def give_back(self, given: Given) -> None:
@@ -269,14 +265,9 @@ class CarriedGroup(GroupCache):
     def evict(self, num_frames: int) -> int:
         return self._drop(num_frames, max(Rank))
 
-    # -- inside
-
-    def _trail(self, row: int) -> _Trail:
-        return _Trail(int(self._trail_pages[row]), int(self._trail_frame[row]), Rank(self._trail_rank[row]))
-
     def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, at_end: Bools) -> Rows:
-        """Which of the requests `at_end` of a page do nothing there but leave their frame in place of the one they left
-        an earlier page's end in, which they go on in: what a drawn token does."""
+        """The requests `at_end` of a page that only exchange their frame with the one they left at an earlier page's
+        end: the usual case of a drawn token."""
         places = at_end.nonzero()[0]
         if not len(places):
             return places
@@ -288,7 +279,7 @@ class CarriedGroup(GroupCache):
         return found
 
     def _takeable(self, rows: Rows) -> Rows:
-        """Rows whose page to begin on is pinned by them alone, so that its frame can be theirs."""
+        """Rows that alone pin the page they begin on, and so can take its frame."""
         sources = self._source[rows]
         found: Rows = rows[(sources != 0) & (self.table.pins[sources] == 1)]
         return found
@@ -296,8 +287,8 @@ class CarriedGroup(GroupCache):
     def _pieces(
         self, kv: RequestKV, start: int, end: int, leaves: bool
     ) -> tuple[list[tuple[int, int, int]], list[_Trail]]:
-        """(length, source, target) of each piece of one request's tokens `start..end`, and what it leaves at the ends
-        of pages that have settled already."""
+        """(length, source, target) of each piece of one request's tokens `start..end`, and the frames it leaves to
+        settled pages."""
         row, current = kv.row, int(self._frame[kv.row])
         source = int(self.table.frame[self._source[row]]) if self._source[row] else current * (start > 0)
         pieces: list[tuple[int, int, int]] = []
@@ -307,7 +298,7 @@ class CarriedGroup(GroupCache):
                 pieces.append((at - start, source, current))
                 start, source = at, current
             if source != current:
-                continue  # it has not begun: what it would leave is there
+                continue  # it has written nothing yet: the page it begins on has that frame
             current = self._leave_here(row, at // self._page_size, current, rank) or current
             behind = self._behind.get(row)
             if behind and behind[-1].num_pages <= kv.lease.num_pages:
@@ -319,8 +310,8 @@ class CarriedGroup(GroupCache):
         return pieces, settled
 
     def _stops(self, kv: RequestKV, start: int, end: int) -> list[tuple[int, Rank | None]]:
-        """Where in `start..end - 1` tokens to leave the frame, in order, and for what: marks, the grid, and (None) the
-        end of a page that is there to be left without a piece of its own."""
+        """Where in `start..end - 1` tokens to leave the frame, in order, with the rank: at marks and on the grid. None:
+        at `start`, the end of a page, which needs no piece."""
         size = self._page_size
         stops: dict[int, Rank | None] = {}
         if start and start % size == 0:
@@ -333,13 +324,13 @@ class CarriedGroup(GroupCache):
         return sorted(stops.items(), key=lambda stop: stop[0])
 
     def _leave_here(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
-        """Leave `frame` at the end of that many pages, and return another one to go on in; 0 where there is none."""
+        """Leave `frame` after `num_pages` pages. Returns the frame to continue in; 0 where there is none."""
         trail = _Trail(num_pages, frame, Rank.USED if rank is None else rank)
         following = 0 if rank is None and self._trail_frame[row] else self._spare(trail.rank)
         if following and rank is not None:
             self._behind.setdefault(row, []).append(trail)
             return following
-        if not following:  # the end of an earlier page makes room for this one
+        if not following:  # reuse the frame left at an earlier page
             following = int(self._trail_frame[row])
         if following:
             self._trail_frame[row], self._trail_pages[row], self._trail_rank[row] = frame, num_pages, trail.rank
@@ -348,7 +339,7 @@ class CarriedGroup(GroupCache):
         return following
 
     def _spare(self, rank: Rank) -> int:
-        """A frame that no request will miss, for something of that rank; 0 if there is none."""
+        """A frame that no request will need, for a resume point of this rank; 0 where there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._drafts)
         if self.num_free + self.num_evictable <= still_to_come:
             return 0
@@ -362,17 +353,17 @@ class CarriedGroup(GroupCache):
         self.dropped_frames += len(pages)
         return len(pages)
 
-    def _leave(self, row: RowPages, trails: Sequence[_Trail]) -> list[Given]:
-        """Give these frames to the pages they belong to; those of pages that have one go."""
+    def _leave(self, pages: Ids, trails: Sequence[_Trail]) -> list[Given]:
+        """Give these frames to their pages. A page that has a frame keeps its own."""
         given = []
         for trail in trails:
-            page = row.pages[trail.num_pages - 1 : trail.num_pages].copy()
+            page = pages[trail.num_pages - 1 : trail.num_pages].copy()
             frame = np.array([trail.frame], dtype=np.int32)
             if self.table.present(page)[0]:
                 given.append(Given(self.index, frames=frame))
             else:
                 self.table.bind(page, frame)
                 self.left += 1
-            self.table.pin(page, trail.rank)  # a step in flight may read the frame still
+            self.table.pin(page, trail.rank)  # a step in flight may still read the frame
             given.append(Given(self.index, page, trail.rank))
         return given

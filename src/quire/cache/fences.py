@@ -1,4 +1,4 @@
-"""Fences: what requests give up waits here until no launched step can touch it any more."""
+"""Fences: pages, leases and frames that requests give up wait here for the launched steps that may touch them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from quire.cache.groups import NO_PAGES, Given
 from quire.prefix.node import Lease
 from quire.spec.ids import Ids
 
-_NEWEST = 0.2  # of what a step takes, that the newest counts
+_NEWEST = 0.2  # weight of the newest step in `step_seconds`
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Private pages that nobody needs any more, the lease that kept the pages before them, and what was given up in
-    single groups."""
+    """What a request gives up: private pages, the lease on the pages before them, and its share of single groups."""
 
     pages: Ids = field(default_factory=lambda: NO_PAGES)
     lease: Lease | None = None
@@ -25,13 +24,12 @@ class Retired:
 
 
 class Fences:
-    """Steps in flight, in launch order, and what was retired meanwhile.
+    """Steps in flight, in launch order, and what waits for them.
 
-    What is retired while steps are open may still be read or written by any of them, so it is handed on when the last
-    one that was open at that moment closes. A waiting lease keeps its pages from being evicted, so whatever the tree
-    offers for eviction can be reused at once. With no step open, nothing waits.
+    Any open step may read or write what is retired. So that waits until all steps that are open at that moment have
+    closed. A waiting lease protects its pages, so evicted pages can be reused at once.
 
-    `step_seconds` is what a step took of late, from its launch until it had settled.
+    `step_seconds` is the recent duration of a step from launch to settling, a moving average.
     """
 
     step_seconds = 0.0
@@ -49,25 +47,25 @@ class Fences:
 
     @property
     def waiting(self) -> tuple[Retired, ...]:
-        """What was retired and may not be reused yet."""
+        """What has been retired and cannot be reused yet."""
         return tuple(retired for _, retired in self._waiting)
 
     def open(self) -> int:
-        """A step is being launched; `close` the returned fence when it has settled."""
+        """A step is launched. `close` the returned fence when it has settled."""
         fence = self._next
         self._next += 1
         self._open[fence] = self._seconds()
         return fence
 
     def retire(self, retired: Retired) -> bool:
-        """Give something up. True: it may be reused at once. False: `close` will return it."""
+        """True: it can be reused at once. False: `close` will return it."""
         if not self._open:
             return True
         self._waiting.append((max(self._open), retired))
         return False
 
     def close(self, fence: int) -> list[Retired]:
-        """A step has settled; returns what may be reused now."""
+        """A step has settled. Returns what can be reused now."""
         took = self._seconds() - self._open.pop(fence)
         self.step_seconds += (took - self.step_seconds) * (_NEWEST if self.step_seconds else 1.0)
         oldest = min(self._open, default=self._next)

@@ -1,10 +1,10 @@
-"""GroupCache: the frames of one group, and what becomes of them as requests begin, grow, settle and end.
+"""GroupCache: the frames of one group, as requests begin, grow, settle and end.
 
-`KVCache` does the same with every group; how groups differ is here, and follows from their reach alone:
+`KVCache` calls the same methods of every group. The class of a group follows from its reach:
 
-    WholeGroup     every page keeps its frame as long as it is cached
-    PassingGroup   a request reads a part that moves along; what it has passed may be dropped while its page stays
-    CarriedGroup   a request rewrites one frame of its own, and leaves copies of it behind (`quire.cache.carried`)
+    WholeGroup     a cached page always has its frame
+    PassingGroup   a request reads a window; frames that the window has passed may go while their pages stay
+    CarriedGroup   a request rewrites its own frame, and leaves older ones to pages (`quire.cache.carried`)
 """
 
 from __future__ import annotations
@@ -31,25 +31,20 @@ NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a request gives up in one group, once no launched step touches it any more.
-
-    `unpinned` cached pages it no longer reads are idle with `rank`; of private pages in `dropped` it no longer
-    reads the frames; `frames` were its own.
-    """
+    """What a request gives up in one group, once no launched step touches it any more."""
 
     group: int
-    unpinned: Ids = field(default_factory=lambda: NO_PAGES)
-    rank: Rank = Rank.PASSED
-    dropped: Ids = field(default_factory=lambda: NO_PAGES)
-    frames: Ids = field(default_factory=lambda: NO_PAGES)
+    unpinned: Ids = field(default_factory=lambda: NO_PAGES)  # cached pages that it no longer reads
+    rank: Rank = Rank.PASSED  # of their frames, once idle
+    dropped: Ids = field(default_factory=lambda: NO_PAGES)  # private pages whose frames it no longer reads
+    frames: Ids = field(default_factory=lambda: NO_PAGES)  # its own frames
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Work of one step in one carried group: consecutive runs of tokens, those of one request as neighbours, in order.
+    """Work of one step in one carried group: consecutive runs of tokens, request by request, in order.
 
-    Piece i is `lengths[i]` tokens; it starts from what frame `sources[i]` holds (0: from nothing) and leaves the result
-    in frame `targets[i]`.
+    Piece i has `lengths[i]` tokens. It starts from frame `sources[i]` (0: from nothing) and writes frame `targets[i]`.
     """
 
     lengths: Ids
@@ -58,23 +53,13 @@ class Pieces:
 
 
 Launched = tuple[Pieces, list[Given]]
-"""The pieces of a step, and what its requests gave up by launching it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowPages:
-    """A request's row as groups see it: `pages` from the first on, the first `protected` of them whole and settled, and
-    cached where prefixes are shared."""
-
-    row: int
-    pages: Ids
-    protected: int
+"""The pieces of a step, and what its requests give up by launching it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewPages:
-    """Whole pages of some requests that have settled: of `kvs[i]`, whose row is `rows[i]`, those from `starts[i]` up to
-    `ends[i]`. `table` holds the pages of all rows, int32 `[rows, width]`."""
+    """Whole pages that have settled: pages `starts[i]..ends[i]` of request `kvs[i]` in row `rows[i]`. `table` holds the
+    pages of all rows, int32 `[rows, width]`."""
 
     kvs: Sequence[RequestKV]
     rows: Rows
@@ -83,20 +68,15 @@ class NewPages:
     table: Ids
 
     def pages(self) -> Ids:
-        """All of them, one request's behind the other's."""
+        """Their ids, request by request."""
         return pages_between(self.table, self.rows, self.starts, self.ends)[0]
 
 
 class GroupCache(ABC):
-    """One group. `row` is a request's row, `pages` its pages from the first on; pages are cached, private or moving.
-
-    `dropped_frames` counts frames of cached pages that were dropped while their pages stayed, `revived_frames` those
-    that such pages got back from requests that had computed them again, `left` frames that requests left for others to
-    begin on, where that takes a frame of its own, and `skipped` places where there was none for it.
-    """
+    """One group. `row` is a request's row, `pages` are its pages from the first on. Counters are explained in
+    `quire.cache.statistics.FrameCounts`."""
 
     frames: PageFrames | SlotFrames
-    """The group's frames, and which pages have them."""
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames, tree: RadixCache) -> None:
         self.index = index
@@ -110,12 +90,12 @@ class GroupCache(ABC):
 
     @property
     def num_free(self) -> int:
-        """Frames that belong to nobody."""
+        """Frames that are not handed out."""
         return self.frames.num_free
 
     @property
     def num_evictable(self) -> int:
-        """Frames of cached pages that could be had."""
+        """Frames of cached pages that eviction can free."""
         return self.table.num_idle if self.table.reclaims else self._tree.num_evictable
 
     @property
@@ -124,117 +104,105 @@ class GroupCache(ABC):
         table = self.table
         return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
 
-    # -- what requests will take
-
     @abstractmethod
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        """Frames that are evictable now and will not be once a request begins behind `pages`, of which that many are
-        evictable."""
+        """Evictable frames that a request that begins after `pages` will pin. `evictable` of these pages can go now."""
 
     @abstractmethod
     def needs(self, num_pages: int, num_cached: int) -> int:
-        """The most frames that a request of `num_pages` pages, beginning behind `num_cached` of them, takes at once."""
+        """The most frames that a request of `num_pages` pages takes at once, where `num_cached` of them are cached."""
 
     @abstractmethod
-    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        """The most frames that these rows, which have `have[i]` pages, still take until they have `reached[i]`."""
+    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
+        """The most frames that these rows, which have `have[i]` pages, will take until they have `reached[i]`."""
 
     @abstractmethod
     def wanted(self, rows: Rows, num_new: int) -> int:
-        """Frames that these rows need to go on, with `num_new` new pages among them."""
+        """Frames that these rows take next, with `num_new` new pages in all."""
 
     def reserve(self, num_pages: int) -> int:
-        """Frames to keep for running requests that may take `num_pages` new pages between them in the next step."""
+        """Frames to reserve for running requests that may take `num_pages` new pages in the next step."""
         return num_pages
 
-    # -- the life of a request
-
     def begin(self, row: int, pages: Ids) -> None:  # noqa: B027 - only what is read in part is pinned
-        """A request begins behind these cached pages."""
+        """A request begins after these cached pages."""
 
     @abstractmethod
     def take(self, rows: Rows, new_pages: Ids) -> None:
-        """Take the frames that `wanted` counted. Raises OutOfPages, changing nothing. `grow`, which cannot fail, or
-        `untake` follows, with the same pages."""
+        """Take the frames that `wanted` counts. Raises OutOfPages and changes nothing. `grow`, which cannot fail, or
+        `untake` follows with the same pages."""
 
     @abstractmethod
     def untake(self, new_pages: Ids) -> None:
-        """Give back what was taken."""
+        """Free what `take` took."""
 
     def grow(self, rows: Rows, new_pages: Ids) -> None:  # noqa: B027 - frames of pages are theirs when taken
-        """What was taken is the pages' or rows' it is for."""
+        """Give what `take` took to these pages or rows."""
 
     def launch(
         self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
     ) -> Launched | None:
-        """What the step being launched does with the frames that requests carry, which goes on to `ends[i]` tokens.
+        """The work of a step, up to `ends[i]` tokens, on the frames that requests carry; None where they carry none.
 
-        It draws `draws[i]` tokens, one at most if that is not given: all but the first of them behind drafts, its last
-        tokens. `table` holds all rows of pages; `leaves` says whether frames may be left for others. None where none
-        are carried.
+        The step draws `draws[i]` tokens, by default one at most: all but the first after drafts, its last tokens.
+        `table` holds all rows of pages. `leaves`: frames may be left for others.
         """
         return None
 
     def settle(self, row: int, num_tokens: int) -> None:  # noqa: B027 - only frames that are carried hear of it
-        """So many tokens of a request have settled, of which drafts may have been launched."""
+        """The first `num_tokens` tokens have settled; some of them may have been drafts."""
 
-    def owes(self, row: int, num_pages: int) -> bool:
-        """Whether what others need to begin behind that many pages, which are settled, has still to come."""
+    def is_pending(self, row: int, num_pages: int) -> bool:
+        """Whether others cannot yet begin after the row's first `num_pages` pages, which are settled, but will."""
         return False
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        """Which of these rows, of which so many whole pages have settled, would set frames free by a commit."""
+        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
         return np.zeros(len(rows), dtype=np.bool_)
 
     @abstractmethod
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
-        """These pages are the tree's now; `ours` were the requests' own for those of them that others had cached
-        before, which are `theirs`."""
+        """These pages are cached. The cached pages `theirs` replaced the private duplicates `ours`."""
 
     def passed(self, new: NewPages) -> list[Given]:
-        """As `commit`, where nothing is shared: all pages stay private, but for those that a request began on."""
+        """As `commit` for requests that share nothing: only the pages that they began on are cached."""
         return []
 
-    def finish(self, row: RowPages) -> list[Given]:
-        """The request ends."""
+    def finish(self, row: int, pages: Ids, protected: int) -> list[Given]:
+        """A request with these pages ends. The first `protected` are whole and settled."""
         return []
 
     def give_back(self, given: Given) -> None:
-        """What `Given` says."""
+        """Free what a request has given up."""
         raise AssertionError("nothing is given up in a group that is read as a whole")
-
-    # -- cached pages
 
     @abstractmethod
     def restore(self, pages: Ids) -> Ids:
-        """Give these cached pages, which have no frame, one each; there is room. Returns the frames, whose content is
-        on its way."""
+        """Give a frame, to be loaded, to each of these cached pages without one; there is room. Returns the frames."""
 
     def forget(self, pages: Ids) -> None:
-        """These pages leave the cache; their frames are free."""
+        """Free the frames of pages that leave the cache."""
         self.frames.drop(pages)
 
     def evict(self, num_frames: int) -> int:
-        """Drop up to that many frames of cached pages whose pages stay; returns how many."""
+        """Free up to `num_frames` frames of cached pages, which stay. Returns how many."""
         return 0
 
-    # -- for audits
-
     def pinned(self, row: int, pages: Ids) -> Ids:
-        """Which of a row's cached `pages` it pins."""
+        """The pages among a row's cached `pages` that it pins."""
         return NO_PAGES
 
     def frames_of(self, row: int) -> Ids:
-        """Frames that a row owns beside those of its pages, in no order."""
+        """Frames that a row owns beside those of its pages, unordered."""
         return NO_PAGES
 
     def books(self) -> tuple[object, ...]:
-        """What it keeps of rows and of cached frames, for whoever compares what is with what was."""
+        """All data about rows, for comparison by snapshots."""
         return ()
 
 
 class WholeGroup(GroupCache):
-    """Every page of a prefix is read by all that follows: a frame goes when its page goes."""
+    """Every page of a prefix is read by all later tokens: a frame goes with its page."""
 
     frames: PageFrames
 
@@ -244,7 +212,7 @@ class WholeGroup(GroupCache):
     def needs(self, num_pages: int, num_cached: int) -> int:
         return num_pages - num_cached
 
-    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
+    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int((reached - have).sum())
 
     def wanted(self, rows: Rows, num_new: int) -> int:
@@ -264,7 +232,7 @@ class WholeGroup(GroupCache):
         return self.frames.take(pages)
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
-        """Cached pages without a frame take over those of the request's pages that hold the same."""
+        """Cached pages without a frame take over the frames of the request's duplicates."""
         if len(ours):
             missing = ~self.table.present(theirs)
             self.frames.hand_over(ours[missing], theirs[missing])
@@ -272,7 +240,7 @@ class WholeGroup(GroupCache):
 
 
 class PassingGroup(WholeGroup):
-    """A request reads its last pages only. Cached frames it reads are pinned; what it passes is idle.
+    """A request reads only its last pages. It pins the cached frames that it reads; frames it has passed are idle.
 
     |-- passed: may be dropped --|-- read: pinned --|-- read: private --|
     0                            first[row]         protected           allocated
@@ -281,16 +249,16 @@ class PassingGroup(WholeGroup):
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache, max_requests: int) -> None:
         super().__init__(index, reach, frames, tree)
         self._held = reach.held(sys.maxsize)
-        self.first = np.zeros(max_requests, dtype=np.int64)  # page of each row that is the first still read
+        self.first = np.zeros(max_requests, dtype=np.int64)  # the first page that each row still reads
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return self.table.num_idle_of(pages[self.reach.first(len(pages)) :])
 
     def needs(self, num_pages: int, num_cached: int) -> int:
-        read = num_cached - self.reach.first(num_cached)  # it holds these from the start
+        read = num_cached - self.reach.first(num_cached)  # pinned from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
-    def owed(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
+    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         most = np.minimum(reached, self._held)
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
@@ -326,8 +294,8 @@ class PassingGroup(WholeGroup):
         given = [Given(self.index, part) for part in _distinct(passed[shared])]
         return [*given, Given(self.index, dropped=passed[~shared])]
 
-    def finish(self, row: RowPages) -> list[Given]:
-        read = row.pages[self.first[row.row] : row.protected]
+    def finish(self, row: int, pages: Ids, protected: int) -> list[Given]:
+        read = pages[self.first[row] : protected]
         return [Given(self.index, read.copy(), Rank.USED)] if len(read) else []
 
     def give_back(self, given: Given) -> None:
@@ -349,16 +317,15 @@ class PassingGroup(WholeGroup):
         return (self.first.tobytes(),)
 
     def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:
-        """Move the first page still read to where requests with `new.ends` whole pages need it. Returns where it was,
-        and the pages that have been passed, with the request of each."""
+        """Move `first` to where requests with `new.ends` whole pages need it. Returns where it was, the pages passed,
+        and the index of each one's request."""
         firsts = self.first[new.rows]
         after = np.maximum(firsts, self.reach.first(new.ends))
         self.first[new.rows] = after
         return firsts, *pages_between(new.table, new.rows, firsts, after)
 
     def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8] | None:
-        """What pages `firsts[i]` up to `ends[i]` of each request are good for: the resume points that need them. None
-        where none does."""
+        """The ranks of pages `firsts[i]..ends[i]`, from the resume points that read them. None where none does."""
         starts = firsts.tolist()
         if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
             return None
@@ -375,7 +342,7 @@ class PassingGroup(WholeGroup):
 
 
 def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tuple[Ids, Rows]:
-    """Pages `starts[i]` up to `ends[i]` of each row, one row's behind the other's, a copy; and the i of each."""
+    """Pages `starts[i]..ends[i]` of each row, row by row, a copy; and the i of each."""
     counts = ends - starts
     owners = np.repeat(np.arange(len(rows)), counts)
     places = np.arange(len(owners)) + (starts - (np.cumsum(counts) - counts))[owners]
@@ -384,7 +351,7 @@ def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tup
 
 
 def _distinct(pages: Ids) -> list[Ids]:
-    """The same pages in the same order, in parts without repetition: requests that share a page pass it together."""
+    """The same pages in parts without repetition: requests that share a page may pass it together."""
     parts: list[Ids] = []
     while len(pages):
         if len(set(pages.tolist())) == len(pages):

@@ -10,8 +10,7 @@ from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows, RunningBatch
-from quire.cache.running_tables import RunningTables
+from quire.cache.running import Lengths, Rows, RunningBatch, RunningTables
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, PageFrames, growing_allocator

@@ -25,14 +25,13 @@ from quire.cache.audit import audit
 from quire.cache.carried import CarriedGroup
 from quire.cache.damaged import DamagedPages
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, GroupCache, NewPages, PassingGroup, Pieces, RowPages, WholeGroup
+from quire.cache.groups import NO_PAGES, Given, GroupCache, NewPages, PassingGroup, Pieces, WholeGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, RunningBatch
-from quire.cache.running_tables import RunningTables
+from quire.cache.running import Lengths, RunningBatch, RunningTables
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import (
@@ -314,8 +313,8 @@ class KVCache:
         private = self._table.pages[row, first:last].copy()
         given: list[Given] = []
         if self._partial:
-            whole = RowPages(row, self._table.pages[row, :last].copy(), first)
-            given = [part for group in self._partial for part in group.finish(whole)]
+            pages = self._table.pages[row, :last].copy()
+            given = [part for group in self._partial for part in group.finish(row, pages, first)]
         if first and tokens is not None and kv.shares:
             self.offload.finished(kv, self._table.pages[row, :first], returns=returns)
         self.rows.leave(kv)

@@ -1,15 +1,19 @@
-"""The rows of running requests: their pages, their lengths, and requests that go on together."""
+"""The rows of running requests: their pages, their lengths, batches of them, and what a step reads of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.cache.request_kv import RequestKV
-from quire.memory.residency import PageTableChanges
-from quire.spec.ids import Ids
+from quire.errors import InvalidInput, LeaseError
+from quire.memory.allocator import PageFrames, slots_in_pages
+from quire.memory.residency import PageTableChanges, Residency
+from quire.plan.budget import MemoryPlan
+from quire.spec.ids import Ids, Tier
+from quire.spec.pages import pages_for
 
 Lengths = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
@@ -17,8 +21,8 @@ _NO_PLACES: Rows = np.empty(0, dtype=np.intp)
 
 
 class RunningBatch:
-    """Running requests, each once, for the verbs of a step (`RunningTables.batch`), for as long as none of them ends: a
-    verb costs array arithmetic and no loop over them. `serials` tell whether a row is still that request's."""
+    """Running requests, each once, until one of them ends (`RunningTables.batch`). Verbs of a step take it without a
+    loop over requests. `serials` tell whether a row is still the same request's."""
 
     __slots__ = ("kvs", "rows", "serials")
 
@@ -32,10 +36,8 @@ class RunningBatch:
 
 
 class RowTable:
-    """Page ids int32 `[rows, width]`; per row how many tokens it has room for, how many of them have settled, and the
-    serial number of its request, 0 for none.
-
-    With `follows`, it remembers which entries were written until `changes` is asked for.
+    """Page ids, int32 `[rows, width]`; per row the tokens allocated and committed, and the serial number of its
+    request, 0 for none. With `follows`, it remembers written entries until the next `changes`.
     """
 
     def __init__(self, num_rows: int, width: int, *, follows: bool) -> None:
@@ -49,21 +51,21 @@ class RowTable:
         self._written: list[Rows | range] | None = [] if follows else None
 
     def write_run(self, row: int, start: int, pages: Ids) -> None:
-        """These pages are those of a row from its page `start` on."""
+        """Write the pages of a row from its page `start` on."""
         self.pages[row, start : start + len(pages)] = pages
         if self._written is not None and len(pages):
             first = row * self.width + start
             self._written.append(range(first, first + len(pages)))
 
     def write(self, places: Rows, pages: Ids) -> None:
-        """These pages are at these places of `flat`, each named once."""
+        """Write pages at these places of `flat`, each given once."""
         self.flat[places] = pages
         if self._written is not None:
             self._written.append(places)
 
     def changes(self, columns: Sequence[Ids]) -> PageTableChanges:
-        """What was written since the last call, each place once, as it is now in these columns of the residency table.
-        O(entries written)."""
+        """The places written since the last call, each once, with their frames in these columns of the residency
+        table. O(entries written)."""
         assert self._written is not None, "a table that does not follow what is written has no changes to tell"
         written, self._written = self._written, []
         parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [_NO_PLACES]]
@@ -73,3 +75,154 @@ class RowTable:
         for group, column in enumerate(columns):
             frames[group] = column[pages]
         return PageTableChanges(places.astype(np.int32), frames)
+
+
+class RunningTables:
+    """The row table with the device frames of its pages. `following` are the groups whose pages have frames, by index;
+    `live` are the running requests, by row."""
+
+    def __init__(
+        self, plan: MemoryPlan, frames: Residency, following: Mapping[int, PageFrames], *, follows: bool
+    ) -> None:
+        self.plan = plan
+        self.page_size = plan.page_size
+        self.frames = frames
+        self.columns = tuple(group.table.frame for group in following.values())
+        self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
+        self.live: dict[int, RequestKV] = {}
+        self._following = following
+        self._last_serial = 0
+
+    def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
+        """A batch of these requests. Make a new one when a request ends or joins."""
+        rows = self.distinct(kvs)
+        return RunningBatch(kvs, rows, self.table.serials[rows])
+
+    def allocated(self, kv: RequestKV) -> int:
+        """Tokens that a request has room for."""
+        return int(self.table.allocated[self.row_of(kv)])
+
+    def committed(self, kv: RequestKV) -> int:
+        """Tokens that have settled."""
+        return int(self.table.committed[self.row_of(kv)])
+
+    def protected(self, kv: RequestKV) -> int:
+        """Leading tokens of a request that are cached."""
+        return kv.lease.num_pages * self.page_size
+
+    def page_ids(self, kv: RequestKV) -> Ids:
+        """The page ids of a request in order, a copy."""
+        row = self.row_of(kv)
+        return self.table.pages[row, : pages_for(int(self.table.allocated[row]), self.page_size)].copy()
+
+    def page_table(self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Lengths, group: int = 0) -> Ids:
+        """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`. Entries after `num_tokens` are
+        padding.
+
+        Raises MissingFrame where the page of a request's last token, or in a whole group any page, has no frame.
+        """
+        width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
+        pages = self.table.pages[self.rows_of(kvs), :width]
+        column = self.frames.of(Tier.DEVICE, group)
+        table: Ids = column.frame[pages]
+        num_pages = -(-num_tokens // self.page_size)[:, None]
+        read = np.arange(width) < num_pages
+        if column.reclaims:  # frames before the window may be gone
+            read &= np.arange(width) == num_pages - 1
+        if np.count_nonzero(table[read]) != np.count_nonzero(read):
+            raise column.missing(pages[read])
+        return table
+
+    def page_table_changes(self) -> PageTableChanges:
+        """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes).
+
+        Raises MissingFrame where a page of a request has no frame in a whole group.
+        """
+        changes = self.table.changes(self.columns)
+        for group, frames in zip(self._following.values(), changes.frames, strict=True):
+            if not group.table.reclaims and np.count_nonzero(frames) != len(frames):
+                pages = self.table.flat[changes.places]
+                if len(read := pages[(pages != 0) & (frames == 0)]):
+                    raise group.table.missing(read)
+        return changes
+
+    def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
+        """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed.
+
+        Raises MissingFrame where one of their pages has no frame.
+        """
+        return self.slots_in((group,), kvs, starts, ends)[0]
+
+    def slots_in(
+        self, groups: Sequence[int], kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths
+    ) -> list[Ids]:
+        """`slots` in each of these groups."""
+        rows, size = self.rows_of(kvs), self.page_size
+        single = ends - starts == 1
+        lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
+        following = [self._following[group] for group in groups]
+        first = self.table.flat[rows[:lead] * self.table.width + starts[:lead] // size]
+        offsets = (starts[:lead] % size).astype(np.int32)
+        found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
+        if lead == len(rows):
+            return found
+        rows, starts, ends = rows[lead:], starts[lead:], ends[lead:]
+        before = starts // size
+        counts = np.where(ends > starts, -(-ends // size) - before, 0)
+        places = np.repeat(rows * self.table.width + before - (np.cumsum(counts) - counts), counts)
+        pages = self.table.flat[places + np.arange(len(places))]
+        frames = [each.table.frames(pages).astype(np.int64) for each in following]
+        more = [slots_in_pages(each, counts, starts, ends, size) for each in frames]
+        return [np.concatenate(parts) for parts in zip(found, more, strict=True)] if lead else more
+
+    def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:
+        """The slots that a step after `extend(batch, 1)` writes: of the last allocated token of each request."""
+        ends = self.table.allocated[batch.rows]
+        return self.slots(batch, ends - 1, ends, group)
+
+    def last_slots(self, rows: Rows, lengths: Lengths) -> Ids:
+        """`page id * page_size + offset` of the last of `lengths[i]` tokens of each row, int32; -1 for no tokens."""
+        last = np.maximum(lengths - 1, 0)
+        pages = self.table.flat[rows * self.table.width + last // self.page_size]
+        slots: Ids = pages * np.int32(self.page_size) + (last % self.page_size).astype(np.int32)
+        slots[lengths == 0] = -1
+        return slots
+
+    def enter(self, kv: RequestKV) -> None:
+        """A request begins in `kv.row`, which is taken."""
+        self._last_serial += 1
+        self.table.serials[kv.row] = self._last_serial
+        self.live[kv.row] = kv
+
+    def leave(self, kv: RequestKV) -> None:
+        """A request ends, and its row is free."""
+        row, kv.row, table = kv.row, -1, self.table
+        table.pages[row, : pages_for(int(table.allocated[row]), self.page_size)] = 0
+        table.allocated[row] = table.committed[row] = table.serials[row] = 0
+        table.free.append(row)
+        del self.live[row]
+
+    def row_of(self, kv: RequestKV) -> int:
+        """The row of a request. Raises LeaseError if it has ended."""
+        if not kv.alive:
+            raise LeaseError("a request's cache record was used after it had finished.")
+        return kv.row
+
+    def rows_of(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+        """The rows of requests. Raises LeaseError if one has ended."""
+        if isinstance(kvs, RunningBatch):
+            rows = kvs.rows
+            alive = not np.count_nonzero(self.table.serials[rows] != kvs.serials)
+        else:
+            rows = np.array([kv.row for kv in kvs], dtype=np.intp)
+            alive = bool(np.minimum.reduce(rows, initial=0) >= 0)
+        if not alive:
+            raise LeaseError("a request's cache record was used after it had finished.")
+        return rows
+
+    def distinct(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+        """As `rows_of`. Raises InvalidInput if a request is there twice."""
+        rows = self.rows_of(kvs)
+        if not isinstance(kvs, RunningBatch) and len(rows) > 1 and len(set(rows.tolist())) < len(rows):
+            raise InvalidInput("a request is named twice in one batch.", fix="name each request once.")
+        return rows

@@ -17,7 +17,7 @@ from quire.cache.fences import Fences
 from quire.cache.groups import GroupCache
 from quire.cache.hold import Holds
 from quire.cache.request_kv import RequestKV
-from quire.cache.running_tables import RunningTables
+from quire.cache.running import RunningTables
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.prefix.node import Lease, Node

@@ -12,8 +12,7 @@ from quire.cache.groups import NO_PAGES, WholeGroup
 from quire.cache.kv_cache import KVCache
 from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import RunningBatch
-from quire.cache.running_tables import RunningTables
+from quire.cache.running import RunningBatch, RunningTables
 from quire.errors import OutOfPages
 from quire.prefix.node import pages_to
 from quire.spec.events import Namespace

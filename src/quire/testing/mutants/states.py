@@ -64,9 +64,9 @@ def states_on_the_way_leak(patch: Patch) -> None:
     """A request that ends forgets the states that it had left on its way."""
     real = CarriedGroup.finish
 
-    def finish(group: CarriedGroup, row: Any) -> Any:
-        group._behind.pop(row.row, None)
-        return real(group, row)
+    def finish(group: CarriedGroup, row: int, *rest: Any) -> Any:
+        group._behind.pop(row, None)
+        return real(group, row, *rest)
 
     patch.setattr(CarriedGroup, "finish", finish)
 
@@ -76,10 +76,10 @@ def a_duplicate_state_replaces_the_first(patch: Patch) -> None:
     """A state is given to a page that has one, and the page's first one is lost."""
     real = CarriedGroup._leave
 
-    def leave(group: CarriedGroup, row: Any, trails: Any) -> Any:
+    def leave(group: CarriedGroup, pages: Any, trails: Any) -> Any:
         for trail in trails:
-            group.table.frame[row.pages[trail.num_pages - 1]] = 0
-        return real(group, row, trails)
+            group.table.frame[pages[trail.num_pages - 1]] = 0
+        return real(group, pages, trails)
 
     patch.setattr(CarriedGroup, "_leave", leave)
 
