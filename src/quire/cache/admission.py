@@ -138,9 +138,9 @@ def _explain(num_tokens: int, page_size: int, hit: PrefixHit, divergence: Diverg
     if choice.declined_pages:
         until(at + choice.declined_pages * page_size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
     if limited_by:
-        usable = min(divergence.matched, max(0, num_tokens - 1) // page_size)
+        usable = min(hit.match.num_pages, max(0, num_tokens - 1) // page_size)
         until(usable * page_size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
-    until(divergence.matched * page_size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
+    until(hit.match.num_pages * page_size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
     for pages, eviction in divergence.evicted:
         ago = max(0.0, now - eviction.seconds)
         by = eviction.cause or "a request to evict"

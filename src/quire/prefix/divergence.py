@@ -26,11 +26,10 @@ _MOST_FOLLOWED = 8  # of the namespaces that begin like the prompt
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """`matched` pages are cached. `evicted` counts the pages that follow, in runs of one eviction each. `common` tokens
-    after these, less than a page, equal the start of a page that is or was cached there. `elsewhere` is the other
-    namespace that caches most of the prompt, and how many pages; None if no other namespace has its first page."""
+    """`evicted` counts the pages that follow the match, in runs of one eviction each. `common` tokens after these, less
+    than a page, equal the start of a page that is or was cached there. `elsewhere` is the other namespace that caches
+    most of the prompt, and how many pages; None if no other namespace has its first page."""
 
-    matched: int
     evicted: tuple[tuple[int, Eviction], ...]
     common: int
     elsewhere: tuple[Namespace, int] | None
@@ -66,7 +65,7 @@ def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, 
     alike = islice((other for other in others if first in other.children), _MOST_FOLLOWED)
     found = [(other.namespace, len(find(other, tokens, page_size)[0])) for other in alike]
     elsewhere = max(found, key=lambda entry: entry[1], default=None)
-    return Divergence(match.num_pages, tuple(evicted), common, elsewhere)
+    return Divergence(tuple(evicted), common, elsewhere)
 
 
 def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Node | None, list[bytes]]:

@@ -87,15 +87,11 @@ class PageNames:
 
     def stored(self, node: Node, start: int, stop: int, tier: Tier) -> None:
         """Pages `start..stop - 1` of a node can be reused from this tier now."""
-        if self._emit is not None and start < stop:
-            for hashes in _between(node, start, stop):
-                self._emit(PagesStored(node.namespace, hashes, tier))
+        self._tell(PagesStored, node, start, stop, tier)
 
     def removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
         """Pages `start..stop - 1` of a node cannot be reused from this tier any more."""
-        if self._emit is not None and start < stop:
-            for hashes in _between(node, start, stop):
-                self._emit(PagesRemoved(node.namespace, hashes, tier))
+        self._tell(PagesRemoved, node, start, stop, tier)
 
     def cleared(self) -> None:
         """No page can be reused from any tier any more."""
@@ -103,6 +99,11 @@ class PageNames:
             self._emit(AllCleared())
 
     # -- inside
+
+    def _tell(self, event: type[PagesStored | PagesRemoved], node: Node, start: int, stop: int, tier: Tier) -> None:
+        if self._emit is not None and start < stop:
+            for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
+                self._emit(event(node.namespace, hashes, tier))
 
     def _seed(self, namespace: Namespace) -> bytes:
         return namespace_seed(namespace, self._identity)
@@ -116,7 +117,3 @@ class PageNames:
         if len(here) and len(rest):
             self._ahead[here.last] = rest
         return here
-
-
-def _between(node: Node, start: int, stop: int) -> list[PageHashes]:
-    return cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]

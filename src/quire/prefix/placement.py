@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
@@ -50,17 +49,6 @@ class Whereabouts:
             return 0
         found = self._placement.have_copies(node.pages)
         return int(np.argmin(found)) if not found.all() else len(found)
-
-    def countable(self, path: Sequence[Node], start: int, stop: int) -> int:
-        """The end of the pages from `start` to `stop` whose copies would count; the end of `path` comes first."""
-        for node in reversed(path):
-            if node.depth >= stop:
-                break
-            if node.depth + node.num_pages > start:
-                if start - node.depth > self.num_copies(node):
-                    return start
-                start = min(stop, node.depth + node.num_pages)
-        return start
 
     def offer(self, node: Node) -> None:
         """Queue a node without leases in each tier that it may leave."""

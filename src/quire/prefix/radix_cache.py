@@ -304,7 +304,14 @@ class RadixCache:
 
     def countable(self, lease: Lease, start: int, stop: int) -> int:
         """The end of the pages from `start` to `stop` of a pinned path whose copies would count."""
-        return self._where.countable(path_to(lease.node), start, stop)
+        for node in reversed(path_to(lease.node)):
+            if node.depth >= stop:
+                break
+            if node.depth + node.num_pages > start:
+                if start - node.depth > self.num_copies(node):
+                    return start
+                start = min(stop, node.depth + node.num_pages)
+        return start
 
     def copied(self, lease: Lease, start: int, stop: int) -> None:
         """Pages `start..stop - 1` of a pinned path have copies now that count and did not before."""
