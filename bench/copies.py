@@ -35,6 +35,7 @@ from quire.plan.budget import format_bytes, parse_bytes
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
+from quire.spec.record_size import record_stride
 from quire.tiers.carrier import PIECE_BYTES
 
 SEED = 20
@@ -166,7 +167,7 @@ def measure_touch(num_bytes: int, *, threads: Sequence[int], repeats: int) -> li
     """Seconds per GiB that a host pool of that size takes until it is there, by the number of threads."""
     layout = layout_of(2**20, 16)
     group = GroupSpec(name="full", layout=layout)
-    frames = num_bytes // HostPool.record_stride(layout) - 1
+    frames = num_bytes // record_stride(layout.bytes_per_frame) - 1
 
     def reserve(count: int) -> None:
         HostPool([group], [frames], threads=count).close()

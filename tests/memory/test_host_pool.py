@@ -17,6 +17,7 @@ from quire.memory.host_pool import HostPool, HostTokenToKVPoolAllocator
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout
+from quire.spec.record_size import record_stride
 
 PAGE_SIZES = (1, 4, 16, 64)
 NUM_ROWS = 4
@@ -179,7 +180,7 @@ GROUPS = (group("full", 100), group("latents", 4096), group("states", 3))
 
 def test_rows_are_apart_aligned_and_all_that_was_reserved() -> None:
     with closing(HostPool(GROUPS, (7, 3, 1))) as pool:
-        strides = [HostPool.record_stride(one.layout) for one in GROUPS]
+        strides = [record_stride(one.layout.bytes_per_frame) for one in GROUPS]
         assert strides == [3264, 64 * 2048 + 4096, 192]
         starts = [pool.rows(index).ctypes.data for index in range(3)]
         sizes = [pool.rows(index).nbytes for index in range(3)]

@@ -1,7 +1,4 @@
-"""HostPool: the records of all groups in host memory, one mapping. And token slots of it by whole pages, row by row.
-
-Ids and bytes are apart, as on the device: allocators say which frames are whose, the pool holds what is in them.
-"""
+"""HostPool: the records of all groups in host memory; and allocators of token slots of host frames."""
 
 from __future__ import annotations
 
@@ -17,24 +14,20 @@ from quire.memory.mapping import Progress, reserve, touch
 from quire.memory.record import RecordFormat, Rows
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
-from quire.spec.layout import PageLayout
 from quire.spec.pages import pages_for
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
 
 
 class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
-    """Three verbs for requests whose tokens have rows of host slots: whole pages are taken, token slots come out.
+    """Host slots for the tokens of requests, in whole pages.
 
     `req_to_host_pool` is `[rows, width]`, int32, with the slot of each token and -1 where there is none.
-    `req_to_host_pool_allocated_len` is int64 `[rows]`: the tokens of each row that have slots, a number of whole pages.
-    Both are the caller's, live on the host, and are written here only when everything asked for could be had.
+    `req_to_host_pool_allocated_len` is int64 `[rows]`: tokens of each row that have slots, in whole pages.
+    The caller owns both; they are written only when an allocation succeeds.
     """
 
     def alloc_page(self, num_pages: int) -> Ids:
-        """Take whole pages and return their token slots, int32 `[num_pages * page_size]`.
-
-        Raises OutOfPages, changing nothing.
-        """
+        """Token slots of `num_pages` pages, int32. Raises OutOfPages, changing nothing."""
         return self.alloc(num_pages * self.page_size)
 
     def alloc_paged_token_slots(
@@ -45,10 +38,10 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
         start_pos: int,
         num_tokens: int,
     ) -> Ids:
-        """The slots of tokens `start_pos..start_pos + num_tokens` of a row, int32, a copy; missing pages are taken.
+        """The slots of tokens `start_pos..start_pos + num_tokens` of a row, int32, a copy; missing pages are allocated.
 
-        Tokens of a page that the row has already cost nothing. Raises OutOfPages that says which row holds most, and
-        InvalidInput where the row does not exist, is too narrow, or would be left with a gap; nothing has changed then.
+        Changing nothing, raises OutOfPages, which names the row that holds most, and InvalidInput where the row does
+        not exist, is too narrow, or would get a gap.
         """
         if num_tokens <= 0:
             return np.empty(0, dtype=np.int32)
@@ -74,7 +67,9 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
         if page_end > allocated:
             new_pages = (page_end - allocated) // self.page_size
             if new_pages > self.num_free_pages:
-                held = _held_by(lengths, self.page_size)
+                pages = lengths // self.page_size
+                most = int(pages.argmax())
+                held = f"rows hold {int(pages.sum())}, row {most} of them {int(pages[most])}"
                 raise OutOfPages(group=self.name, wanted=new_pages, free=self.num_free_pages, held_by=held)
             row[allocated:page_end] = self.alloc_page(new_pages)
             lengths[req_pool_idx] = page_end
@@ -82,9 +77,9 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
         return slots
 
     def allocated_host_indices(self, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
-        """Slots of a row's first `allocated_len` tokens, rounded up to pages, without the -1 among them; int32, a copy.
+        """Slots of a row's first `allocated_len` tokens, rounded up to pages, for `free`; int32, a copy without -1.
 
-        They are what `free` takes to give the row's pages back. Raises InvalidInput where the row does not exist.
+        Raises InvalidInput where the row does not exist.
         """
         row = _row(req_to_host_pool, req_pool_idx, len(req_to_host_pool))
         if allocated_len < 0:
@@ -95,7 +90,7 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
 
 
 class HostTokenToKVPoolAllocator(HiSparseHostPoolMixin, PagedTokenToKVPoolAllocator):
-    """Token slots of host frames, in pages of any size, one token among them. The host's pages are the device's."""
+    """Token slots of host frames, in pages of one or more tokens, as large as the device's."""
 
 
 def _row(req_to_host_pool: Ids, req_pool_idx: int, num_lengths: int) -> Ids:
@@ -106,22 +101,14 @@ def _row(req_to_host_pool: Ids, req_pool_idx: int, num_lengths: int) -> Ids:
     return row
 
 
-def _held_by(lengths: npt.NDArray[np.int64], page_size: int) -> str:
-    pages = lengths // page_size
-    most = int(pages.argmax())
-    return f"rows hold {int(pages.sum())}, row {most} of them {int(pages[most])}"
-
-
 class HostPool:
     """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i.
 
-    One anonymous mapping of `num_bytes`, every page of it touched by `threads` threads (as many as there are cores,
-    up to 16) before the constructor returns, so that memory that is not there is missed now. Rows are page-major: a
-    frame's header and all its fields are one run of bytes, which is what is copied, hashed, stored and sent.
+    It is one anonymous mapping of `num_bytes`. The constructor touches all of it, so that it fails at once where memory
+    is short; see `touch` for `threads` and `progress`. `pinned` registers the memory with CUDA, if there is one.
 
-    `progress` is called with the bytes that are there and all bytes; what it raises ends the construction. `pinned`
-    registers the memory with CUDA, where that is there. The pool owns the memory until `close`; views of it stay
-    readable after that, with zeros in them. Raises HostMemoryError, and then nothing is kept.
+    The pool owns the memory until `close`; views stay readable after that and read zeros. Raises HostMemoryError, and
+    then keeps nothing.
     """
 
     def __init__(
@@ -143,7 +130,7 @@ class HostPool:
         self._rows: list[Rows] = []
         start = 0
         for group, count in zip(groups, frames, strict=True):
-            stride = self.record_stride(group.layout)
+            stride = record_stride(group.layout.bytes_per_frame)
             self._rows.append(self._bytes[start : start + (count + 1) * stride].reshape(count + 1, stride))
             start += region_bytes(group.layout.bytes_per_frame, count)
         assert start == self.num_bytes
@@ -154,21 +141,16 @@ class HostPool:
             self.close()
             raise
 
-    @staticmethod
-    def record_stride(layout: PageLayout) -> int:
-        """Bytes from one row to the next in a group of that layout."""
-        return record_stride(layout.bytes_per_frame)
-
     def rows(self, group: int) -> Rows:
-        """The records of a group, uint8 `[frames + 1, stride]`, live; row 0 is padding. The first starts at 4 KiB."""
+        """The records of a group, uint8 `[frames + 1, stride]`, live, aligned to 4 KiB; row 0 is padding."""
         return self._rows[group]
 
     def format(self, group: int) -> RecordFormat:
-        """What the records of a group look like."""
+        """The format of a group's records."""
         return self._formats[group]
 
     def close(self) -> None:
-        """Give the memory back to the system, whoever still has views of it. May be called twice."""
+        """Give the memory back to the system, also while views exist. A second call does nothing."""
         if not len(self._bytes):
             return
         if self.pinned:
@@ -180,12 +162,11 @@ class HostPool:
         try:
             self._memory.close()
         except BufferError:
-            # Somebody has a view. The bytes are gone already; the addresses go with the last view.
-            return
+            return  # there are views: the bytes are gone already, and the addresses go with the last view
 
 
 def _register(memory: npt.NDArray[np.uint8]) -> bool:
-    """Pin `memory` for CUDA; whether there is a CUDA to pin it for. Not run on a GPU yet."""
+    """Pin `memory` for CUDA; False where there is no CUDA. Not run on a GPU yet."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,12 +1,11 @@
-"""Residency: where every page's bytes are. The single truth: nothing else keeps an array by page of a tier.
+"""Residency: where every page's bytes are. No other table maps pages to frames.
 
     (tier, group, page) -> frame    where its bytes are or will be; 0: nowhere
-                           state    RESIDENT, on its way there (ARRIVING), DAMAGED ...
+                           state    RESIDENT, ARRIVING, DAMAGED ...
                            pins     holds that keep it there
                            rank     what its frame is good for, once it is idle
 
-A page may be in one group and absent in another, on the device and on the host at once. Allocators say which frames are
-free; a `Column` says which page has which frame, and nothing else does.
+A page may be in one group and absent in another, and on the device and the host at once.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
 class State(IntFlag):
-    """What is known of a page in one group and tier. Frames are the caller's word for RESIDENT on the device and the
-    host; a store has pages by their own names, so there RESIDENT is all that is known."""
+    """What is known of a page in one group and tier."""
 
     ABSENT = 0
-    RESIDENT = 1  # it has a frame, or the store has it
-    ARRIVING = 2  # its bytes are being copied there: what reads them waits
-    DAMAGED = 4  # what is there is something else than it should be
-    FETCHED = 8  # it came from a store, and no request has used it since
-    TOUCHED = 16  # the store was told in this period that it is of use
+    RESIDENT = 1  # it has a frame, or a store has its bytes
+    ARRIVING = 2  # its bytes are being copied there: readers wait
+    DAMAGED = 4  # its bytes are wrong
+    FETCHED = 8  # loaded from a store and not used by a request yet
+    TOUCHED = 16  # the store was told of its use in this period
 
 
 _ABSENT = int(State.ABSENT)  # a member of an enumeration takes numpy longer to convert
@@ -44,22 +42,21 @@ _ABSENT = int(State.ABSENT)  # a member of an enumeration takes numpy longer to 
 class Column:
     """One group in one tier. Page ids run from 1 to `num_pages` and are distinct within a call.
 
-    With `reclaims`, frames may go before their pages do: a frame that nothing pins and that is cached is *idle*, and
-    `reclaim` takes idle frames by rank, the longest idle first. A frame enters with `put` or `pin` and leaves with
-    `reclaim` or `unbind`.
+    With `reclaims`, frames may go before their pages. A frame of a cached page that nothing pins is then *idle*, and
+    `reclaim` takes idle frames by rank, the longest idle first.
     """
 
     def __init__(self, name: str, num_pages: int, *, reclaims: bool) -> None:
         self.name = name
         self.num_pages = num_pages
         self.mapping: Ids = _nowhere(num_pages)
-        """Frame of each page, int32 `[num_pages + 2]`, live, 0 where there is none; the last entry is -1, so that page
-        -1, which is none, maps to -1. Read it, never write it."""
+        """Frame of each page, int32 `[num_pages + 2]`, live and read-only for callers; 0: none.
+
+        The last entry is -1, so that page -1 (no page) maps to -1.
+        """
         self.frame: Ids = self.mapping[:-1]
         self.state = np.zeros(num_pages + 1, dtype=np.uint8)
         self._up = counting(num_pages + 1)
-        self.num_present = 0
-        """Pages that have a frame here."""
         self.reclaims = reclaims
         size = num_pages + 1 if reclaims else 0
         self.pins = np.zeros(size, dtype=np.int32)
@@ -74,39 +71,38 @@ class Column:
     # -- reading
 
     def present(self, pages: Ids) -> Bools:
-        """Per page: whether it has a frame here, whatever that holds by now."""
+        """Per page: whether it has a frame here."""
         present: Bools = self.frame[pages] != 0
         return present
 
     def frames(self, pages: Ids) -> Ids:
-        """The frames of these pages, for a reader. Raises MissingFrame where one has none: frame 0 is no page's."""
+        """The frames of these pages. Raises MissingFrame where one has none."""
         found = self.frame[pages]
         if np.count_nonzero(found) != found.size:
             raise self.missing(pages)
         return found
 
     def missing(self, pages: Ids) -> MissingFrame:
-        """The error that says which of these pages has no frame."""
+        """The error that names the first of these pages without a frame."""
         page = int(pages[self.frame[pages] == 0][0])
         return MissingFrame(f"page {page} is read in group '{self.name}' and has no frame there.")
 
     def has(self, pages: Ids, state: State) -> Bools:
-        """Per page: whether this is true of it here."""
+        """Per page: whether `state` is set."""
         found: Bools = (self.state[pages] & np.uint8(state)) != 0
         return found
 
     # -- edits
 
     def bind(self, pages: Ids, frames: Ids) -> None:
-        """These pages, none of which has a frame here, have these."""
+        """Give these pages, none of which has a frame, `frames`."""
         at = as_index(pages, self._up)
         assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
         self.frame[at] = frames
         self.state[at] = State.RESIDENT
-        self.num_present += len(pages)
 
     def unbind(self, pages: Ids) -> Ids:
-        """These pages have no frame here any more; returns those they had. Pages without one are passed over."""
+        """Take the frames of these pages away and return them. Pages without one are passed over."""
         at = as_index(pages, self._up)
         frames: Ids = self.frame[at]
         if np.count_nonzero(frames) != len(frames):
@@ -118,11 +114,10 @@ class Column:
             self._remove(pages)
         self.frame[at] = 0
         self.state[at] = _ABSENT
-        self.num_present -= len(pages)
         return frames
 
     def move(self, old_pages: Ids, new_pages: Ids) -> None:
-        """The frames of `old_pages`, which all have one, become those of `new_pages`, none of which has, in order."""
+        """Move the frames of `old_pages`, all resident, to `new_pages`, none resident, in order."""
         assert len(old_pages) == len(new_pages), "a frame for each page"
         frames = self.frame[old_pages]
         assert frames.all(), "move from a page that has no frame"
@@ -133,11 +128,11 @@ class Column:
         self.frame[new_pages] = frames
 
     def mark(self, pages: Ids, state: State) -> None:
-        """This is true of these pages from now on, until `unmark`, or until they lose their frame."""
+        """Set `state` until `unmark`, or until the pages lose their frames."""
         self.state[pages] |= np.uint8(state)
 
     def unmark(self, pages: Ids | slice, state: State) -> None:
-        """It is not true of them any more."""
+        """Clear `state`."""
         self.state[pages] &= np.uint8(0xFF ^ state)
 
     # -- frames that may go before their pages. Without `reclaims`, pin, unpin and put do nothing
@@ -147,7 +142,7 @@ class Column:
         return int(np.count_nonzero(self.ticket[pages]))
 
     def pin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
-        """One more hold keeps these frames where they are."""
+        """Add a hold to each of these frames."""
         if not self.reclaims:
             return
         self.num_idle -= self.num_idle_of(pages)
@@ -158,7 +153,7 @@ class Column:
         self._raise_rank(pages, rank)
 
     def unpin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
-        """One hold less; frames without holds become idle, in this order."""
+        """Remove a hold from each; frames without holds become idle, in this order."""
         if not self.reclaims:
             return
         pins = self.pins[pages] - 1
@@ -170,7 +165,7 @@ class Column:
         self._queue(free)
 
     def put(self, pages: Ids, rank: Rank) -> None:
-        """These pages are cached: frames that nothing pins become idle, or, if they are, count as used now."""
+        """Make unpinned frames of these cached pages idle, as used now."""
         if not self.reclaims:
             return
         self._raise_rank(pages, rank)
@@ -179,9 +174,9 @@ class Column:
         self._queue(free)
 
     def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
-        """Up to `num_frames` pages whose frames were idle, lowest rank first and none above `most`.
+        """Up to `num_frames` pages with idle frames, lowest rank first and none above `most`. O(reclaimed).
 
-        They are not idle any more; the caller takes their frames. O(reclaimed).
+        They leave the queues; the caller unbinds their frames.
         """
         victims: list[Ids] = []
         left = num_frames
@@ -226,7 +221,7 @@ class Column:
     # -- looking, for audits
 
     def books(self) -> tuple[object, ...]:
-        """Everything it says, for comparison with what it said before."""
+        """All its contents, to be compared with those of another time."""
         arrays = (self.mapping, self.state, self.pins, self.ticket)
         return *(array.tobytes() for array in arrays), self.num_idle, self.num_pinned
 
@@ -239,8 +234,8 @@ def _nowhere(num_pages: int) -> Ids:
 
 @dataclass(frozen=True, slots=True)
 class PageTableChanges:
-    """What a device has still to hear of the running requests' page tables: `row * pages_per_row + page` in `places`,
-    int32 `[k]`, and the page's frame there now in each group whose frames follow the pages, int32 `[groups, k]`."""
+    """Entries of page tables to update on the device: `places` are `row * pages_per_row + page`, int32 `[k]`; `frames`
+    are what is there now, int32 `[groups, k]`, for groups in which each page has its own frame."""
 
     places: Ids
     frames: Ids
@@ -252,8 +247,8 @@ class PageTableChanges:
 class Residency:
     """The table of one cache. `names` and `reclaims` are by group; `tiers` are those that pages have frames in.
 
-    A page *is* on a tier, for the prefix tree and for admission, where it is in the group `anchor`: the first group in
-    which pages keep their frames for as long as they exist, or, where there is none, a column of the pages themselves.
+    The anchor of a tier says which pages are on it. It is the first group in which pages keep their frames as long as
+    they exist or, where there is none, a column of the pages themselves.
     """
 
     def __init__(
@@ -282,27 +277,27 @@ class Residency:
         return self._columns[tier, group]
 
     def is_anchor(self, group: int) -> bool:
-        """Whether this group says which pages are on a tier at all."""
+        """Whether this group is the anchor."""
         return self._whole == group
 
     def anchor(self, tier: Tier) -> Column:
-        """The column that says which pages are on a tier at all."""
+        """The column that says which pages are on a tier."""
         return self._anchors[tier]
 
-    # -- where no group is the anchor: the pages themselves. Otherwise these do nothing, since the group's edits do it
+    # -- edits of the anchor where it is no group; otherwise these do nothing, since the group's edits do it
 
     def came(self, pages: Ids, tier: Tier = Tier.DEVICE) -> None:
-        """These pages are on a tier now, and were not."""
+        """Put these pages, which were not there, on a tier."""
         if not self.anchored:
             self._anchors[tier].bind(pages, pages)
 
     def went(self, tier: Tier, pages: Ids) -> None:
-        """These pages are not on a tier any more, if they were."""
+        """Take these pages off a tier. Pages that are not there are passed over."""
         if not self.anchored:
             self._anchors[tier].unbind(pages)
 
     def arrived(self, ours: Ids, theirs: Ids) -> None:
-        """Pages `theirs` are on the device as `ours` were, where they were not before."""
+        """Put `theirs` on the device in place of `ours`, where they are not there already."""
         if not self.anchored:
             missing = ~self._anchors[Tier.DEVICE].present(theirs)
             self._anchors[Tier.DEVICE].move(ours[missing], theirs[missing])

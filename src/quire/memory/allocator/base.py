@@ -1,6 +1,6 @@
 """Allocators of token slots, for pages of one token and for pages of any size. Bookkeeping only, on the host.
 
-Ids of pages start at 1: page 0 is where padded tokens write, and is never handed out.
+Page 0, to which padded tokens write, is never handed out.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from quire.memory.runs import IdArray, distinct
 from quire.spec.ids import Bools, Ids
 
 AllocatorState: TypeAlias = IdPool
-"""What `backup_state` returns. Opaque: only for `restore_state` of the allocator that made it."""
+"""What `backup_state` returns. Opaque: only for `restore_state` of the same allocator."""
 
 
 class BaseTokenToKVPoolAllocator(TokenSlots):
     """Which pages are free and which are out.
 
-    `size` is in tokens and is floored to whole pages. `name` is the group it serves, for messages. With `need_sort`,
-    freed pages are set aside and merged in ascending order when an allocation would otherwise fall short, so that long
-    runs of neighbouring pages come back.
+    `size` is in tokens, floored to whole pages; `name` is the group, for messages. With `need_sort`, freed pages wait
+    until an allocation would fall short, and are then merged in ascending order, which gives long runs.
     """
 
     reuse: ClassVar[Reuse]
@@ -47,11 +46,11 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that `alloc_pages` could hand out now."""
+        """Pages that are free."""
         return self.ids.num_free
 
     def available_size(self) -> int:
-        """Tokens that could be handed out now, in whole pages."""
+        """Free tokens, in whole pages."""
         return self.ids.num_free * self.page_size
 
     def is_out(self, page_ids: Ids | slice) -> Bools:
@@ -59,7 +58,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         return self.ids.is_out(page_ids)
 
     def clear(self) -> None:
-        """Forget everything handed out: all pages are free, in ascending order, and no free group is open."""
+        """Free all pages, in ascending order, and close a free group without its frees."""
         self.ids = IdPool(self.num_pages, "sorted" if self.need_sort else self.reuse, group=self.name)
         self._group: list[Ids] | None = None
 
@@ -69,7 +68,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         return self.ids.copy()
 
     def restore_state(self, state: AllocatorState) -> None:
-        """Return to exactly what `backup_state` saw: everything handed out or freed since is undone."""
+        """Return to the state that `backup_state` saw, without a free group."""
         assert state.size == self.num_pages, "a snapshot of another allocator"
         self.ids = state.copy()
         self._group = None
@@ -78,14 +77,11 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         return self.ids.take(num_pages)
 
     def free(self, free_index: IntArray) -> None:
-        """Give back the pages of these token slots; a page goes back whole, whichever of its slots are named.
-
-        Raises InvalidFree, changing nothing, if any of them is not out.
-        """
+        """Free the pages of these token slots, whole. Raises InvalidFree, changing nothing, if one is not out."""
         self.free_pages(self.pages_of(slot_array(free_index)))
 
     def free_pages(self, page_ids: IdArray) -> None:
-        """Give back distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
+        """Free distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
         self.ids.take_back(page_ids)
         if self._group is None:
             self.ids.put(page_ids.astype(np.int32, copy=False))
@@ -93,15 +89,12 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
             self._group.append(page_ids.astype(np.int32))
 
     def free_group_begin(self) -> None:
-        """Collect the frees that follow, so that `free_group_end` gives them back in one operation.
-
-        A page freed inside a group is no longer out (freeing it again is an error) and not yet available.
-        """
+        """Collect the frees that follow until `free_group_end`. Their pages are neither out nor free meanwhile."""
         assert self._group is None, "free groups do not nest"
         self._group = []
 
     def free_group_end(self) -> None:
-        """Give back everything freed since `free_group_begin`."""
+        """Make everything freed since `free_group_begin` free, in one operation."""
         assert self._group is not None, "free_group_end without free_group_begin"
         group, self._group = self._group, None
         if group:
@@ -110,11 +103,11 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
 
     @abstractmethod
     def pages_of(self, slots: IdArray) -> IdArray:
-        """The pages that `free` gives back for these slots, unchecked: not narrowed, so a foreign id stays foreign."""
+        """The pages that `free` frees for these slots, unchecked, in the dtype of `slots`."""
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """An allocator whose page is one token. Freed slots are reused last, so a stale reader meets them late."""
+    """Pages of one token. Freed slots are reused last, so that a stale reader meets new content late."""
 
     reuse = "last"
 
@@ -122,18 +115,18 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         super().__init__(size, 1, need_sort=need_sort, name=name)
 
     def pages_of(self, slots: IdArray) -> IdArray:
-        """The slots themselves: a slot named twice is a page freed twice."""
+        """The slots themselves; duplicates stay, and `free` refuses them."""
         return slots
 
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """An allocator for pages of `page_size` tokens. Freed pages are reused first, in ascending order: a sequence that
-    ends leaves runs of neighbours, and the next one gets them back as runs."""
+    """Pages of `page_size` tokens. Freed pages are reused first, in ascending order, so that runs of neighbouring pages
+    stay runs."""
 
     reuse = "first"
 
     def pages_of(self, slots: IdArray) -> IdArray:
-        """Distinct, in ascending order."""
+        """Distinct pages, in ascending order."""
         return distinct(slots // self.page_size)
 
 

@@ -1,4 +1,4 @@
-"""IdPool: which ids of a pool are free, in the order in which they are handed out, and which are out."""
+"""IdPool: which ids of a pool are free, in order of their use, and which are out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from quire.memory.runs import IdArray, as_index, counting, in_order, is_ascendin
 from quire.spec.ids import Bools, Ids
 
 Reuse = Literal["first", "last", "sorted"]
-"""When freed ids are handed out again: before those that are free, after them, or in ascending order, once an
-allocation would otherwise fall short."""
+"""Freed ids go before the free ones, go behind them, or wait to be sorted among them when an allocation falls short."""
 
 
 class IdPool:
-    """Ids 1 to `size`, at first all free, in ascending order. Id 0 is never handed out.
+    """Ids 1 to `size`, at first all free, in ascending order. `group` and `noun` are for messages.
 
-        free --set_aside--> nobody's --mark_out--> out --take_back--> nobody's --put--> free
+        free --set_aside--> aside --mark_out--> out --take_back--> aside --put--> free
 
-    The free ones stand in a ring; every operation costs what it moves. `group` and `noun` are for messages.
+    Free ids stand in a ring; every operation costs what it moves.
     """
 
     def __init__(self, size: int, reuse: Reuse, *, group: str, noun: str = "page") -> None:
@@ -34,7 +33,7 @@ class IdPool:
         self._ring = self._up[1:].copy()
         self._head = 0
         self._num_ordered = size
-        self._unordered: list[Ids] = []  # free, and in no order yet
+        self._unordered: list[Ids] = []  # free, and not in the ring yet
         self._out = np.zeros(size + 1, dtype=np.bool_)
 
     def copy(self) -> IdPool:
@@ -44,26 +43,26 @@ class IdPool:
         return other
 
     def is_out(self, ids: Ids | slice) -> Bools:
-        """Per id: whether it is out. A copy."""
+        """Per id: whether it is out; a copy."""
         return np.array(self._out[ids])
 
     # -- handing out
 
     def check_room(self, count: int, free: int | None = None) -> None:
-        """Raises OutOfPages where `take(count)` would, or where there are only so many `free`."""
+        """Raises OutOfPages where `count` is more than `free`, by default all free ids."""
         if count < 0:
             raise InvalidInput(f"cannot allocate {count} {self._noun}s.")
         if count > (available := self.num_free if free is None else free):
             raise OutOfPages(group=self._group, wanted=count, free=available)
 
     def take(self, count: int) -> Ids:
-        """The next `count` ids are out; a fresh array. Raises OutOfPages, changing nothing."""
+        """Hand out the next `count` ids, a fresh array. Raises OutOfPages, changing nothing."""
         ids = self.set_aside(count)
         self.mark_out(ids)
         return ids
 
     def set_aside(self, count: int) -> Ids:
-        """The next `count` ids are nobody's: neither free nor out. Raises OutOfPages, changing nothing."""
+        """Take the next `count` ids out of the free ones, a fresh array. Raises OutOfPages, changing nothing."""
         if not 0 <= count <= self._num_ordered:
             self.check_room(count)
             self._order()
@@ -74,7 +73,7 @@ class IdPool:
         return ids
 
     def mark_out(self, ids: Ids) -> None:
-        """These, which are nobody's, are out."""
+        """Hand out ids that are aside."""
         self._out[as_index(ids, self._up)] = True
 
     # -- giving back
@@ -94,12 +93,11 @@ class IdPool:
         return ids
 
     def take_back(self, ids: IdArray) -> None:
-        """These distinct ids, which are out, are nobody's. Raises InvalidFree, changing nothing, if one is not out or
-        is named twice."""
+        """Put ids that are out aside. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
         self._out[self.check_out(ids)] = False
 
     def put(self, ids: Ids) -> None:
-        """These, which are nobody's, are free."""
+        """Free ids that are aside."""
         count, ring = len(ids), self._ring
         self.num_free += count
         if self._reuse == "sorted":

@@ -13,14 +13,14 @@ HOST = "cpu"
 
 
 class MambaSlotAllocator:
-    """Hands out slots 1 to `size`, int32 on the host; slot 0 is where padded sequences write. `name` is the group.
+    """Hands out slots 1 to `size`, int32 on the host; padded sequences write to slot 0. `name` is the group.
 
-    A batch that knows how many slots it may need takes them at once:
+    A batch sets aside the slots it may need:
 
         |-- free --|-- set aside for the open group --|-- out --|
-                    alloc takes from here only, and alloc_group_end gives the rest back
+                    alloc takes from here only, and alloc_group_end frees the rest
 
-    Freed slots are reused last, so a stale reader meets them late. `size` is the number of slots.
+    Freed slots are reused last, so that a stale reader meets new content late.
     """
 
     def __init__(self, size: int, *, name: str = "state") -> None:
@@ -31,12 +31,12 @@ class MambaSlotAllocator:
         self.clear()
 
     def available_size(self) -> int:
-        """Slots that are free now. Those set aside for an open group are not: they are spoken for."""
+        """Slots that are free; those set aside for an open group are not."""
         return self.ids.num_free
 
     @property
     def num_set_aside(self) -> int:
-        """Slots of the open group that `alloc` has not handed out yet; 0 outside a group."""
+        """Slots left in the open group; 0 outside a group."""
         return 0 if self._group is None else len(self._group)
 
     def is_out(self, slot_ids: Ids | slice) -> Bools:
@@ -44,14 +44,14 @@ class MambaSlotAllocator:
         return self.ids.is_out(slot_ids)
 
     def clear(self) -> None:
-        """Forget everything handed out: all slots are free, in ascending order, and no group is open."""
+        """Free all slots, in ascending order, and close the group."""
         self.ids = IdPool(self.size, "last", group=self.name, noun="slot")
         self._group: Ids | None = None
 
     def alloc(self, need_size: int) -> Ids:
-        """Take `need_size` slots, int32 `[need_size]`; the caller owns them.
+        """`need_size` slots, int32; the caller owns them. Inside a group they come only from those set aside.
 
-        Inside a group they come from those set aside, and from nowhere else. Raises OutOfPages, changing nothing.
+        Raises OutOfPages, changing nothing.
         """
         if self._group is None:
             return self.ids.take(need_size)
@@ -63,22 +63,22 @@ class MambaSlotAllocator:
     def alloc_group_begin(self, num_requests: int) -> None:
         """Set `num_requests` slots aside for the `alloc` calls that follow. Groups do not nest.
 
-        Raises OutOfPages, and no group is open then.
+        Raises OutOfPages, and then opens no group.
         """
         assert self._group is None, "alloc groups do not nest"
         self._group = self.ids.set_aside(num_requests)
 
     def alloc_group_end(self) -> None:
-        """Close the group; what was set aside and not handed out is free again."""
+        """Close the group and free what is left of it."""
         assert self._group is not None, "alloc_group_end without alloc_group_begin"
         group, self._group = self._group, None
         self.ids.put(group)
 
     def free(self, free_index: npt.ArrayLike) -> None:
-        """Give back distinct slots that are out: at once, inside a group too. Reads a list or an array on the host.
+        """Free distinct slots, given as a list or an array on the host; inside a group too, at once.
 
-        Raises InvalidFree, changing nothing, for slots that are not out or named twice, for what is no id, and for an
-        array on another device: reading it there would make the host wait.
+        Raises InvalidFree, changing nothing, for slots that are not out or named twice, for other than integers, and
+        for an array on another device, since to read it the host would wait.
         """
         device = getattr(free_index, "device", HOST)
         where = getattr(device, "type", device)  # a tensor's device has a type, an array's is a string

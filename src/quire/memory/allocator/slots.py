@@ -1,6 +1,6 @@
-"""Token slots out of whole pages: the verbs that every allocator of tokens has, and the arithmetic behind them.
+"""Token slots out of whole pages: the verbs of every allocator of tokens, and their arithmetic.
 
-A page of `page_size` tokens has one id; a token's slot is `page * page_size + offset`.
+A token's slot is `page * page_size + offset`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ Longs = npt.NDArray[np.int64]
 
 
 class TokenSlots(ABC):
-    """Hands out token slots in whole pages, all or nothing. Every id is an int32 numpy array on the host."""
+    """Hands out token slots in whole pages, all or nothing, as int32 arrays on the host."""
 
     page_size: int
 
     @abstractmethod
     def alloc_pages(self, num_pages: int) -> Ids:
-        """Take `num_pages` free pages; the caller owns them. O(num_pages).
-
-        Raises OutOfPages, changing nothing.
-        """
+        """`num_pages` free pages; the caller owns them. O(num_pages). Raises OutOfPages, changing nothing."""
 
     def alloc(self, need_size: int) -> Ids:
-        """Take `need_size` tokens in whole pages and return their slots, int32 `[need_size]`.
+        """The slots of `need_size` tokens, int32 `[need_size]`.
 
-        Raises OutOfPages, changing nothing, and InvalidInput where `need_size` is not a number of whole pages.
+        Raises OutOfPages, changing nothing, and InvalidInput where `need_size` is no multiple of the page size.
         """
         if need_size < 0 or need_size % self.page_size:
             raise InvalidInput(f"alloc takes whole pages of {self.page_size} tokens, got {need_size} tokens.")
@@ -47,14 +44,13 @@ class TokenSlots(ABC):
     ) -> Ids:
         """Slots for sequences that grow from `prefix_lens` to `seq_lens` tokens, packed: int32 `[sum(seq - prefix)]`.
 
-        `last_loc` is the slot of each sequence's last token so far, -1 where it has none. A sequence first fills the
-        rest of its last page, then takes whole new pages, the last one possibly in part:
+        `last_loc` is the slot of each sequence's last token, -1: none. A sequence first fills its last page:
 
             |-- prefix --|-- rest of its page --|-- new pages --|-- part of a new page --|
                          last_loc + 1 ...
 
-        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens), no loop over sequences. Raises OutOfPages, and
-        InvalidInput where a sequence cannot go on like that, changing nothing.
+        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens). Changing nothing, raises OutOfPages, and
+        InvalidInput where lengths and slots do not fit each other.
         """
         prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         self._check_continued(prefix, seq, last)
@@ -69,7 +65,7 @@ class TokenSlots(ABC):
     def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
         """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token.
 
-        Only sequences that cross into a new page (`seq % P == 1`) cost an id. Errors as for `alloc_extend`.
+        Only sequences that begin a new page (`seq % P == 1`) take one. Errors as for `alloc_extend`.
         """
         seq, last = _longs(seq_lens), _longs(last_loc)
         size, prefix, following = self.page_size, seq - 1, last + 1
@@ -87,7 +83,7 @@ class TokenSlots(ABC):
         return slots
 
     def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - a page that is out is there
-        """Raises InvalidInput where a sequence goes on inside a page that has no place for it any more."""
+        """Raises InvalidInput where a sequence continues in a page that cannot hold it any more."""
 
     def _check_lengths(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None
@@ -112,13 +108,13 @@ class TokenSlots(ABC):
 
 
 def slot_array(index: IntArray) -> IdArray:
-    """Slots that a caller names, flat; not narrowed, so that a foreign id stays foreign."""
+    """The slots as a flat array, not narrowed, so that an invalid id stays invalid."""
     slots = np.asarray(index)
     return slots if slots.dtype == np.int32 and slots.ndim == 1 else slots.astype(np.int64).reshape(-1)
 
 
 def slots_of(pages: Ids, page_size: int) -> Ids:
-    """All slots of these pages, int32 `[len(pages) * page_size]`; of pages of one token, their ids themselves."""
+    """All slots of these pages, int32 `[len(pages) * page_size]`; the array itself for pages of one token."""
     if page_size == 1:
         return pages
     slots: Ids = np.add.outer(pages * np.int32(page_size), np.arange(page_size, dtype=np.int32)).reshape(-1)
@@ -126,7 +122,7 @@ def slots_of(pages: Ids, page_size: int) -> Ids:
 
 
 def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int) -> Ids:
-    """Slots of a sequence's tokens `start..end`, int32: behind slot `last` in its old page, then in the new ones."""
+    """Slots of one sequence's tokens `start..end`, int32: behind slot `last`, then in the new pages."""
     new, rest = slots_of(new_pages, page_size), min(end - start, -start % page_size)
     if rest:
         new = np.concatenate((np.arange(last + 1, last + 1 + rest, dtype=np.int32), new))
@@ -136,8 +132,7 @@ def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int
 def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
     """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`.
 
-    `ids` are the `counts[i]` pages (or frames) that hold them, packed too. Work is done for each page, and for tokens
-    only what it takes to write them out.
+    `ids` are the pages (or frames) that hold them, `counts[i]` of each sequence, packed too.
     """
     if not len(ids):
         return np.empty(0, dtype=np.int32)
@@ -157,7 +152,7 @@ def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_
 
 
 def _grown_slots(prefix: Longs, seq: Longs, last: Longs, pages: Ids, page_size: int) -> Ids:
-    """Slots of sequences that grow from `prefix` to `seq` tokens, packed: behind `last`, then in these new pages."""
+    """As `slots_behind`, for several sequences, packed."""
     touched = np.where(seq > prefix, -(-seq // page_size) - prefix // page_size, 0)  # pages that get tokens
     ends = np.cumsum(touched)
     ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)

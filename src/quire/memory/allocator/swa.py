@@ -1,8 +1,7 @@
 """Token slots of models that mix full and sliding-window layers: two sides, one id. Bookkeeping only, on the host.
 
-The slot that everyone holds is that of the full side. A page of it has a page of the window side as well while some
-token still sees it through a window, and loses that one early. The map from one to the other is a column of the frame
-table, so a window that is gone is gone for everybody at once.
+Callers hold slots of the full side. A page of the full side also has a page of the window side while a token sees it
+through a window. The map from one to the other is a column of the residency table.
 """
 
 from __future__ import annotations
@@ -23,25 +22,23 @@ from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
 UNLIMITED: Final = sys.maxsize
-"""Tokens free on a full side that does not exist: it is never what an allocation waits for."""
+"""Free tokens of a full side that does not exist, so that no allocation waits for it."""
 
 SWAState: TypeAlias = tuple[AllocatorState, AllocatorState, Ids]
-"""What `backup_state` returns: both sides and the map. Opaque: only for the allocator that made it."""
+"""What `backup_state` returns. Opaque: only for `restore_state` of the same allocator."""
 
 
 class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
-    """Hands out token slots of the full side together with window pages for them, all or nothing.
+    """Hands out token slots of the full side with window pages for them, all or nothing.
 
-    `size` and `size_swa` are tokens of either side, floored to whole pages; both have the same page size. Every slot
-    taken or given back is one of the full side; the map says where its window is. As a `PageFrames` it is the group of
-    the windows.
+    `size` and `size_swa` are tokens of each side, floored to whole pages. All slots of the interface are slots of the
+    full side. As a `PageFrames` it is the group of the windows.
 
-    With `size` 0 there is no full side, for models whose every layer has a window: a page has the id of its window
-    page, the map is the identity for pages that are out, and a page without its window is no page, so that `free_swa`
-    and `free` are the same.
+    With `size` 0 there is no full side, for models in which every layer has a window. A page then has the id of its
+    window page, and `free_swa` and `free` are the same.
 
-    Others may use the full side as well: it is given as `full`, with nothing out, and `table` is the column that is the
-    map. Pages that others took from `full` get their windows by `take`. `clear` and `restore_state` reset `full` too.
+    `full` is a full side that other allocations share, with nothing out, and `table` the column that is the map. Pages
+    taken from `full` directly get their windows by `take`. `clear` and `restore_state` reset `full` too.
     """
 
     def __init__(
@@ -74,37 +71,34 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     @property
     def full_to_swa_page_mapping(self) -> Ids:
-        """Page of the full side -> page of the window side, int32 `[num_pages + 2]`, live.
-
-        0 where there is none, and the last entry is -1, so that -1 (no page) maps to -1.
-        """
+        """Page of the full side -> page of the window side; see `Column.mapping`."""
         return self.table.mapping
 
     def full_available_size(self) -> int:
-        """Tokens free on the full side, in whole pages; `UNLIMITED` where there is none."""
+        """Tokens free on the full side; `UNLIMITED` where there is none."""
         return UNLIMITED if self._windows_only else self.full_attn_allocator.available_size()
 
     def swa_available_size(self) -> int:
-        """Tokens free on the window side, in whole pages."""
+        """Tokens free on the window side."""
         return self.swa_attn_allocator.available_size()
 
     def available_size(self) -> int:
-        """Tokens that could be handed out now with their windows, in whole pages: those of the scarcer side."""
+        """Tokens free on both sides."""
         return min(self.full_available_size(), self.swa_available_size())
 
     def clear(self) -> None:
-        """Forget everything handed out, on both sides."""
+        """Free everything, on both sides."""
         self.table.unbind(self._mapped(self.table.frame))
         for side in self._sides:
             side.clear()
 
     def backup_state(self) -> SWAState:
-        """A snapshot of both sides and the map, for `restore_state`. O(pages). Not inside a free group."""
+        """A snapshot of both sides and the map. O(pages). Not inside a free group."""
         full, swa = self.full_attn_allocator.backup_state(), self.swa_attn_allocator.backup_state()
         return full, swa, self.table.frame.copy()
 
     def restore_state(self, state: SWAState) -> None:
-        """Return to exactly what `backup_state` saw: everything handed out or freed since is undone."""
+        """Return to the state that `backup_state` saw."""
         full, swa, column = state
         assert len(column) == len(self.table.frame), "a snapshot of another allocator"
         self.full_attn_allocator.restore_state(full)
@@ -113,10 +107,10 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         pages = self._mapped(column)
         self.table.bind(pages, column[pages])
 
-    # -- handing out: both sides are checked before either gives anything
+    # -- handing out: both sides are checked before either changes
 
     def alloc_pages(self, num_pages: int) -> Ids:
-        """So many pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
+        """Pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
         self._check_room(num_pages)
         pages = self.full_attn_allocator.alloc_pages(num_pages)
         try:
@@ -134,14 +128,13 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         extend_num_tokens: int | None,
         swa_tail_len: int,
     ) -> Ids:
-        """Slots for one sequence that grows by tokens of which only the last `swa_tail_len` are seen through a window.
+        """Slots for one sequence that grows by tokens of which only the last `swa_tail_len` need windows.
 
             |-- prefix --|-- rest of its page --|-- full side only --|-- both sides --|
                                                                      page of the tail's first token
 
-        The pages of the tail get windows; new pages before them stay unmapped. A tail longer than the extension is the
-        extension. Without a full side the tokens of an unmapped page have no place: their slots are those of the
-        padding page, and are not to be given back. Errors as for `alloc_extend`.
+        A tail longer than the extension is the extension. Without a full side, tokens before the tail's pages get slots
+        of the padding page, which must not be freed. Errors as for `alloc_extend`.
         """
         full, size = self.full_attn_allocator, self.page_size
         prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
@@ -167,10 +160,9 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     # -- giving back
 
     def free(self, free_index: IntArray) -> None:
-        """Give back the pages of these slots on both sides; a page goes back whole.
+        """Free the pages of these slots, whole, on both sides; windows may be gone already.
 
-        A page whose window is gone already is given back as it is. Raises InvalidFree, changing nothing, if a page is
-        not out.
+        Raises InvalidFree, changing nothing, if a page is not out.
         """
         pages = self.full_attn_allocator.pages_of(slot_array(free_index))
         if self._windows_only:
@@ -180,9 +172,9 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self.drop(pages.astype(np.int32))
 
     def free_swa(self, free_index: IntArray) -> None:
-        """Give back the windows of the pages of these slots; the pages stay out and map to 0 from now on.
+        """Free the windows of the pages of these slots; the pages stay out and map to 0.
 
-        Raises InvalidFree, changing nothing, if a page is not out or its window is gone already.
+        Raises InvalidFree, changing nothing, if a page is not out or has no window.
         """
         found = self.full_attn_allocator.pages_of(slot_array(free_index))
         self.full_attn_allocator.ids.check_out(found)
@@ -200,12 +192,12 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
             self.free_swa(pages * np.int32(self.page_size))
 
     def free_group_begin(self) -> None:
-        """Collect the frees that follow on both sides. The map forgets a window when it is freed, not at the end."""
+        """As for one side; the map forgets a window when it is freed, not at the end of the group."""
         for side in self._sides:
             side.free_group_begin()
 
     def free_group_end(self) -> None:
-        """Give back everything freed since `free_group_begin`."""
+        """Free on both sides what was collected since `free_group_begin`."""
         for side in self._sides:
             side.free_group_end()
 
@@ -228,7 +220,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
 
     def _check_windows(self, slots: IdArray) -> None:
-        """The pages of these slots are gone on with, so each must have its window still."""
+        """Raises InvalidInput where a page that a sequence continues in has no window."""
         if not len(slots):
             return
         pages = slots // self.page_size
