@@ -22,11 +22,8 @@ from quire.tiers.forgotten import answers_under, forget_scope, marks_over
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
-PIECE_BYTES = 16 << 20
-"""About how many bytes move at a time. A load waits for at most one piece of a save."""
-
-_LOOKED_UP = 128
-"""Pages per question to a store. Most prompts miss sooner, and a store may need a request for each key."""
+PIECE_BYTES = 16 << 20  # about what moves at a time; a load waits for at most one piece of a save
+_LOOKED_UP = 128  # pages per question: most prompts miss sooner, and a store may need a request for each key
 _MOST_TOUCHED = 1024  # in one call
 
 

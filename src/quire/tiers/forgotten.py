@@ -23,9 +23,7 @@ from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
 from quire.tiers.transfer import Transfer
 
-EDITION_BYTES = 8
-"""The prefix that scopes of all namespaces of one model share (`quire.prefix.hashing.scope_of`)."""
-
+EDITION_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
 _PART = 0xFFFF  # of no group
 _AT_ONCE = 1024
 _LEAST_BYTES = HEADER_BYTES + 1

@@ -18,14 +18,11 @@ from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
 """Threads per endpoint beside the host. An endpoint that hangs blocks only its own threads."""
 
-CLOSED: Final = "the mover was closed before it came to this."
-"""The error of a transfer that had not begun."""
+CLOSED: Final = "the mover was closed before it came to this."  # of a transfer that waits
+LEFT: Final = "the mover was closed, and this did not end."  # of a transfer that hangs
 
 CLOSE_S: Final = 3.0
 """How long `close` waits for calls under way. A store that hangs would otherwise block the process forever."""
-
-LEFT: Final = "the mover was closed, and this did not end."
-"""The error of a transfer that hung."""
 
 _MOST_TRANSFERS = 1024  # in flight on one lane; bytes do not bound transfers that have none
 

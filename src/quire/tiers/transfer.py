@@ -18,16 +18,12 @@ from quire.errors import MoveFailed, QuireError
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
 
-GOOD: Final = ""
-"""The result of a unit that arrived whole."""
-MISSING: Final = "missing"
-"""The result of a unit that the source does not have, or that follows one that did not arrive."""
-REFUSED: Final = "store"
-"""The result of a unit that the remote cannot take or give now, or that follows such a unit."""
-FAILED: Final = "failed"
-"""The result of each unit of a transfer that failed; `Transfer.error` says why."""
+# Results of a unit. Any other result names the damage of a record (`quire.memory.record`).
+GOOD: Final = ""  # it arrived whole
+MISSING: Final = "missing"  # the source does not have it, or it follows a unit that did not arrive
+REFUSED: Final = "store"  # the remote cannot take or give it now, or it follows such a unit
+FAILED: Final = "failed"  # the whole transfer failed; `Transfer.error` says why
 UNDAMAGED: Final = (GOOD, MISSING, REFUSED, FAILED)
-"""Any other result names the damage of a record (`quire.memory.record`)."""
 
 Defects = tuple[tuple[str, ...], ...]
 Answers = tuple[tuple[Answer, ...], ...]
@@ -93,8 +89,7 @@ class Lane:
         return self.target if self.target in _REMOTES else self
 
 
-_STORE_DEADLINE_S = 600.0
-"""A store that takes longer hangs. FORGET may take longer for a large scope, and has no deadline."""
+_STORE_DEADLINE_S = 600.0  # a store that takes longer hangs; FORGET may take longer for a large scope, and has none
 
 Lane.SAVE = Lane("save", Endpoint.DEVICE, Endpoint.HOST, most_bytes=256 << 20)
 Lane.LOAD = Lane("load", Endpoint.HOST, Endpoint.DEVICE, most_bytes=1 << 30)

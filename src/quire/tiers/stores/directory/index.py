@@ -23,9 +23,7 @@ from typing import Any, NamedTuple
 from quire.errors import StoreError
 
 VERSION = 1
-LOG_BYTES = 8 << 20
-"""The size to which the index's log shrinks after a checkpoint (every 4 MiB). A long read delays it."""
-
+LOG_BYTES = 8 << 20  # the log shrinks to this after a checkpoint (every 4 MiB); a long read delays that
 _APPLICATION = 0x51555231  # "QUR1"
 _BATCH = 256
 _SCHEMA = """

@@ -23,11 +23,8 @@ from quire.tiers.stores.directory.index import empty_slab, reclaim
 from quire.tiers.stores.directory.owners import Owners
 from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles, make_file
 
-Place = tuple[int, int]
-"""A slab and a slot in it."""
-
-_LOOK_EVERY = 16
-"""The least number of evicted records between two looks at all slabs."""
+Place = tuple[int, int]  # slab, slot
+_LOOK_EVERY = 16  # evicted records, at least, between two looks at all slabs
 _FLUSH_SECONDS = 5.0
 _MOST_USES = 50_000
 

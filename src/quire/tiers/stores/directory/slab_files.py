@@ -10,9 +10,7 @@ from itertools import islice
 from pathlib import Path
 from threading import Lock
 
-BLOCK = 4096
-"""Offsets, lengths and addresses are multiples of this, as O_DIRECT requires on any disk."""
-
+BLOCK = 4096  # O_DIRECT requires that offsets, lengths and addresses are multiples of this
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 

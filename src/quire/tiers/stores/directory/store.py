@@ -134,10 +134,10 @@ class DirectoryStore(Store):
         if self._uses.are_due:
             self._flush_uses()
         if len(first) < len(keys):
-            said = {key: answers[at] for key, at in first.items()}
             for at, key in enumerate(keys):
                 if first[key] != at:
-                    answers[at] = PENDING if said[key] is MISS else said[key]
+                    said = answers[first[key]]
+                    answers[at] = PENDING if said is MISS else said
         return answers
 
     def _reserve(

@@ -23,12 +23,8 @@ from typing_extensions import Buffer
 from quire.tiers.stores.directory.slab_files import BLOCK, SlabFile
 
 Bytes = npt.NDArray[np.uint8]
-
-Place = tuple[SlabFile, int, Bytes]
-"""A file, an offset in it, and the memory to move."""
-
-_PIECE = 1 << 20
-"""The most bytes of one call. Larger records are cut, so that several threads move them."""
+Place = tuple[SlabFile, int, Bytes]  # a file, an offset in it, and the memory to move
+_PIECE = 1 << 20  # bytes of one call at most; larger records are cut, so that several threads move them
 
 
 class _Piece(NamedTuple):
