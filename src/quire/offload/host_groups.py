@@ -53,6 +53,9 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def give_back(self, frames: Ids, bad: Bools) -> None:
         """Free frames that are handed out, have no page, and are read by no transfer; quarantine bad ones."""
+        if not bad.any():
+            self.untake(in_order(frames))
+            return
         self.untake(in_order(frames[~bad]))
         self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
@@ -71,7 +74,10 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     def drop(self, pages: Ids) -> None:
         """Free the frames of these pages as soon as no transfer reads them; quarantine damaged ones. Pages without a
         frame are ignored."""
-        bad = self.table.has(pages, State.DAMAGED)[self.table.present(pages)]
+        pages = pages[self.table.present(pages)]
+        if not len(pages):
+            return
+        bad = self.table.has(pages, State.DAMAGED)
         frames = self.table.unbind(pages)
         if self._reads:
             read = np.isin(frames, list(self._reads))

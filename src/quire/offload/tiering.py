@@ -308,17 +308,16 @@ class Tiering(Below):
     def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
         self._saves_wait = False
-        if not move.is_whole or moving.abandoned:
+        if move.is_whole and not moving.abandoned:
+            self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
+            self.counters.saved_bytes += move.moved_bytes
+            for part in moving.parts:
+                self._bind(part, moving.hold.path)
+            self.archiver.archive(moving.hold.path.node)
+        else:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
                 self.hosts[part.group].untake(part.host)
-            self._holds.release(moving.hold)
-            return
-        self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
-        self.counters.saved_bytes += move.moved_bytes
-        for part in moving.parts:
-            self._bind(part, moving.hold.path)
-        self.archiver.archive(moving.hold.path.node)
         self._holds.release(moving.hold)
 
     def _bind(self, part: Part, lease: Lease) -> None:
@@ -337,8 +336,7 @@ class Tiering(Below):
         else:
             assert part.ranks is not None
             host.bind(part.pages[good], part.host[good], np.maximum(part.ranks, Rank.MARKED)[good])
-        if not good.all():
-            host.untake(part.host[~good])
+        host.untake(part.host[~good])
         self.archiver.came(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
 
