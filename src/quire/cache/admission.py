@@ -9,14 +9,12 @@ import numpy as np
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows, RunningTables
+from quire.cache.running import NO_ROWS, Lengths, Rows, RunningTables
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
-from quire.prefix.divergence import Divergence, find_divergence
+from quire.prefix.divergence import find_divergence
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
-
-NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 class Admission:
@@ -45,14 +43,45 @@ class Admission:
         return sum([group.dropped_frames for group in self._groups])
 
     def is_current(self, hit: PrefixHit) -> bool:
-        """Whether a hit still holds: no edge was cut, no page lost a frame, and its loads stand. More may be cached."""
+        """Whether a hit still holds: no edge was cut, no page lost a frame, and its loads stand."""
         is_same = hit.match.version == self._tree.version and hit.num_dropped == self.num_dropped
         return is_same and hit.choice.stands()
 
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
         """Why a prompt is cached as far as `hit`, which is current, and no further: a cause for every token."""
-        divergence = find_divergence(self._tree.roots, hit.match, tokens, self._size)
-        return _explain(len(tokens), self._size, hit, divergence, self._seconds())
+        num_tokens, size, now = len(tokens), self._size, self._seconds()
+        divergence = find_divergence(self._tree.roots, hit.match, tokens, size)
+        reasons: list[Reason] = []
+        at = 0
+
+        def until(stop: int, cause: Cause, detail: str = "", by: str = "", ago: float | None = None) -> None:
+            nonlocal at
+            stop = min(stop, num_tokens)
+            if stop > at:
+                reasons.append(Reason(cause, at, stop - at, detail, by, ago))
+                at = stop
+
+        choice, limited_by = hit.choice, hit.choice.limited_by
+        near = choice.num_pages - choice.host_pages
+        until(near * size, Cause.HIT)
+        until((choice.num_pages - choice.storage_pages) * size, Cause.HIT, "from host memory")
+        until(choice.num_pages * size, Cause.HIT, "from storage")
+        if choice.declined_pages:
+            until(at + choice.declined_pages * size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
+        if limited_by:
+            usable = min(hit.match.num_pages, max(0, num_tokens - 1) // size)
+            until(usable * size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
+        until(hit.match.num_pages * size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
+        for pages, eviction in divergence.evicted:
+            ago = max(0.0, now - eviction.seconds)
+            by = eviction.cause or "a request to evict"
+            until(at + pages * size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
+        whole_only = f"seen, but not as a page: only whole pages of {size} tokens are reused"
+        until(at + divergence.common, Cause.PAGE, whole_only)
+        if divergence.elsewhere is not None:
+            namespace, pages = divergence.elsewhere
+            until(pages * size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
+        return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
@@ -117,43 +146,6 @@ class Admission:
             yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, group.reserve(len(rows) * reserve)
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
         yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve
-
-
-def _explain(num_tokens: int, page_size: int, hit: PrefixHit, divergence: Divergence, now: float) -> Explanation:
-    reasons: list[Reason] = []
-    at = 0
-
-    def until(stop: int, cause: Cause, detail: str = "", by: str = "", ago: float | None = None) -> None:
-        nonlocal at
-        stop = min(stop, num_tokens)
-        if stop > at:
-            reasons.append(Reason(cause, at, stop - at, detail, by, ago))
-            at = stop
-
-    choice, limited_by = hit.choice, hit.choice.limited_by
-    near = choice.num_pages - choice.host_pages
-    until(near * page_size, Cause.HIT)
-    until((choice.num_pages - choice.storage_pages) * page_size, Cause.HIT, "from host memory")
-    until(choice.num_pages * page_size, Cause.HIT, "from storage")
-    if choice.declined_pages:
-        until(at + choice.declined_pages * page_size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
-    if limited_by:
-        usable = min(hit.match.num_pages, max(0, num_tokens - 1) // page_size)
-        until(usable * page_size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
-    until(hit.match.num_pages * page_size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
-    for pages, eviction in divergence.evicted:
-        ago = max(0.0, now - eviction.seconds)
-        by = eviction.cause or "a request to evict"
-        until(at + pages * page_size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
-    until(
-        at + divergence.common,
-        Cause.PAGE,
-        f"seen, but not as a page: only whole pages of {page_size} tokens are reused",
-    )
-    if divergence.elsewhere is not None:
-        namespace, pages = divergence.elsewhere
-        until(pages * page_size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
-    return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
 
 
 def _with(namespace: Namespace) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, NewPages, Pieces
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows
+from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.memory.allocator import SlotFrames
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
@@ -85,12 +85,11 @@ class CarriedGroup(GroupCache):
         return 0
 
     def frames_of(self, row: int) -> Ids:
-        frames = [int(self._frame[row])] if self._frame[row] else []
-        frames += [trail.frame for trail in self._behind.get(row, ())]
+        frames = [trail.frame for trail in self._behind.get(row, ())]
         if self._trail_frame[row]:
             frames.append(int(self._trail_frame[row]))
         if self._frame[row]:
-            frames += self._draft_frames[row].tolist()
+            frames += [int(self._frame[row]), *self._draft_frames[row].tolist()]
         return np.array(frames, dtype=np.int32)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
@@ -161,7 +160,7 @@ class CarriedGroup(GroupCache):
             plain &= drafts == 0
         self._position[rows] = ends
         targets = sources.copy()
-        exchange: Rows = np.empty(0, dtype=np.intp)
+        exchange = NO_ROWS
         if leaves:
             filled = starts % self._page_size
             within = filled + (ends - starts) <= self._page_size

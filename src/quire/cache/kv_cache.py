@@ -219,7 +219,7 @@ class KVCache:
             self._growth.by(kvs, self.rows.distinct(kvs), counts)
 
     def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int] | Lengths) -> None:
-        """As `extend`, up to `lengths[i]` tokens in each request that has less: room for drafts.
+        """As `extend`, up to `lengths[i]` tokens in each request that has less: steps run ahead of settled tokens.
 
         Lengths may exceed the plan's context. They are cut at the end of a row."""
         self._growth.up_to(kvs, self.rows.distinct(kvs), lengths)
@@ -302,7 +302,7 @@ class KVCache:
         """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
 
         Without `tokens`, for aborts and preemption, nothing more becomes reusable. A request that `returns` will run
-        again: its committed pages are written back at once. Raises LeaseError if it has ended already.
+        again: its committed pages may be written back at once. Raises LeaseError if it has ended already.
         """
         row = self.rows.row_of(kv)
         if tokens is not None:

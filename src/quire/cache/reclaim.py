@@ -41,8 +41,6 @@ class Reclaim:
         """Evict until each group has `wanted[i]` free frames. Does not wait for transfers."""
         self._until(lambda: wanted, 0, cause, waits=False)
 
-    # -- inside
-
     def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
         """Release holds until `ask()`, which that may change, is evictable; then evict."""
         wanted = ask()

@@ -26,8 +26,8 @@ class RequestKV:
     namespace: Namespace
     lease: Lease
     num_cached: int  # tokens of the hit it began with
-    num_host: int  # of them, tokens from host memory
-    num_storage: int  # of them, tokens from storage
+    num_host: int  # of the cached, tokens from host memory
+    num_storage: int  # of the cached, tokens from storage
     num_prompt: int  # tokens of the prompt; those it commits after them are generated
     label: str  # its name in explanations
     explanation: Explanation | None  # why no more is cached, where the cache explains

@@ -17,7 +17,7 @@ from quire.spec.pages import pages_for
 
 Lengths = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
-_NO_PLACES: Rows = np.empty(0, dtype=np.intp)
+NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 class RunningBatch:
@@ -68,7 +68,7 @@ class RowTable:
         table. O(entries written)."""
         assert self._written is not None, "a table that does not follow what is written has no changes to tell"
         written, self._written = self._written, []
-        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [_NO_PLACES]]
+        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [NO_ROWS]]
         places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
         pages = self.flat[places]
         frames = np.empty((len(columns), len(places)), dtype=np.int32)
