@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
-from quire.tiers.forgotten import answers_under, forget_scope, marks_over
+from quire.tiers.forgotten import forget_scope, marks_over
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
@@ -73,12 +73,8 @@ class Carrier:
         """Copy the pages before the first that is damaged in any group; later ones are damaged or missing."""
         copies, whole = self._copies, transfer.units
         found = [copies.defects(units.group, units.host, units.pages) for units in whole]
-        ends = [len(units) for units in whole]
-        is_good = not any(map(any, found))
-        if is_good:
-            transfer.are_good = True
-        else:
-            ends = _ends_before_damage(whole, found)
+        is_good = transfer.are_good = not any(map(any, found))
+        ends = [len(units) for units in whole] if is_good else _ends_before_damage(whole, found)
         transfer.defects = tuple(
             (*defects[:end], *(defect or MISSING for defect in defects[end:]))
             for defects, end in zip(found, ends, strict=True)
@@ -133,9 +129,10 @@ class Carrier:
             if marked:
                 found = [[Answer.MISS] * len(units) for units in transfer.units]
                 break
+            hidden = Answer.MISS if Answer.PENDING in marks else Answer.RETRY if Answer.RETRY in marks else None
             ends = False
-            for (at, place), answer in zip(places, answers_under(marks, answers), strict=True):
-                found[at][place] = answer
+            for (at, place), said in zip(places, answers, strict=True):
+                found[at][place] = answer = hidden or said
                 ends |= answer is not Answer.HIT and units[at].group in transfer.whole
             if ends:
                 break

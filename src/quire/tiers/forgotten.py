@@ -13,7 +13,7 @@ A mark has the size of a record of its scope and is newer than all of them. So a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, islice
 
 import numpy as np
@@ -77,13 +77,6 @@ def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
         raise StoreError(f"{left:,} of {total:,} records could not be removed.", fix="look at the store's log.")
     if store.remove(list(marks)) < len(marks) and Answer.HIT in store.exists(list(marks)):
         raise StoreError("the mark of what was forgotten could not be removed.", fix="look at the store's log.")
-
-
-def answers_under(marks: Sequence[Answer], answers: Iterable[Answer]) -> list[Answer]:
-    """Answers for pages, given those for the marks over them."""
-    if Answer.HIT in marks or Answer.PENDING in marks:
-        return [Answer.MISS for _ in answers]
-    return [Answer.RETRY for _ in answers] if Answer.RETRY in marks else list(answers)
 
 
 def _write_mark(store: Store, scope: bytes, num_bytes: int) -> bool:

@@ -76,7 +76,7 @@ class Mover(ABC):
         return self._bytes[lane]
 
     def rate(self, lane: Lane) -> Rate:
-        """The measured speed of a lane, in bytes."""
+        """The measured speed of a lane; amounts are bytes."""
         return self._rates[lane]
 
     @property
