@@ -168,6 +168,11 @@ class Scheduler:
         self._ahead.settle_moves()
         self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
+        looks = bool(self._waiting) and self._quiet_at != self._admission_state()
+        if (
+            looks
+        ):  # before the step is made: a commit may give a request pages that are still on their way to the device
+            self._commit_settled()
         running = self._launchable()
         ready = self._rows.ready(running)
         self._grant_decodes(granted, running, ready)
@@ -176,7 +181,7 @@ class Scheduler:
             request = running.requests[at]
             if left and request.state is RequestState.RUNNING:
                 self._grant(granted, [request], [self._chunk(request, int(ready[at]), left)])
-        if preempted == self.num_preemptions and self._waiting and self._quiet_at != self._admission_state():
+        if looks and preempted == self.num_preemptions:
             self._quiet_at = self._admission_state() if self._admit(granted) else None
         return self._step(granted)
 
@@ -345,7 +350,6 @@ class Scheduler:
         """Admit waiting requests, in the policy's order. True where nothing would come of looking again before
         `_admission_state` changes."""
         hits: dict[str, PrefixHit] = {}
-        self._commit_settled()
         self._leaders.renew()
 
         def match(request: Request) -> PrefixHit:
