@@ -1,13 +1,13 @@
-"""FrameCopies: frames between device pools and the host pool, byte for byte, whatever their layout.
+"""FrameCopies: frames between device pools and the host pool, byte for byte.
 
-The device keeps a layer of a field together, `[layers, frames, entries]`; the host keeps a frame together. A copy
-moves, for each frame, field and layer, one piece: the entries of that layer.
+The device stores a field by layer, `[layers, frames, entries]`; the host stores records by frame. A copy moves one
+piece, the entries of a layer, for each frame, field and layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,39 +23,34 @@ from quire.spec.ids import Ids
 Bytes = npt.NDArray[np.uint8]
 
 _SMALL_PIECE = 8 * 2**10
-"""Bytes. A processor writes longer pieces without reading what was there, if it is told to; numpy's copy does, and for
-shorter pieces torch's loop does less work."""
-
-
-class GroupCopies(Protocol):
-    """Copies of one group, between frames that are there. `layer` is a layer's ordinal, None for all layers."""
-
-    def to_host(self, device_frames: Ids, host_frames: Ids) -> None: ...
-
-    def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None: ...
+"""Bytes. Longer pieces go by numpy, whose copy writes without reading the target first; shorter ones by torch, whose
+loop costs less for each piece."""
 
 
 class FrameCopies:
     """Copies between `pools[i]`, the device's frames of the group at index i, and the records of that group in `host`.
 
-    Calls return when the bytes have arrived, and let other threads run meanwhile: what is asynchronous is who calls.
-    One frame must not be in two calls at once unless both read it. Frames are from 1; frame 0 is never copied. A call
-    is fastest where neighbours on the device are neighbours on the host; the order of frames within it does not matter.
+    Calls return when the bytes have arrived, and let other threads run meanwhile. Two calls at once may share a frame
+    only if both read it. Frame 0 is never copied. Frames may come in any order; a call is fastest where neighbours on
+    the device are neighbours on the host.
     """
 
     def __init__(self, pools: Sequence[Pool], host: HostPool) -> None:
         self._pools = tuple(pools)
         self._host = host
-        self._copies = [_copies(pool, host.rows(group)) for group, pool in enumerate(pools)]
+        self._copies = [
+            (HostedFrames if pool.device.type == "cpu" else StagedFrames)(pool, host.rows(group))
+            for group, pool in enumerate(pools)
+        ]
         for group, pool in enumerate(pools):
             assert host.format(group).payload_bytes == pool.layout.bytes_per_frame, "a host pool of other layouts"
 
     def layers(self) -> tuple[int, ...]:
-        """The ordinals of all layers that keep something, ascending: the order in which a forward pass needs them."""
+        """The ordinals of all layers that have fields, ascending, as a forward pass needs them."""
         return tuple(sorted({layer for pool in self._pools for field in pool.layout.fields for layer in field.layers}))
 
     def bytes_of(self, group: int) -> int:
-        """Bytes of one record of that group."""
+        """Bytes of one record."""
         return self._host.format(group).num_bytes
 
     def rows(self, group: int) -> Rows:
@@ -63,21 +58,21 @@ class FrameCopies:
         return self._host.rows(group)
 
     def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
-        """Copy `device_frames[i]` into the record of `host_frames[i]`, whose header is then no longer true."""
+        """Copy `device_frames[i]` into the record of `host_frames[i]`, whose header is then wrong until `seal`."""
         self._check(group, device_frames, host_frames)
         self._copies[group].to_host(device_frames, host_frames)
 
     def to_device(self, group: int, device_frames: Ids, host_frames: Ids, layer: int | None = None) -> None:
-        """Copy the record of `host_frames[i]` into `device_frames[i]`: all of it, or what one layer owns."""
+        """Copy the record of `host_frames[i]` into `device_frames[i]`: all of it, or one layer's part."""
         self._check(group, device_frames, host_frames)
         self._copies[group].to_device(device_frames, host_frames, layer)
 
     def seal(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> None:
-        """Write the headers of records whose frames are there; see `RecordFormat.seal`."""
+        """See `RecordFormat.seal`."""
         self._host.format(group).seal(self._host.rows(group), host_frames, keys)
 
     def defects(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> list[str]:
-        """What is wrong with each record, "" where nothing is; see `RecordFormat.defects`."""
+        """See `RecordFormat.defects`."""
         return self._host.format(group).defects(self._host.rows(group), host_frames, keys)
 
     def _check(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
@@ -87,20 +82,16 @@ class FrameCopies:
             assert not len(frames) or (frames.min() >= 1 and frames.max() <= last), "a frame outside its pool"
 
 
-def _copies(pool: Pool, rows: Rows) -> GroupCopies:
-    return HostedFrames(pool, rows) if pool.device.type == "cpu" else StagedFrames(pool, rows)
-
-
 class _Side(NamedTuple):
-    """What the frames of one side keep for one or several layers of one field, indexed by frame first: `[frames + 1,
-    layers, bytes of a piece]` or `[frames + 1, bytes of a piece]`, one memory seen two ways."""
+    """One side of a field, for all layers or one: `[frames + 1, layers, bytes of a piece]` or `[frames + 1, bytes of a
+    piece]`, and the same memory as a tensor of bytes or words."""
 
     pieces: Bytes
     words: Tensor
 
 
 class HostedFrames:
-    """Copies of one group whose device is the CPU: from memory to memory, without anything in between."""
+    """Copies of one group whose device is the CPU."""
 
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._all: list[tuple[_Side, _Side]] = []  # on the device and on the host
@@ -149,7 +140,7 @@ def _copy(source: _Side, target: _Side, runs: Sequence[tuple[int, int, int]]) ->
 
 
 def _runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
-    """`(first source, first target, count)` of runs that are neighbours, ascending, on both sides."""
+    """`(first source, first target, count)` of runs that ascend by one on both sides."""
     if not len(sources):
         return []
     source, target = np.asarray(sources, dtype=np.int64), np.asarray(targets, dtype=np.int64)
@@ -164,6 +155,5 @@ def _runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
 
 
 def _breaks(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where a run ends and another starts."""
     found: npt.NDArray[np.int64] = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     return found

@@ -1,4 +1,4 @@
-"""StagedFrames: frames between an accelerator and the host, gathered on the accelerator so that each is one copy."""
+"""StagedFrames: frames between an accelerator and the host, gathered on the accelerator, with one copy for each."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ _STAGE_BYTES = 32 * 2**20
 class StagedFrames:
     """Copies of one group whose device is not the host.
 
-    A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device; each frame crosses
-    in one asynchronous copy on a stream of this object's own, which first waits for what the calling thread's stream
-    was given so far. A call returns when its last copy has arrived. For the copies to overlap, `rows` must be pinned.
+    A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each frame crosses
+    in one asynchronous copy on its own stream, which first waits for the calling thread's stream. A call returns when
+    its last copy has arrived. Copies overlap only if `rows` are pinned.
 
     The gathering is tested on the CPU. The streams have not been run on a GPU yet.
     """
 
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._device = pool.device
-        self._fields: list[
-            tuple[tuple[int, ...], int, Tensor]
-        ] = []  # layers, where in a record, [layers, frames, piece]
+        # layers, offset in a record, [layers, frames, piece]
+        self._fields: list[tuple[tuple[int, ...], int, Tensor]] = []
         offset = HEADER_BYTES
         for field, tensor in pool.tensors:
             pieces = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
@@ -66,7 +65,7 @@ class StagedFrames:
                     pieces.index_copy_(1, device, staged.view(len(host), pieces.shape[0], -1).transpose(0, 1))
 
     def _wanted(self, layer: int | None) -> Iterator[tuple[int, Tensor]]:
-        """Where in a record the pieces of all layers, or of one, start, and the pieces, `[layers, frames, bytes]`."""
+        """Offset in a record, and pieces `[layers, frames, bytes]`, of each field, for all layers or one."""
         for layers, offset, pieces in self._fields:
             if layer is None:
                 yield offset, pieces
@@ -82,7 +81,7 @@ class StagedFrames:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """On the own stream, behind what the caller's was given; waits at the end for what was queued in between."""
+        """Runs the body on the own stream, behind the caller's, and waits for it at the end."""
         if self._stream is None:
             yield
             return
@@ -91,7 +90,7 @@ class StagedFrames:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            # Also after an error: nobody may reuse rows that a queued copy still writes.
+            # Also after an error: rows must not be reused while a queued copy writes them.
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
             done.synchronize()

@@ -1,4 +1,4 @@
-"""Large runs of memory: reserved in one piece, in huge pages where the system has some, and touched before use."""
+"""Large host memory: reserved in one piece, in huge pages where the system has some, and touched before use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from quire.errors import HostMemoryError
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are there and the bytes that there will be. What it raises ends the touching."""
+"""Called with the bytes touched so far and all bytes. An exception that it raises ends the touching."""
 
 _CHUNK = 64 * 2**20
 _SYSTEM_PAGE = 4096
@@ -21,12 +21,9 @@ _MOST_THREADS = 16
 
 
 def reserve(num_bytes: int) -> mmap.mmap:
-    """Addresses for that many bytes, with nothing behind them yet, in huge pages later where the system has some.
-
-    Raises HostMemoryError.
-    """
+    """Address space of `num_bytes`, in huge pages where the system has some. Raises HostMemoryError."""
     try:
-        # Private: shared memory would be a file of the system's, without huge pages, and charged as such.
+        # Private: shared memory is a file of the system, without huge pages, and charged as one.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise HostMemoryError(
@@ -36,15 +33,14 @@ def reserve(num_bytes: int) -> mmap.mmap:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            # A kernel without them: slower to touch, and nothing else.
-            return memory
+            return memory  # a kernel without huge pages: only touching is slower
     return memory
 
 
 def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: Progress | None = None) -> None:
-    """Write to every page of the system's in `memory`, which is zero and stays zero: from now on it is there.
+    """Make the system provide all of `memory`, which is zero and stays zero, by a write to each system page.
 
-    With as many threads as there are cores, up to 16, where `threads` is not given.
+    `threads` are by default as many as cores, up to 16.
     """
     total = len(memory)
 

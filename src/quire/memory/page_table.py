@@ -1,4 +1,4 @@
-"""Page tables on the device: what changed in a step goes there in one copy, and nothing else does."""
+"""Page tables on the device: one copy per step brings what changed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.spec.ids import Ids
 class DevicePageTables:
     """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`.
 
-    `apply` packs one step's changes into a pinned buffer and sends them in one asynchronous copy. Buffers take turns,
-    so that one is not written again while the copy of the step before may still read it: `num_steps` is how many steps
-    may be in flight. Entries behind a request's pages, and of rows that nobody has, are left as they are.
+    `apply` packs one step's changes into a pinned buffer and sends them in one asynchronous copy. There are as many
+    buffers as steps that may be in flight, `num_steps`, so that none is written while a copy reads it. Entries behind
+    a request's pages, and of free rows, are stale.
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class DevicePageTables:
         self.tables = torch.zeros((num_groups, num_rows, pages_per_row), dtype=torch.int32, device=device)
         self._flat = self.tables.view(num_groups, num_rows * pages_per_row)
         self.host: Ids | None = self.tables.numpy() if device.type == "cpu" else None
-        """The tables as an array, where the device is the host: nothing is sent there, and `apply` writes."""
+        """The tables as an array where the device is the CPU; `apply` then writes without a copy."""
         self._pinned = device.type == "cuda"
         self._buffers = [self._buffer(1024) for _ in range(num_steps)]
         self._turn = 0
 
     def apply(self, changes: PageTableChanges) -> None:
-        """Bring the tables up to date. One copy to the device, whatever the number of groups; no wait."""
+        """Bring the tables up to date, in one copy to the device, without a wait."""
         count = len(changes)
         if not count:
             return
@@ -47,7 +47,7 @@ class DevicePageTables:
         self._flat[:, sent[0].long()] = sent[1:]
 
     def rows(self, group: int, rows: Tensor, width: int) -> Tensor:
-        """The first `width` entries of some rows, int32 `[len(rows), width]`, a copy on the device."""
+        """The first `width` entries of these rows, int32 `[len(rows), width]`, a copy on the device."""
         return self.tables[group, :, :width].index_select(0, rows)
 
     def _buffer(self, count: int) -> Tensor:

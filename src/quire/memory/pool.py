@@ -1,4 +1,4 @@
-"""Pool: the tensors that hold the frames of one (group, tier). One class for every layout; it never allocates ids."""
+"""Pool: the tensors that hold the frames of one (group, tier), of any layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.memory.mapping import reserve, touch
 from quire.spec.layout import DType, Field, PageLayout
 
 _LARGE = 4 * 2**20
-"""Bytes of a tensor from which on the system has huge pages for it."""
+"""Bytes from which a tensor is large enough for huge pages."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -24,41 +24,26 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LARGE:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Frames are read here and there, each from another page of the system's; in huge pages most of them are at hand.
-    memory = torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
-    touch(memory.numpy())
-    return memory.view(dtype).view(shape)
-
-
 class Arriving(Protocol):
     """Bytes on their way into frames, layer by layer."""
 
     def wait_layer(self, layer: int) -> None:
-        """Return when the layer is there."""
+        """Return when the bytes of the layer have arrived."""
 
 
 class Pool:
-    """Device tensors for frames `0..num_frames`, built from a layout, layer-major.
+    """Device tensors for frames `0..num_frames` of a layout, zero at start; padded tokens write to frame 0.
 
-    Each field is one tensor `[len(field.layers), num_frames + 1, entries, *field.shape]`. Frame 0 is the sink that
-    padded tokens write to; it is never handed out and is part of the price. Contents are zero at start.
+    `tensors` has each field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`.
     """
 
     def __init__(self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu") -> None:
         self.layout = layout
         self.num_frames = num_frames
         self.device = torch.device(device)
-        self._fields: list[tuple[Field, Tensor]] = []
-        self._layers: dict[tuple[str, int], Tensor] = {}
         self.arriving: Sequence[Arriving] = ()  # loads that the step being launched reads, layer by layer
-        self._field_of: dict[tuple[str, int], Field] = {}
         try:
-            for field in layout.fields:
-                self._build(field)
+            self.tensors = tuple((field, self._zeros(field)) for field in layout.fields)
         except (RuntimeError, MemoryError, HostMemoryError) as error:
             raise PlanError(
                 f"the KV pool of {num_frames + 1} frames of {layout.bytes_per_frame} bytes could not be allocated on "
@@ -66,37 +51,41 @@ class Pool:
                 fix="lower the KV memory.",
             ) from error
 
-    def _build(self, field: Field) -> None:
+        self._owned = {
+            (field.name, layer): (field, tensor[index])
+            for field, tensor in self.tensors
+            for index, layer in enumerate(field.layers)
+        }
+
+    def _zeros(self, field: Field) -> Tensor:
         shape = (len(field.layers), self.num_frames + 1, field.entries(self.layout.page_size), *field.shape)
-        tensor = _zeros(shape, torch_dtype(field.dtype), self.device)
-        self._fields.append((field, tensor))
-        for index, layer in enumerate(field.layers):
-            self._layers[field.name, layer] = tensor[index]
-            self._field_of[field.name, layer] = field
+        dtype = torch_dtype(field.dtype)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self.device.type != "cpu" or num_bytes < _LARGE:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # Reads of scattered frames touch many system pages; huge pages cost far fewer misses of the TLB.
+        memory = torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
+        touch(memory.numpy())
+        return memory.view(dtype).view(shape)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, frame 0 included."""
-        return sum(tensor.nbytes for _, tensor in self._fields)
-
-    @property
-    def tensors(self) -> tuple[tuple[Field, Tensor], ...]:
-        """The fields in the order of the layout, each with its tensor `[layers, num_frames + 1, entries, *shape]`."""
-        return tuple(self._fields)
+        return sum(tensor.nbytes for _, tensor in self.tensors)
 
     def layer(self, name: str, layer: int) -> Tensor:
-        """`[num_frames + 1, entries, *shape]` of one layer: a view, for kernels to read and write in place.
+        """`[num_frames + 1, entries, *shape]` of one layer, a view, after all `arriving` loads of that layer.
 
-        Waits until what is `arriving` of that layer is there. Raises what the load raises if it has failed.
+        Raises what a failed load raises.
         """
         for load in self.arriving:
             load.wait_layer(layer)
-        return self._layers[name, layer]
+        return self._owned[name, layer][1]
 
     def field(self, name: str, layer: int) -> Field:
         """The field `name` that `layer` owns."""
-        return self._field_of[name, layer]
+        return self._owned[name, layer][0]
 
     def has(self, name: str, layer: int) -> bool:
         """Whether `layer` owns a field `name` here."""
-        return (name, layer) in self._layers
+        return (name, layer) in self._owned

@@ -1,4 +1,4 @@
-"""RecordFormat: a frame's bytes behind a header that says whose they are. One format everywhere.
+"""RecordFormat: a frame's bytes behind a header that names their page; one format for memory, stores and peers.
 
 Little endian:
 
@@ -11,8 +11,8 @@ Little endian:
     48  digest                16   xxh3_128 of the payload, big endian, seeded by xxh3_64 of the 48 bytes above
     64  payload                    the fields of the layout in order, each [layers, entries, *shape]
 
-The seed binds the digest to key, layout, length and group: a frame's bytes under another page's header do not pass, and
-neither does a header that was changed. A digest finds accidents. It does not stop someone who wants to deceive.
+The seed binds the digest to key, layout, length and group, so that bytes under another page's header or a changed
+header do not pass. The digest finds accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ _LAYOUT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """What the records of one group look like.
-
-    `part` is the index of the group, `layout_digest` the first 16 bytes of its layout's fingerprint and `payload_bytes`
-    the bytes of one frame.
-    """
+    """The records of one group: its index, the first 16 bytes of its layout's fingerprint, and the bytes of a frame."""
 
     part: int
     layout_digest: bytes
@@ -62,7 +58,7 @@ class RecordFormat:
 
     @classmethod
     def of(cls, part: int, layout: PageLayout) -> RecordFormat:
-        """The format of the group at index `part`, whose frames have this layout."""
+        """The format of the group at index `part`, with this layout."""
         return cls(part, bytes.fromhex(layout.fingerprint())[:_LAYOUT_BYTES], layout.bytes_per_frame)
 
     @property
@@ -71,9 +67,9 @@ class RecordFormat:
         return HEADER_BYTES + self.payload_bytes
 
     def seal(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> None:
-        """Write the headers of rows whose payloads are there: `keys[i]`, 32 bytes, is the page of row `frames[i]`.
+        """Write the headers of rows `frames` for the payloads in them; `keys[i]` is the page's key, 32 bytes.
 
-        Reads every payload once. No payload may change from here on without being sealed again.
+        Reads every payload once. A payload that changes later must be sealed again.
         """
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
@@ -84,10 +80,9 @@ class RecordFormat:
             memory[start : start + HEADER_BYTES] = signed + digest
 
     def defects(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> list[str]:
-        """What is wrong with each row as the record of that page, "" where nothing is. Reads every payload once.
+        """What is wrong with each row as the record of its page, "" where nothing is. Reads every payload once.
 
-        Of several, the first of "magic" (flags that this version does not know, too), "group", "length", "layout",
-        "key" and "digest".
+        It is the first that differs of "magic" (with unknown flags), "group", "length", "layout", "key", "digest".
         """
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
@@ -103,7 +98,7 @@ class RecordFormat:
         return found
 
     def _records(self, rows: Rows, frames: Ids) -> tuple[memoryview, Iterable[int]]:
-        """The rows as one run of bytes, and where in it the records of `frames` start."""
+        """The rows as one run of bytes, and where the records of `frames` start in it."""
         num_rows, stride = rows.shape
         assert stride >= self.num_bytes, "rows too short for these records"
         assert rows.flags.c_contiguous, "rows with gaps between them"
@@ -113,9 +108,9 @@ class RecordFormat:
 
 
 def check_record(record: Buffer) -> str:
-    """What is wrong with a record of which nothing is known: "magic", "length", "digest", or "" for nothing.
+    """What is wrong with a record of unknown page and group: "magic", "length", "digest", or "" for nothing.
 
-    What follows the payload that the header announces is not looked at, so the row of a pool passes as it is.
+    Bytes behind the payload are ignored, so that a whole row of a pool passes.
     """
     memory = memoryview(record).cast("B")
     if len(memory) < HEADER_BYTES:
@@ -131,7 +126,6 @@ def check_record(record: Buffer) -> str:
 
 
 def _first_difference(found: bytes, expected: bytes) -> str:
-    """Which part of a header is not as expected; the two differ."""
     if found[:4] != expected[:4] or found[6:8] != expected[6:8]:
         return "magic"
     for name, start, stop in (("group", 4, 6), ("length", 8, 16), ("layout", 16, 32)):

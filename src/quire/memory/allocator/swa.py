@@ -113,8 +113,11 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         """Pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
         self._check_room(num_pages)
         pages = self.full_attn_allocator.alloc_pages(num_pages)
+        if self._windows_only:
+            self.table.bind(pages, pages)
+            return pages
         try:
-            self._map(pages)
+            self.take(pages)
         except OutOfPages:
             self.full_attn_allocator.free_pages(pages)
             raise
@@ -205,12 +208,6 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     def _mapped(self, column: Ids) -> Ids:
         return np.flatnonzero(column).astype(np.int32)
-
-    def _map(self, pages: Ids) -> None:
-        if self._windows_only:
-            self.table.bind(pages, pages)
-        else:
-            self.take(pages)
 
     def _check_room(self, num_pages: int) -> None:
         for side in (self.full_attn_allocator, self.swa_attn_allocator):
