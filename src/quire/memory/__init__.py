@@ -1,1 +1,1 @@
-"""Frames and who owns them: the residency table, the allocators, the pools' tensors."""
+"""Frames of pages: the residency table, the allocators, the tensors of the pools."""

@@ -195,7 +195,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
             self.free_swa(pages * np.int32(self.page_size))
 
     def free_group_begin(self) -> None:
-        """As for one side; the map forgets a window when it is freed, not at the end of the group."""
+        """Collect the frees that follow on both sides; the map forgets a window when it is freed, not at the end."""
         for side in self._sides:
             side.free_group_begin()
 
