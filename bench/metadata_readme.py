@@ -42,7 +42,9 @@ def _short(result: dict[str, Any]) -> str:
         peers = {name: found["cpu_us"] for name, found in row["systems"].items() if name != "quire"}
         own = row["systems"]["quire"]["cpu_us"]
         name = min(peers, key=peers.__getitem__, default="")
-        beside = f"{figure(peers[name])} ({NAMES[name]}) | {peers[name] / own:.1f}" if name else "- | -"
+        ratios = {goal["peer"]: goal["ratio"] for goal in row["goals"] if "peer" in goal}  # of pairs of samples
+        ratio = ratios.get(name, peers[name] / own if name else 0.0)
+        beside = f"{figure(peers[name])} ({NAMES[name]}) | {ratio:.1f}" if name else "- | -"
         lines.append(f"| {row['label']} | {row['page']} | {figure(own)} | {beside} |")
     return "\n".join((*lines, "", f"{result['cpu']}, {result['cores']} cores, medians, {result['date']}."))
 

@@ -34,6 +34,10 @@ PLANS = {
 """Outputs that do not depend on the machine: a test compares these."""
 
 
+GUIDES = ("guide-simulator", "guide-explain", "guide-fuzz")
+"""Guides whose blocks show a command and what it prints."""
+
+
 def output_of(*arguments: str) -> str:
     """What `quire ARGUMENTS` prints, on both streams."""
     done = subprocess.run(
@@ -121,6 +125,25 @@ def paste(name: str) -> None:
     document.write_text(before + found[0] + OUTPUTS[name]() + found[1] + found[2], encoding="utf-8")
 
 
+def paste_guide(name: str) -> None:
+    """Run the commands of a guide that stand above their output in one block, and replace the output."""
+    document = ROOT / "docs" / "guides" / f"{name.removeprefix('guide-')}.md"
+
+    def run(block: re.Match[str]) -> str:
+        picture = "docs/images/replay-sessions.svg"
+        printed = output_of(*block["arguments"].replace("replay.svg", picture).split())
+        return f"{block['opening']}{printed.replace(picture, 'replay.svg')}\n```"
+
+    blocks = re.compile(
+        r"(?P<opening>^```(?:console)?\n\$ quire (?P<arguments>(?:replay|explain|fuzz) (?!--url).*)\n)(?!```).*?^```$",
+        re.DOTALL | re.MULTILINE,
+    )
+    document.write_text(blocks.sub(run, document.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or OUTPUTS:
-        paste(chosen)
+    for chosen in sys.argv[1:] or [*OUTPUTS, *GUIDES]:
+        if chosen in GUIDES:
+            paste_guide(chosen)
+        else:
+            paste(chosen)

@@ -169,9 +169,8 @@ class Scheduler:
         self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
         looks = bool(self._waiting) and self._quiet_at != self._admission_state()
-        if (
-            looks
-        ):  # before the step is made: a commit may give a request pages that are still on their way to the device
+        # Before the step is made: a commit may give a request pages that are still on their way to the device.
+        if looks:
             self._commit_settled()
         running = self._launchable()
         ready = self._rows.ready(running)
