@@ -135,7 +135,8 @@ def paste_guide(name: str) -> None:
         return f"{block['opening']}{printed.replace(picture, 'replay.svg')}\n```"
 
     blocks = re.compile(
-        r"(?P<opening>^```(?:console)?\n\$ quire (?P<arguments>(?:replay|explain|fuzz) (?!--url).*)\n)(?!```).*?^```$",
+        r"(?P<opening>^```(?:console)?\n\$ quire (?P<arguments>(?:replay|explain|fuzz) (?!--url)[^\n]*)\n)"
+        r"(?!```).*?^```$",
         re.DOTALL | re.MULTILINE,
     )
     document.write_text(blocks.sub(run, document.read_text(encoding="utf-8")), encoding="utf-8")
