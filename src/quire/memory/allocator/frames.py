@@ -63,6 +63,11 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
     """Frames that requests take from the allocator, and that the table gets when a request leaves one to a page."""
 
+    @property
+    def num_free(self) -> int:
+        """Frames that are free now; frames set aside for a batch are not."""
+        return self.allocator.available_size()
+
     def drop(self, pages: Ids) -> None:
         """Free the frames of these pages, in ascending order. Pages without a frame are passed over."""
         self.allocator.free(in_order(self.table.unbind(pages)))
