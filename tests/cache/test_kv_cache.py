@@ -228,3 +228,17 @@ def test_a_batch_names_each_request_once() -> None:
         with pytest.raises(InvalidInput, match="twice"):
             verb()
     cache.audit()
+
+
+def test_a_commit_of_several_settles_all_or_none() -> None:
+    cache = KVCache(small_plan(8, 2, max_requests=4))
+    kvs = [cache.begin(np.arange(4, dtype=np.int32) + 10 * at) for at in range(2)]
+    cache.extend(kvs, [4, 4])
+    tokens = [np.arange(4, dtype=np.int32), np.arange(6, dtype=np.int32)]
+    with pytest.raises(InvalidInput, match="6 tokens cannot settle"):
+        cache.commit(kvs, tokens)
+    assert [cache.rows.committed(kv) for kv in kvs] == [0, 0]
+    cache.audit()
+    for kv in kvs:
+        cache.finish(kv)
+    cache.audit()

@@ -48,9 +48,16 @@ def test_no_reader_of_a_whole_group_is_given_the_padding_page(ask: Ask, at: int)
         ask(cache, kv)
 
 
-def test_of_a_window_the_last_page_must_be_there_and_an_early_one_may_have_passed() -> None:
-    cache, kv = made("window", 0)
-    assert cache.rows.page_table([kv], lengths(6), 1)[0, 0] == 0
-    cache, kv = made("window", 2)
+@pytest.mark.parametrize("ask", [ASKED["changes"], lambda cache, kv: cache.rows.page_table([kv], lengths(6), 1)])
+@pytest.mark.parametrize("at", range(3))
+def test_no_reader_of_a_window_is_given_the_padding_page(ask: Ask, at: int) -> None:
+    cache, kv = made("window", at)
     with pytest.raises(MissingFrame, match="in group 'window'"):
-        cache.rows.page_table([kv], lengths(6), 1)
+        ask(cache, kv)
+
+
+@pytest.mark.parametrize("ask", [ASKED["changes"], lambda cache, kv: cache.rows.page_table([kv], lengths(6), 1)])
+def test_a_page_before_the_window_may_have_lost_its_frame(ask: Ask) -> None:
+    cache, kv = made("window", 0)
+    cache.commit(kv, np.arange(6, dtype=np.int32))  # the window of 3 tokens has passed the first page
+    ask(cache, kv)

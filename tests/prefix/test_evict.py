@@ -167,3 +167,16 @@ def test_s3fifo_keeps_what_was_hit_from_a_scan() -> None:
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match=r"'lrru'.*density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo"):
         eviction_policy("lrru")
+
+
+@pytest.mark.parametrize("count", [200, 300, 1025])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whatever_is_evictable_is_evicted_when_asked_for(policy: str, count: int) -> None:
+    """Also where the first eviction comes after more leaves than a policy holds runs of."""
+    tree = tree_with(policy)
+    for leaf in range(count):
+        lease = tree.lease(tree.match(NAMESPACE, np.array([leaf], dtype=np.int32)))
+        tree.insert(lease, np.array([leaf], dtype=np.int32), np.array([leaf + 1], dtype=np.int32))
+        tree.release(lease)
+    assert len(tree.evict(count // 2)) == count // 2
+    assert len(tree.evict(count)) == count - count // 2

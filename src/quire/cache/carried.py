@@ -289,7 +289,8 @@ class CarriedGroup(GroupCache):
         """(length, source, target) of each piece of one request's tokens `start..end`, and the frames it leaves to
         settled pages."""
         row, current = kv.row, int(self._frame[kv.row])
-        source = int(self.table.frame[self._source[row]]) if self._source[row] else current * (start > 0)
+        page = self._source[row : row + 1]
+        source = int(self.table.frames(page)[0]) if page[0] else current * (start > 0)
         pieces: list[tuple[int, int, int]] = []
         settled: list[_Trail] = []
         for at, rank in self._stops(kv, start, end) if leaves else ():

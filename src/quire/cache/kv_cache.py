@@ -110,7 +110,8 @@ class KVCache:
         self.pages = token_allocator(num_pages * plan.page_size, plan.page_size, name="pages")
         self.groups = _groups_of(plan, table, self.pages, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
-        self.rows = RunningTables(plan, table, following, follows=page_tables)
+        firsts = {group.index: group.first for group in self.groups if isinstance(group, PassingGroup)}
+        self.rows = RunningTables(plan, table, following, firsts=firsts, follows=page_tables)
         self.fences = Fences(seconds)
         self.counters = CacheCounters(explained_tokens=dict.fromkeys(map(str, Cause), 0) if explains else {})
         self.num_changes = 0
@@ -176,7 +177,7 @@ class KVCache:
         pages = hit.pages
         try:
             loads = self.offload.bring(lease, hit, label)
-        except OutOfPages:
+        except BaseException:
             self.tree.release(lease)
             raise
         row = self._table.free.pop()
@@ -233,6 +234,8 @@ class KVCache:
                              ours are given up        enter the tree            stays private
         """
         many, all_tokens = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
+        for kv, own in zip(many, all_tokens, strict=True):  # all of them, before anything changes
+            self._check_settled(kv, own)
         fresh: list[_Settled] = []
         private: list[_Settled] = []
         for kv, own in zip(many, all_tokens, strict=True):
@@ -255,13 +258,16 @@ class KVCache:
             new = self._new_pages(private)
             self._retire(given=[part for group in self._partial for part in group.passed(new)])
 
+    def _check_settled(self, kv: RequestKV, tokens: Ids) -> None:
+        row = self.rows.row_of(kv)
+        have, room = int(self._table.committed[row]), int(self._table.allocated[row])
+        if not have <= len(tokens) <= room:
+            raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
+
     def _settle(self, kv: RequestKV, tokens: Ids) -> tuple[int, int]:
         """These tokens have settled. Returns the start and end of the whole pages that had not."""
-        row, committed = self.rows.row_of(kv), self._table.committed
+        row, committed = kv.row, self._table.committed
         before = int(committed[row])
-        if not before <= len(tokens) <= self._table.allocated[row]:
-            have, room = committed[row], self._table.allocated[row]
-            raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
         committed[row] = len(tokens)
         if self.plan.speculation is not None:
             for group in self._carried:

@@ -79,10 +79,17 @@ class RowTable:
 
 class RunningTables:
     """The row table with the device frames of its pages. `following` are the groups whose pages have frames, by index;
-    `live` are the running requests, by row."""
+    of those that pass pages, `firsts` has the first page that each row still reads. `live` are the running requests, by
+    row."""
 
     def __init__(
-        self, plan: MemoryPlan, frames: Residency, following: Mapping[int, PageFrames], *, follows: bool
+        self,
+        plan: MemoryPlan,
+        frames: Residency,
+        following: Mapping[int, PageFrames],
+        *,
+        firsts: Mapping[int, Lengths],
+        follows: bool,
     ) -> None:
         self.plan = plan
         self.page_size = plan.page_size
@@ -91,6 +98,7 @@ class RunningTables:
         self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
         self.live: dict[int, RequestKV] = {}
         self._following = following
+        self._firsts = firsts
         self._last_serial = 0
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
@@ -119,16 +127,16 @@ class RunningTables:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`. Entries after `num_tokens` are
         padding.
 
-        Raises MissingFrame where the page of a request's last token, or in a whole group any page, has no frame.
+        Raises MissingFrame where a page that a request still reads in that group has no frame.
         """
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
-        pages = self.table.pages[self.rows_of(kvs), :width]
+        rows = self.rows_of(kvs)
+        pages = self.table.pages[rows, :width]
         column = self.frames.of(Tier.DEVICE, group)
         table: Ids = column.frame[pages]
-        num_pages = -(-num_tokens // self.page_size)[:, None]
-        read = np.arange(width) < num_pages
-        if column.reclaims:  # frames before the window may be gone
-            read &= np.arange(width) == num_pages - 1
+        read = np.arange(width) < -(-num_tokens // self.page_size)[:, None]
+        if (first := self._firsts.get(group)) is not None:
+            read &= np.arange(width) >= first[rows][:, None]
         if np.count_nonzero(table[read]) != np.count_nonzero(read):
             raise column.missing(pages[read])
         return table
@@ -136,13 +144,15 @@ class RunningTables:
     def page_table_changes(self) -> PageTableChanges:
         """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes).
 
-        Raises MissingFrame where a page of a request has no frame in a whole group.
+        Raises MissingFrame where a page that a request still reads in a group has no frame.
         """
         changes = self.table.changes(self.columns)
-        for group, frames in zip(self._following.values(), changes.frames, strict=True):
-            if not group.table.reclaims and np.count_nonzero(frames) != len(frames):
-                pages = self.table.flat[changes.places]
-                if len(read := pages[(pages != 0) & (frames == 0)]):
+        for (index, group), frames in zip(self._following.items(), changes.frames, strict=True):
+            if np.count_nonzero(frames) != len(frames):
+                lacking = changes.places[frames == 0]
+                if (first := self._firsts.get(index)) is not None:
+                    lacking = lacking[lacking % self.table.width >= first[lacking // self.table.width]]
+                if len(read := self.table.flat[lacking][self.table.flat[lacking] != 0]):
                     raise group.table.missing(read)
         return changes
 

@@ -118,9 +118,7 @@ class HitDensity(EvictionPolicy):
             self._untidy.pop()
 
     def victim(self) -> Node | None:
-        if self._now >= self._learn_at and self._ranked:
-            self._learn()
-        elif self._now >= self._rank_at:
+        if self._now >= self._rank_at:
             self._rank()
         while self._ranked:
             where = self._ranked[-1][1]
@@ -136,9 +134,8 @@ class HitDensity(EvictionPolicy):
         return chain(*self._runs.values())
 
     def _learn(self) -> None:
-        """Compute the worth of leaves. The next rank uses it one tick later, so that no step waits for both."""
+        """Compute the worth of leaves."""
         self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
-        self._rank_at = self._now + 1
         self._table = worth(self._begun, self._reused)
         if self._num_reused > MEMORY // 8:
             self._num_reused = 0
@@ -146,6 +143,9 @@ class HitDensity(EvictionPolicy):
             self._reused *= 0.5**0.125
 
     def _rank(self) -> None:
+        """Order all runs. Afterwards every run is in `_ranked`, so that every candidate can be a victim."""
+        if self._now >= self._learn_at:
+            self._learn()
         self._rank_at = self._now + 4 + len(self._runs) // 4
         where = list(self._runs)
         kinds, epochs = np.array(where, dtype=np.int64).reshape(-1, 2).T
