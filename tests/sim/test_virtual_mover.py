@@ -76,6 +76,13 @@ class World:
         for device in self.copies.device:
             device[...] = 0
 
+    def load_what_was_saved(self, number: int) -> Transfer:
+        """A load of a page that was saved, and that the device has lost."""
+        self.move(Lane.SAVE, number)
+        self.run()
+        self.wipe()
+        return self.move(Lane.LOAD, number)
+
 
 def test_round_trip_in_the_time_that_bytes_take() -> None:
     world = World()
@@ -115,10 +122,7 @@ def test_a_link_carries_one_move_after_the_other_and_links_run_beside_each_other
 
 def test_bytes_come_at_the_end_and_not_before() -> None:
     world = World()
-    world.move(Lane.SAVE, 1)
-    world.run()
-    world.wipe()
-    load = world.move(Lane.LOAD, 1)
+    load = world.load_what_was_saved(1)
     assert load.checked
     assert world.mover.wait(0.0)
     assert not world.mover.wait(0.0), "news is told once"
@@ -138,10 +142,7 @@ def test_bytes_come_at_the_end_and_not_before() -> None:
 
 def test_waiting_for_a_layer_brings_those_up_to_it() -> None:
     world = World()
-    world.move(Lane.SAVE, 1)
-    world.run()
-    world.wipe()
-    load = world.move(Lane.LOAD, 1)
+    load = world.load_what_was_saved(1)
     load.wait_layer(1)
     first, second = world.copies.device
     assert np.array_equal(first[0, 1], world.content[0][0, 1])

@@ -80,7 +80,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         bad = self.table.has(pages, State.DAMAGED)
         frames = self.table.unbind(pages)
         if self._reads:
-            read = np.isin(frames, list(self._reads))
+            read = np.array([frame in self._reads for frame in frames.tolist()], dtype=np.bool_)
             self.still_read.update(zip(frames[read].tolist(), bad[read].tolist(), strict=True))
             frames, bad = frames[~read], bad[~read]
         self.give_back(frames, bad)
@@ -116,8 +116,10 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def end_reading(self, frames: Ids) -> None:
         """The transfer has ended."""
-        self._reads.subtract(frames.tolist())
-        self._reads = +self._reads
+        for frame in frames.tolist():
+            self._reads[frame] -= 1
+            if not self._reads[frame]:
+                del self._reads[frame]
         free = [frame for frame in frames.tolist() if frame in self.still_read and frame not in self._reads]
         bad = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
         self.give_back(np.array(free, dtype=np.int32), bad)
