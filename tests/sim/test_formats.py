@@ -164,6 +164,20 @@ def test_a_token_trace_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
     assert [each.session for each in open_trace(source, limit=1)] == ["b"]
 
 
+def test_names_may_be_numbers(tmp_path: Path) -> None:
+    tokens = {"prompt_token_ids": [1], "output_token_ids": [2]}
+    source = write(
+        tmp_path / "t.jsonl",
+        {**tokens, "request_id": 0, "session": 7},
+        {**tokens, "request_id": 12, "session": 7, "after": 0, "timestamp": 5},
+    )
+    first, second = open_trace(source)
+    assert (first.request_id, first.session, first.after) == ("0", "7", "")
+    assert (second.request_id, second.session, second.after) == ("12", "7", "0")
+    text = write(tmp_path / "a.jsonl", {"timestamp": 0, "input": "question", "output": "b", "session_id": 7})
+    assert [each.session for each in open_trace(text)] == ["7"]
+
+
 # -- wrong lines
 
 TOKENS = {"prompt_token_ids": [1], "output_token_ids": [2], "timestamp": 0, "session": ""}

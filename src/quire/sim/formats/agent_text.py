@@ -24,7 +24,7 @@ class _Row(msgspec.Struct):
     timestamp: Annotated[float, Meta(ge=0)]
     input: Annotated[str, Meta(min_length=1)]
     output: str
-    session_id: str = ""
+    session_id: str | int = ""
 
 
 _ROWS = row_decoder(_Row)
@@ -50,4 +50,6 @@ class AgentText:
 
 def _request(line: Line, tokenize: Tokenize, arrival: float) -> TraceRequest:
     row = line.decode(_ROWS)
-    return TraceRequest(str(line.number), tokenize(row.input), tokenize(row.output), arrival, session=row.session_id)
+    return TraceRequest(
+        str(line.number), tokenize(row.input), tokenize(row.output), arrival, session=str(row.session_id)
+    )

@@ -47,7 +47,7 @@ class _Row(msgspec.Struct):
     timestamp: Annotated[float, Meta(ge=0)]
     output_length: _Length
     hash_ids: _Chunks
-    session_id: str = ""
+    session_id: str | int = ""
 
 
 class RagPulse:
@@ -78,7 +78,7 @@ class RagPulse:
             line.check_length("hash_ids", num_tokens(prompt))
             output = Piece(piece_key("ragpulse output", line.number), row.output_length)
             request = PlannedPieces(
-                str(line.number), tuple(prompt), (output,), arrival=row.timestamp, session=row.session_id
+                str(line.number), tuple(prompt), (output,), arrival=row.timestamp, session=str(row.session_id)
             )
             yield request.planned()
 

@@ -26,15 +26,16 @@ from quire.sim.trace_request import Planned, Trace, TraceRequest
 from quire.spec.events import Namespace
 
 _Tokens = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+_Id = str | int  # 7 is "7"
 
 
 class _Row(msgspec.Struct, omit_defaults=True):
     prompt_token_ids: Annotated[_Tokens, Meta(min_length=1)]
     output_token_ids: _Tokens
     timestamp: Annotated[float, Meta(ge=0)] = 0.0
-    session: str = ""
-    request_id: str = ""
-    after: str = ""
+    session: _Id = ""
+    request_id: _Id = ""
+    after: _Id = ""
     think: Annotated[float, Meta(ge=0)] = 0.0
     adapter: str = ""
     salt: str = ""
@@ -63,11 +64,10 @@ class TokenTrace:
                 _refuse_misspelt(line)
             row = line.decode(_ROWS)
             line.check_length("prompt_token_ids", len(row.prompt_token_ids) + len(row.output_token_ids))
-            if row.after and arrivals.get(row.after, math.inf) > row.timestamp:
-                line.refuse(
-                    f"'after' names '{row.after}', and no line before this one has such a request that is earlier"
-                )
-            request_id = row.request_id or str(line.number)
+            after = str(row.after)
+            if after and arrivals.get(after, math.inf) > row.timestamp:
+                line.refuse(f"'after' names '{after}', and no line before this one has such a request that is earlier")
+            request_id = _request_id(row, line)
             if request_id in arrivals:
                 line.refuse(f"there was a request '{request_id}' before")
             arrivals[request_id] = row.timestamp
@@ -105,16 +105,20 @@ def write_trace(trace: Trace, path: Path) -> None:
             file.write(encoder.encode(row) + b"\n")
 
 
+def _request_id(row: _Row, line: Line) -> str:
+    return str(line.number if row.request_id == "" else row.request_id)
+
+
 def _request(line: Line, arrival: float) -> TraceRequest:
     row = line.decode(_ROWS)
     return TraceRequest(
-        request_id=row.request_id or str(line.number),
+        request_id=_request_id(row, line),
         prompt=np.array(row.prompt_token_ids, dtype=np.int32),
         output=np.array(row.output_token_ids, dtype=np.int32),
         arrival=arrival,
-        session=row.session,
+        session=str(row.session),
         namespace=Namespace(adapter=row.adapter, salt=row.salt),
-        after=row.after,
+        after=str(row.after),
         think=_seconds(row.think),
         priority=row.priority,
         abort_after=row.abort_after,
