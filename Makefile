@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q
 READY  := $(VENV)/.quire-ready
 TORCH  := 2.13.0
+LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
 # One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-all bench check clean setup
+.PHONY: help demo test test-all fuzz bench check clean setup
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -41,6 +42,10 @@ test: $(READY)   ## checks and tests, under 10 minutes on 2 cores
 
 test-all: $(READY)  ## everything, the long stateful runs and the soak test included
 	@$(BIN)/python -m pytest -m "not gpu" --timeout 1800 $(WORKERS)
+
+fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks after each; SEEDS=1000 for so many lives
+	@$(BIN)/python -m tests.fuzz $(LIVES)
+	@$(BIN)/python -m tests.fuzz $(LIVES) --tiers device,host,storage
 
 bench: $(READY)  ## the engine benchmark at full size (minutes)
 	@$(BIN)/python bench/engine.py

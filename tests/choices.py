@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 
 
 def drawn(data: st.DataObject) -> Choices:

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from quire.testing.fuzz.cache_machine import CacheMachine
-from quire.testing.fuzz.choices import Choices
-from quire.testing.fuzz.run import run_life
+from quire.testing.choices import Choices
 from tests.choices import drawn
+from tests.fuzz.cache_machine import CacheMachine
+from tests.fuzz.run import run_life
 
 MUST_HAPPEN = (
     "hit",

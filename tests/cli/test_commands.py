@@ -14,7 +14,7 @@ from quire.errors import UnsupportedModel
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 
-COMMANDS = ("serve", "generate", "plan", "replay", "explain", "demo", "doctor", "fuzz")
+COMMANDS = ("serve", "generate", "plan", "replay", "explain", "demo", "doctor")
 NO_TORCH = """
 import sys
 from quire.cli import main

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.testing.mutants import injected
 from tests.engine.running import run
 from tests.engine.tiered import GREEDY, PROMPTS, Case, case_of, closed, end_all, settle, small
+from tests.mutants import injected
 
 PROMPT = PROMPTS[1]
 REUSABLE = (len(PROMPT) - 1) // 4 * 4

@@ -19,6 +19,7 @@ from tests.examples.generated_sections import ROOT, document_with
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
 QUIRE = (sys.executable, "-m", "quire")
+FUZZ = (sys.executable, "-m", "tests.fuzz")
 PORT = 8000
 
 
@@ -38,10 +39,10 @@ GUIDES = ("guide-simulator", "guide-explain", "guide-fuzz")
 """Guides whose blocks show a command and what it prints."""
 
 
-def output_of(*arguments: str) -> str:
-    """What `quire ARGUMENTS` prints, on both streams."""
+def output_of(*arguments: str, program: tuple[str, ...] = QUIRE) -> str:
+    """What `quire ARGUMENTS`, or another program, prints, on both streams."""
     done = subprocess.run(
-        (*QUIRE, *arguments), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        (*program, *arguments), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
@@ -111,7 +112,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "replay": replay,
     "explain": lambda: output_of("explain", "sessions", EXPLAINED, "--pool-tokens", "1/8"),
-    "fuzz": lambda: output_of("fuzz", "--seconds", "10", "--seed", "1"),
+    "fuzz": lambda: output_of("--seconds", "10", "--seed", "1", program=FUZZ),
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),
 }
 
@@ -131,11 +132,13 @@ def paste_guide(name: str) -> None:
 
     def run(block: re.Match[str]) -> str:
         picture = "docs/images/replay-sessions.svg"
-        printed = output_of(*block["arguments"].replace("replay.svg", picture).split())
+        program = QUIRE if block["program"] == "quire" else FUZZ
+        printed = output_of(*block["arguments"].replace("replay.svg", picture).split(), program=program)
         return f"{block['opening']}{printed.replace(picture, 'replay.svg')}\n```"
 
     blocks = re.compile(
-        r"(?P<opening>^```(?:console)?\n\$ quire (?P<arguments>(?:replay|explain|fuzz) (?!--url)[^\n]*)\n)"
+        r"(?P<opening>^```(?:console)?\n\$ (?P<program>quire(?= (?:replay|explain) (?!--url))|python -m tests.fuzz)"
+        r" (?P<arguments>[^\n]*)\n)"
         r"(?!```).*?^```$",
         re.DOTALL | re.MULTILINE,
     )

@@ -16,7 +16,7 @@ from quire.memory.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 
 OPERATIONS = ("alloc", "extend", "decode", "free", "free", "wrong_free", "group", "backup", "restore", "clear")
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import InvalidFree, OutOfPages
 from quire.memory.allocator import MambaSlotAllocator
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 
 
 class MambaMachine:

@@ -18,7 +18,7 @@ import pytest
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator import SWATokenToKVPoolAllocator, token_allocator
 from quire.memory.residency import Column
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 
 
 def window_slots(allocator: SWATokenToKVPoolAllocator, slots: Any) -> np.ndarray:

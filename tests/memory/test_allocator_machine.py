@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 from tests.choices import drawn
 from tests.memory.machine import OPERATIONS, AllocatorMachine, run_allocator
 from tests.memory.mamba_machine import MambaMachine, run_mamba

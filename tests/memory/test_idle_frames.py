@@ -8,7 +8,7 @@ import pytest
 from quire.memory.residency import Column
 from quire.spec.ids import Ids
 from quire.spec.rank import Rank
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 
 
 def ids(*pages: int) -> Ids:

@@ -11,7 +11,7 @@ from quire.memory.page_table import DevicePageTables
 from quire.memory.residency import PageTableChanges
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 
 CUDA = pytest.param("cuda", True, marks=pytest.mark.gpu)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -343,7 +344,7 @@ def scales_are_not_written(patch: Patch) -> None:
     def write(rows: StoredRows, slots: Any, new: Any) -> Any:
         before = None if rows._scales is None else rows._scales.clone()
         found = real(rows, slots, new)
-        if rows._scales is not None:
+        if rows._scales is not None and before is not None:
             rows._scales.copy_(before)
         return found
 
@@ -450,7 +451,7 @@ def a_cap_shrinks_one_side(patch: Patch) -> None:
         patch.setattr(
             HybridSWAPoolConfigurator,
             "_window_rule",
-            lambda self, group, size: PoolRule(group=group, per_token=configurator.Fraction(0), minimum=5000, why=""),
+            lambda self, group, size: PoolRule(group=group, per_token=Fraction(0), minimum=5000, why=""),
         )
         try:
             return real(solve, tokens, page_size)
@@ -486,7 +487,7 @@ def shared_pages_count_once(patch: Patch) -> None:
 
     def rule(solve: MemoryPoolConfigurator, group: Any, page_size: int) -> PoolRule:
         found = real(solve, group, page_size)
-        return PoolRule(group=group, per_token=configurator.Fraction(1, page_size), why=found.why)
+        return PoolRule(group=group, per_token=Fraction(1, page_size), why=found.why)
 
     patch.setattr(MemoryPoolConfigurator, "_full_rule", rule)
 

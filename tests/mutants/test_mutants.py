@@ -9,9 +9,9 @@ import pytest
 
 from quire.errors import QuireError
 from quire.plan import planner
-from quire.testing import mutants as shipped
-from quire.testing.fuzz.run import run_lives
+from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
+from tests.fuzz.run import run_lives
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator

@@ -8,8 +8,8 @@ import pytest
 from quire.errors import UnsupportedModel
 from quire.prefix.reach import Full, reach_of
 from quire.spec.group import ReachSpec
-from quire.testing.fuzz.choices import Choices
-from quire.testing.fuzz.plans import reach, tokens_read
+from quire.testing.choices import Choices
+from tests.fuzz.plans import reach, tokens_read
 
 KINDS = ("full", "window", "chunk", "state")
 

@@ -22,8 +22,8 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.group import ReachSpec
 from quire.testing import FakeModel, small_plan
+from quire.testing.choices import Choices
 from quire.testing.fake_model import FakeStep, next_token
-from quire.testing.fuzz.choices import Choices
 
 VOCABULARY = 3
 MOST = 8

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.testing.fuzz.run import run_life
-from quire.testing.fuzz.scheduler_machine import SchedulerMachine
 from tests.choices import drawn
+from tests.fuzz.run import run_life
+from tests.fuzz.scheduler_machine import SchedulerMachine
 
 MUST_HAPPEN = (
     "hit",

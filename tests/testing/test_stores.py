@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.testing.choices import Choices
 from quire.testing.contracts.records import make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.testing.contracts.store_model import StoreModel
-from quire.testing.fuzz.choices import Choices
 from quire.testing.stores import Fault, FaultyStore, LoggedStore, SlowStore
 from quire.testing.stores.faulty_store import LIES
 from quire.tiers.store import Answer, Store

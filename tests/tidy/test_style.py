@@ -23,8 +23,8 @@ KINDS = re.compile(
 )
 KNOWS_NO_KIND = ("prefix/", "cache/", "scheduler/", "engine/", "serve/", "observe/", "testing/")
 KNOWS_NO_KIND += ("memory/residency.py", "memory/pool.py")
-MAY_NAME_KINDS = ("prefix/reach.py", "engine/config.py", "testing/fuzz/plans.py")
-"""Reach is where kinds are; the engine passes the names of settings on to planning; fuzzing draws plans of any kind."""
+MAY_NAME_KINDS = ("prefix/reach.py", "engine/config.py")
+"""Reach is where kinds are; the engine passes the names of settings on to planning."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -10,12 +10,13 @@ from quire import __version__
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.explain import explain
-from quire.cli.fuzz import fuzz
 from quire.cli.generate import generate
 from quire.cli.plan import plan
 from quire.cli.replay import replay
+from quire.cli.report import reported
 from quire.cli.serve import serve
 from quire.cli.store import store_app
+from quire.errors import InvalidInput
 
 app = typer.Typer(
     name="quire",
@@ -32,7 +33,6 @@ app.command()(replay)
 app.command()(explain)
 app.command()(demo)
 app.command()(doctor)
-app.command()(fuzz)
 app.add_typer(store_app)
 
 
@@ -53,6 +53,16 @@ def root(
     [bold]quire demo[/bold] shows what that means in a minute. Exit codes: 0 done, 1 a defect, 2 bad input
     or does not fit, 3 a combination that is refused, 4 something was found to be wrong, or a KV dtype costs too much.
     """
+
+
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def fuzz() -> None:
+    """Not installed: `make fuzz` in a checkout."""
+    with reported(as_json=False):
+        raise InvalidInput(
+            "fuzzing is for those who change Quire, and not installed.",
+            fix="type `make fuzz` in a checkout of Quire; `python -m tests.fuzz --help` there lists its options.",
+        )
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.testing.choices import Choices
 from quire.testing.contracts.store_model import StoreModel
-from quire.testing.fuzz.choices import Choices
 from quire.tiers.stores.directory import DirectoryStore
 from tests.choices import drawn
 from tests.tiers.stores.directory_medium import DirectoryMedium

@@ -22,10 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from quire.testing.choices import Choices
 from quire.testing.contracts.medium import Medium
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store_model import StoreModel
-from quire.testing.fuzz.choices import Choices
 from quire.tiers.forgotten import forget_scope, mark_of
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.transfer import Lane, Transfer

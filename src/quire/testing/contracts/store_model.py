@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from quire.testing.choices import Choices
 from quire.testing.contracts.records import make_key, make_record
-from quire.testing.fuzz.choices import Choices
 from quire.tiers.store import Answer, Store
 
 OPERATIONS = ("prepare", "prepare", "put", "put", "complete", "get", "get", "exists", "remove", "entries")

@@ -9,7 +9,7 @@ from threading import RLock
 
 from typing_extensions import Buffer
 
-from quire.testing.fuzz.choices import Choices
+from quire.testing.choices import Choices
 from quire.testing.stores.wrapped_store import WrappedStore
 from quire.tiers.store import Answer, Store, StoreKey
 

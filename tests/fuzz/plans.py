@@ -1,0 +1,83 @@
+"""Small plans with any combination of reaches, in pools so small that frames are always short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quire.cache import KVCache
+from quire.plan.budget import MemoryPlan
+from quire.prefix.reach import reach_of
+from quire.spec.group import ReachSpec
+from quire.spec.ids import Ids
+from quire.testing.choices import Choices
+from quire.testing.plans import small_plan
+
+COMBINATIONS = (
+    ("full",),
+    ("full", "full"),
+    ("full", "window"),
+    ("full", "state"),
+    ("full", "window", "state"),
+    ("full", "full", "chunk", "window", "state"),
+    ("full", "chunk"),
+    ("window",),
+    ("state",),
+    ("window", "state"),
+)
+FEW = 6  # frames beyond the least that works
+
+
+def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, max_requests: int) -> MemoryPlan:
+    """Groups of one of `COMBINATIONS`; those read in part have few frames, at least what one request needs."""
+    reaches = [reach(choices, kind, page_size) for kind in choices.one_of(COMBINATIONS)]
+    frames = []
+    for spec in reaches:
+        least = reach_of(spec, page_size).held(num_pages)
+        scarce = min(num_pages, least + choices.below(FEW)) if spec.kind != "full" else num_pages
+        frames.append(max(scarce, 1))
+    return small_plan(
+        num_pages,
+        page_size,
+        context=context,
+        max_requests=max_requests,
+        groups=tuple(f"{spec.kind}{index}" for index, spec in enumerate(reaches)),
+        reaches=tuple(reaches),
+        frames=tuple(frames),
+    )
+
+
+def reach(choices: Choices, kind: str, page_size: int) -> ReachSpec:
+    """A reach of that kind; windows and chunks are around a page and up to four of them."""
+    if kind in ("full", "state"):
+        return ReachSpec(kind)
+    around = (page_size - 1, page_size, page_size + 1, 4 * page_size, choices.between(1, 3 * page_size))
+    return ReachSpec(kind, max(1, choices.one_of(around)))
+
+
+def tokens_read(spec: ReachSpec, page_size: int) -> Callable[[int], int]:
+    """From a position to the first earlier token that a token there reads, by the definition of each kind.
+
+    A state is read as a whole, and is there where its last token's page has it.
+    """
+    return {
+        "full": lambda position: 0,
+        "window": lambda position: max(0, position - spec.tokens + 1),
+        "chunk": lambda position: position // spec.tokens * spec.tokens,
+        "state": lambda position: max(0, position - page_size),
+    }[spec.kind]
+
+
+def shuffle_frames(cache: KVCache, choices: Choices) -> None:
+    """Give frames back in any order, so that a page's id and those of its frames differ."""
+    for group in cache.groups:
+        allocator: Any = group.frames.allocator
+        if group.reach.carried:
+            take, free = allocator.alloc, allocator.free
+        else:
+            take, free = allocator.alloc_pages, allocator.free_pages
+        frames: Ids = take(group.num_frames)
+        left = frames.tolist()
+        free(np.array([left.pop(choices.below(len(left))) for _ in frames], dtype=np.int32))

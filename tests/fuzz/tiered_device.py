@@ -1,0 +1,36 @@
+"""TieredDevice: steps on requests whose prefixes are still arriving, layer by layer."""
+
+from __future__ import annotations
+
+from quire.cache import KVCache
+from quire.cache.request_kv import RequestKV
+from quire.tiers.transfer import Transfer
+from tests.fuzz.device import Device, Part, Step
+from tests.fuzz.host_records import LAYERS
+from tests.fuzz.names import Names
+
+
+class TieredDevice(Device):
+    """As `Device`; a step that is launched on loads waits for each of their layers before it reads."""
+
+    def __init__(self, cache: KVCache, names: Names) -> None:
+        super().__init__(cache, names)
+        self._loads: dict[Step, list[Transfer]] = {}
+        self.num_waits = 0
+
+    def launch(self, kvs: list[RequestKV], parts: list[Part]) -> Step:
+        """Only for requests whose prefix is there, or good and on its way."""
+        assert all(kv.is_ready for kv in kvs), "a step was launched on a prefix that is not there"
+        loads = [move for kv in kvs for move in kv.loads]
+        step = super().launch(kvs, parts)
+        self._loads[step] = loads
+        return step
+
+    def execute(self, step: Step) -> None:
+        """Layer by layer, when each has arrived."""
+        for move in self._loads.pop(step):
+            self.num_waits += not move.done
+            for layer in LAYERS:
+                assert move.done or move.is_driven, "a step waits for a load that has not begun"
+                move.wait_layer(layer)
+        super().execute(step)

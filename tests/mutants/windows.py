@@ -1,0 +1,95 @@
+"""Mistakes with groups of which a request reads a part that moves along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.cache import offload
+from quire.cache.admission import Admission
+from quire.cache.groups import NO_PAGES, PassingGroup
+from quire.cache.resuming import resume_point
+from quire.prefix.reach import Chunk, Window
+from tests.mutants import field
+from tests.mutants.registry import Patch, mutant
+
+
+@mutant("cache", field.OFF_BY_ONE)
+def a_window_is_a_page_too_short(patch: Patch) -> None:
+    """The first token of a window is gone when the request reads it."""
+    real = Window.needed
+    patch.setattr(Window, "needed", lambda self, n: range(min(n, real(self, n).start + 1), n))
+
+
+@mutant("cache", field.PARTIAL)
+def a_window_with_a_hole_is_resumed_on(patch: Patch) -> None:
+    """A prompt resumes where the oldest page of its window is missing."""
+    patch.setattr(Window, "resumable", lambda self, resident: resident.copy())
+
+
+@mutant("cache", field.PARTIAL)
+def a_chunk_is_taken_for_resident(patch: Patch) -> None:
+    """A prompt resumes inside a chunk whose beginning is gone."""
+    patch.setattr(Chunk, "resumable", lambda self, resident: np.ones_like(resident))
+
+
+@mutant("cache", field.PARTIAL)
+def any_group_is_enough(patch: Patch) -> None:
+    """A prompt resumes where one group can and another cannot."""
+    patch.setattr(offload, "resume_point", lambda groups, pages: resume_point(groups[:1], pages))
+
+
+@mutant("cache", field.PINS)
+def a_pinned_window_is_dropped(patch: Patch) -> None:
+    """Windows that running requests read are dropped for others."""
+    patch.setattr(PassingGroup, "begin", lambda self, row, pages: self.first.__setitem__(row, 0))
+
+
+@mutant("cache", field.PINS)
+def passed_windows_stay_pinned(patch: Patch) -> None:
+    """The pool of windows fills with what was passed, and requests fail beside frames that nobody reads."""
+    nothing = NO_PAGES, NO_PAGES
+    patch.setattr(PassingGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
+
+
+@mutant("cache", field.STUCK)
+def eviction_ignores_windows(patch: Patch) -> None:
+    """Only whole pages are evicted, and a full pool of windows never gets a frame back."""
+    patch.setattr(PassingGroup, "evict", lambda self, num_frames: 0)
+
+
+@mutant("cache", field.DEAD)
+def a_window_is_not_revived(patch: Patch) -> None:
+    """A page computed again keeps its cached twin without a window, and nobody resumes there ever after."""
+    patch.setattr(PassingGroup, "_revive", lambda self, ours, theirs: None)
+
+
+@mutant("cache", field.TWICE)
+def a_revived_frame_is_freed_with_its_old_page(patch: Patch) -> None:
+    """A revived window belongs to the tree and to the request that ends, which frees it."""
+
+    def revive(group: Any, ours: Any, theirs: Any) -> None:
+        missing = ~group.table.present(theirs)
+        group.table.frame[theirs[missing]] = group.table.frame[ours[missing]]
+
+    patch.setattr(PassingGroup, "_revive", revive)
+
+
+@mutant("cache", field.PINS)
+def a_window_is_unpinned_twice(patch: Patch) -> None:
+    """A window is dropped between two pins of it, and the second unpin frees what is another's."""
+    real = PassingGroup.give_back
+
+    def give_back(group: PassingGroup, given: Any) -> None:
+        again = given.unpinned[group.table.pins[given.unpinned] > 1]
+        real(group, given)
+        group.table.unpin(again, given.rank)
+
+    patch.setattr(PassingGroup, "give_back", give_back)
+
+
+@mutant("cache", field.EVICTED)
+def a_hit_outlives_its_window(patch: Patch) -> None:
+    """A hit taken before its window was dropped is begun on."""
+    patch.setattr(Admission, "is_current", lambda self, hit: hit.match.version == self._tree.version)
