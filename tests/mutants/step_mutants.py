@@ -48,7 +48,9 @@ def a_row_is_whoever_has_it(patch: Patch) -> None:
     real = RunningRows.settle
 
     def settle(self: RunningRows, step: Step, *drawn: Any) -> Any:
-        step.of.serials = np.where(self.serials[step.of.rows] > 0, self.serials[step.of.rows], step.of.serials)
+        step.batch.serials = np.where(
+            self.serials[step.batch.rows] > 0, self.serials[step.batch.rows], step.batch.serials
+        )
         return real(self, step, *drawn)
 
     patch.setattr(RunningRows, "settle", settle)

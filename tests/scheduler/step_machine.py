@@ -219,7 +219,7 @@ class StepMachine:
             life, kv = lives[request], step.batch.kvs[at]
             if life.kv is None:
                 life.kv, life.launched, life.settled = kv, kv.num_cached, kv.num_cached
-            assert life.kv is kv and request.kv is kv and step.of.rows[at] == kv.row
+            assert life.kv is kv and request.kv is kv and step.batch.rows[at] == kv.row
             works.append(self._work(step, at, life, kv))
         draws = [work.draws for work in works]
         assert (

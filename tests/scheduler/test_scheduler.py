@@ -14,6 +14,7 @@ from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import Step
 from quire.spec.events import Namespace
 from quire.testing import FakeModel, small_plan
 from quire.testing.clear import clear
@@ -23,8 +24,10 @@ class Engine:
     """A scheduler that runs to the end, one step after the other."""
 
     def __init__(self, num_pages: int, page_size: int, *, policy: str = "fcfs", **limits: Any) -> None:
-        self.cache = KVCache(small_plan(num_pages, page_size, context=limits.pop("context", 0)), offload=Offloads())
         settings = {"max_running": 4, "max_tokens": 64} | limits
+        rows = max(8, settings["max_running"])
+        plan = small_plan(num_pages, page_size, context=settings.pop("context", 0), max_requests=rows)
+        self.cache = KVCache(plan, offload=Offloads())
         self.scheduler = Scheduler(self.cache, scheduling_policy(policy), **settings)
         self.model = FakeModel(self.cache)
 
@@ -39,11 +42,14 @@ class Engine:
         step = self.scheduler.schedule()
         names = [request.request_id for request in step.requests]
         computed = dict(zip(names, step.counts.tolist(), strict=True))
+        self.finish_step(step)
+        return computed
+
+    def finish_step(self, step: Step) -> None:
         if len(step):
             launched = self.model.launch(step)
             self.scheduler.settle(step, self.model.execute(launched))
             self.cache.close_fence(launched.fence)
-        return computed
 
     def run(self) -> None:
         for _ in range(1_000):
@@ -185,3 +191,40 @@ def test_a_request_that_ends_by_a_stop_token_keeps_it_as_its_last() -> None:
     engine.run()
     assert (request.finish_reason, request.num_outputs) == ("stop", 1)
     assert request.stop_token == request.output_tokens[0]
+
+
+def test_a_request_that_is_preempted_as_it_begins_is_admitted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(6, 1)
+    engine.add("first", [1, 2, 3, 4], max_tokens=2)
+    engine.step()
+    late = engine.add("late", [5, 6, 7], max_tokens=1)
+    admission = engine.cache.admission
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "why_not", lambda *asked: "")
+        step = engine.scheduler.schedule()
+    assert late.state is RequestState.WAITING and late.num_preemptions == 1
+    assert step.admitted == [] and late not in step.requests
+    engine.finish_step(step)
+    admitted = []
+    while engine.scheduler.has_requests:
+        step = engine.scheduler.schedule()
+        admitted += step.admitted
+        engine.finish_step(step)
+    assert admitted == [late] and late.finish_reason == "length"
+
+
+def test_the_decodes_that_fit_beside_a_step_in_flight_are_found_in_few_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(32 + 32 + 20, 1, max_running=32)
+    requests = [engine.add(str(at), [at + 1], max_tokens=4) for at in range(32)]
+    engine.step()
+    engine.scheduler.schedule()
+    fence = engine.cache.open_fence()
+    real, attempts = engine.cache.extend, []
+    monkeypatch.setattr(engine.cache, "extend", lambda kvs, counts: (attempts.append(len(kvs)), real(kvs, counts)))
+    step = engine.scheduler.schedule()
+    assert step.requests == requests[:20] and engine.scheduler.num_preemptions == 0
+    assert len(attempts) <= 2 + 5, attempts
+    engine.cache.close_fence(fence)
+    engine.cache.audit()

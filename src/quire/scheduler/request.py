@@ -77,6 +77,7 @@ class Request:
         self.prefetch: Prefetch | None = None  # what of its prompt comes from storage while it waits
         self.prefetched: list[Prefetch] = []  # what has come of it, which is held until it begins
         self.follows: Following | None = None  # whom it waits for, as it was found when it was looked at last
+        self.is_new = True  # until it is one of `Step.admitted`
         self.num_cached = -1  # of its first admission; -1 before
         self.num_host = self.num_storage = 0  # of these, from host memory and from storage
         self.explanation: Explanation | None = None  # of its first admission, where the cache explains

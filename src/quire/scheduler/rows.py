@@ -82,19 +82,19 @@ class RunningRows:
         if behind is None:
             return self._step_rows(list(requests), kvs, rows)
         rows = np.concatenate((behind.rows, rows))
-        return self._step_rows([*behind.requests, *requests], [*behind.batch.kvs, *kvs], rows)
+        return self._step_rows([*behind.requests, *requests], [*behind.kvs, *kvs], rows)
 
     def _step_rows(self, requests: list[Request], kvs: list[RequestKV], rows: Rows) -> StepRows:
         return StepRows(requests, kvs, rows, self.serials[rows], self.terms, self.width)
 
-    def ready(self, of: StepRows) -> Lengths:
+    def ready(self, batch: StepRows) -> Lengths:
         """Tokens of each that could be launched now, drafts not counted: none once the last one it may draw is on its
         way, or while it depends on what is."""
-        rows = of.rows
+        rows = batch.rows
         pending = self.pending[rows]
         known = self.known[rows] + pending
         ready: Lengths = known - self.launched[rows]
-        ready[(known >= of.limit) | (pending > of.most_pending)] = 0
+        ready[(known >= batch.limit) | (pending > batch.most_pending)] = 0
         return ready
 
     def in_prefill(self) -> Bools:
@@ -114,11 +114,11 @@ class RunningRows:
         self.num_drafted += int(self.drafts[row] == 0) * bool(len(tokens))
         self.drafts[row] = len(tokens)
 
-    def drafts_of(self, of: StepRows, most: int) -> Lengths:
+    def drafts_of(self, batch: StepRows, most: int) -> Lengths:
         """How many drafts each of these has; the last ones are forgotten where they are more than `most` in all."""
-        drafts = self.drafts[of.rows]
+        drafts = self.drafts[batch.rows]
         kept: Lengths = np.clip(most - (np.cumsum(drafts) - drafts), 0, drafts)
-        self.drafts[of.rows] = kept
+        self.drafts[batch.rows] = kept
         self.num_drafted -= int(np.count_nonzero(drafts) - np.count_nonzero(kept))
         return kept
 
@@ -130,17 +130,17 @@ class RunningRows:
 
     # -- steps
 
-    def step(self, of: StepRows, counts: Lengths | None = None) -> Step:
+    def step(self, batch: StepRows, counts: Lengths | None = None) -> Step:
         """Launch `counts[i]` tokens of each, drafts among them; without counts, the one token that each draws behind.
 
         What is launched is counted as such, and what it draws as pending.
         """
-        rows = of.rows
+        rows = batch.rows
         starts = self.launched[rows]
         pending = self.pending[rows]
-        step = self._next_tokens(of, starts) if counts is None else self._tokens_of(of, starts, counts, pending)
+        step = self._next_tokens(batch, starts) if counts is None else self._tokens_of(batch, starts, counts, pending)
         if np.count_nonzero(pending):
-            owners = step.drawers if step.is_decode else np.repeat(of.units[:-1], step.counts)
+            owners = step.drawers if step.is_decode else np.repeat(batch.units[:-1], step.counts)
             unknown = (step.positions >= self.known[rows][owners]) & (pending[owners] > 0)
             step.future = unknown.nonzero()[0]
         self.launched[rows] = starts + step.counts
@@ -148,25 +148,25 @@ class RunningRows:
         self.forget_drafts(rows)
         return step
 
-    def _next_tokens(self, of: StepRows, starts: Lengths) -> Step:
-        every = of.units[:-1]
+    def _next_tokens(self, batch: StepRows, starts: Lengths) -> Step:
+        every = batch.units[:-1]
         return Step(
-            of=of,
+            batch=batch,
             starts=starts,
-            counts=of.ones,
-            offsets=of.units,
+            counts=batch.ones,
+            offsets=batch.units,
             positions=starts,
-            draw_counts=of.ones,
+            draw_counts=batch.ones,
             drawers=every,
             draws=every,
-            tokens=self.flat[of.base + starts].astype(np.int64),
+            tokens=self.flat[batch.base + starts].astype(np.int64),
             future=_NO_PLACES,
             is_decode=True,
         )
 
-    def _tokens_of(self, of: StepRows, starts: Lengths, counts: Lengths, pending: Lengths) -> Step:
-        rows, every = of.rows, of.units[:-1]
-        offsets = np.zeros(len(of) + 1, dtype=np.int64)
+    def _tokens_of(self, batch: StepRows, starts: Lengths, counts: Lengths, pending: Lengths) -> Step:
+        rows, every = batch.rows, batch.units[:-1]
+        offsets = np.zeros(len(batch) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         owners = np.repeat(every, counts)
         positions = np.arange(len(owners)) + (starts - offsets[:-1])[owners]
@@ -176,7 +176,7 @@ class RunningRows:
         drawers = np.repeat(every, draw_counts)
         behind = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
         return Step(
-            of=of,
+            batch=batch,
             starts=starts,
             counts=counts,
             offsets=offsets,
@@ -184,7 +184,7 @@ class RunningRows:
             draw_counts=draw_counts,
             drawers=drawers,
             draws=offsets[1:][drawers] - behind,
-            tokens=self.flat[of.base[owners] + positions].astype(np.int64),
+            tokens=self.flat[batch.base[owners] + positions].astype(np.int64),
             future=_NO_PLACES,
         )
 
@@ -194,8 +194,8 @@ class RunningRows:
         Requests that are done have their `finish_reason` now, and keep nothing behind it. Returns what they got, how
         many tokens of each work have settled (-1 where its row is not the request's any more), and works that are done.
         """
-        of, draw_counts = step.of, step.draw_counts
-        live = self.serials[of.rows] == of.serials
+        batch, draw_counts = step.batch, step.draw_counts
+        live = self.serials[batch.rows] == batch.serials
         all_live = np.count_nonzero(live) == len(live)
         kept = draw_counts if kept is None else kept
         several = len(step.drawers) > int(np.count_nonzero(draw_counts))
@@ -208,32 +208,34 @@ class RunningRows:
         elif not all_live:
             some = live[owners]
             owners, tokens = owners[some], tokens[some]
-        every = slice(None) if len(owners) == len(of) and not several else owners  # a view is made faster than a copy
-        after = self.known[of.rows[every]] + (1 if within is None else 1 + within)
-        self.flat[of.base[every] + (after - 1)] = tokens
-        outputs = after - of.prompt[every]
-        ends = after >= of.limit[every]
-        stops = of.stopping(owners, tokens, outputs) if of.stops_early else None
+        every = (
+            slice(None) if len(owners) == len(batch) and not several else owners
+        )  # a view is made faster than a copy
+        after = self.known[batch.rows[every]] + (1 if within is None else 1 + within)
+        self.flat[batch.base[every] + (after - 1)] = tokens
+        outputs = after - batch.prompt[every]
+        ends = after >= batch.limit[every]
+        stops = batch.stopping(owners, tokens, outputs) if batch.stops_early else None
         if stops is not None:
             ends |= stops
         noted = ends | (outputs == 1)
         done: list[int] = []
         if np.count_nonzero(ends):
             kept = kept.copy()
-            done = _end(of, owners, tokens, within, stops, ends, kept)
+            done = _end(batch, owners, tokens, within, stops, ends, kept)
             if within is not None:
                 some = within < kept[owners]
                 owners, tokens, noted = owners[some], tokens[some], noted[some]
         settled = step.ends - (draw_counts - kept)
         if not all_live:
             settled[~live] = -1
-        self._advance(of, live if not all_live else None, settled, kept, draw_counts, several=several)
-        return _what_came(of, owners, tokens, noted, kept, several=several), settled, done
+        self._advance(batch, live if not all_live else None, settled, kept, draw_counts, several=several)
+        return _what_came(batch, owners, tokens, noted, kept, several=several), settled, done
 
     def _advance(
-        self, of: StepRows, live: Bools | None, settled: Lengths, kept: Lengths, drawn: Lengths, *, several: bool
+        self, batch: StepRows, live: Bools | None, settled: Lengths, kept: Lengths, drawn: Lengths, *, several: bool
     ) -> None:
-        rows = of.rows
+        rows = batch.rows
         if live is not None:
             rows, settled, kept, drawn = rows[live], settled[live], kept[live], drawn[live]
         self.settled[rows] = settled
@@ -244,7 +246,7 @@ class RunningRows:
 
 
 def _end(
-    of: StepRows,
+    batch: StepRows,
     owners: Rows,
     tokens: Lengths,
     within: Lengths | None,
@@ -256,7 +258,7 @@ def _end(
     done = []
     for at in ends.nonzero()[0].tolist():
         work = int(owners[at])
-        request = of.requests[work]
+        request = batch.requests[work]
         if request.finish_reason is None:
             kept[work] = 1 if within is None else within[at] + 1
             request.finish_reason = "length"
@@ -266,12 +268,14 @@ def _end(
     return done
 
 
-def _what_came(of: StepRows, owners: Rows, tokens: Lengths, noted: Bools, kept: Lengths, *, several: bool) -> Settled:
+def _what_came(
+    batch: StepRows, owners: Rows, tokens: Lengths, noted: Bools, kept: Lengths, *, several: bool
+) -> Settled:
     if not several:
-        whole = len(owners) == len(of)
-        requests = of.requests if whole else [of.requests[i] for i in owners.tolist()]
+        whole = len(owners) == len(batch)
+        requests = batch.requests if whole else [batch.requests[i] for i in owners.tolist()]
         return Settled(requests, kept[owners], tokens, noted.nonzero()[0].tolist())
     works, first = np.unique(owners, return_index=True)
     said = np.logical_or.reduceat(noted, first) if len(first) else noted
-    requests = [of.requests[i] for i in works.tolist()]
+    requests = [batch.requests[i] for i in works.tolist()]
     return Settled(requests, kept[works], tokens, said.nonzero()[0].tolist())

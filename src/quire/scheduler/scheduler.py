@@ -39,7 +39,7 @@ class _Granted:
     def __init__(self) -> None:
         self.decodes: StepRows | None = None
         self.others: list[Request] = []
-        self.admitted: list[Request] = []
+        self.begun: list[Request] = []
         self.num_tokens = 0
         self._drafts: Lengths | None = None
         self._counts: list[int] = []
@@ -205,7 +205,7 @@ class Scheduler:
     def _committing(self, step: Step, settled: Lengths) -> Rows:
         """Works that are committed now, in order, of those of which so many tokens have settled: prompts, page by page,
         and requests that set frames free by it, or that draw behind drafts."""
-        admission, rows = self._cache.admission, step.of.rows
+        admission, rows = self._cache.admission, step.batch.rows
         if step.is_decode and not admission.gives_back_early:
             return rows[:0]
         pages = settled // self._cache.page_size
@@ -265,9 +265,9 @@ class Scheduler:
             return
         try:
             if self._per_step == 1:
-                self._cache.extend(decodes.batch, 1)
+                self._cache.extend(decodes, 1)
             else:
-                self._cache.reserve(decodes.batch, self._rows.launched[decodes.rows] + self._per_step)
+                self._cache.reserve(decodes, self._rows.launched[decodes.rows] + self._per_step)
         except OutOfPages:
             self._rows.forget_drafts(decodes.rows)
             self._grant(granted, decodes.requests, decodes.ones.tolist())
@@ -280,27 +280,44 @@ class Scheduler:
         return self._cache.admission.at_once(request.kv, min(ready, limit))
 
     def _grant(self, granted: _Granted, requests: list[Request], counts: list[int]) -> None:
-        """Allocate for these, in one operation, and put them into the step; preempt until what is left fits."""
+        """Allocate for these, in one operation, and put them into the step. Where they do not fit, preempt until the
+        rest does; while a step is in flight, take the first ones that fit."""
         while requests:
-            kvs = [request.kv for request in requests if request.kv is not None]
             try:
-                if self._per_step == 1:
-                    self._cache.extend(kvs, counts)
-                else:
-                    self._cache.reserve(kvs, [r.num_launched + n for r, n in zip(requests, counts, strict=True)])
+                self._allocate(requests, counts)
+                break
             except OutOfPages:
                 if self._cache.fences.num_open:
-                    requests, counts = requests[:-1], counts[:-1]
-                    continue
-                victim = self._victim()
-                if victim in requests:
-                    at = requests.index(victim)
-                    requests, counts = requests[:at] + requests[at + 1 :], counts[:at] + counts[at + 1 :]
-                granted.drop(victim)
-                self._preempt(victim)
-            else:
-                granted.add(requests, counts)
-                return
+                    num_fit = self._allocate_first(requests, counts)
+                    requests, counts = requests[:num_fit], counts[:num_fit]
+                    break
+            victim = self._victim()
+            if victim in requests:
+                at = requests.index(victim)
+                requests, counts = requests[:at] + requests[at + 1 :], counts[:at] + counts[at + 1 :]
+            granted.drop(victim)
+            self._preempt(victim)
+        granted.add(requests, counts)
+
+    def _allocate_first(self, requests: Sequence[Request], counts: Sequence[int]) -> int:
+        """Allocate for as many of the first ones as fit, where not all do. Returns how many. O(log) attempts."""
+        fit, short = 0, len(requests)  # the first `fit` have room; the first `short` do not fit
+        while short - fit > 1:
+            middle = (fit + short) // 2
+            try:
+                self._allocate(requests[fit:middle], counts[fit:middle])
+                fit = middle
+            except OutOfPages:
+                short = middle
+        return fit
+
+    def _allocate(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Room for so many more tokens of each, or OutOfPages with nothing changed."""
+        kvs = [request.kv for request in requests if request.kv is not None]
+        if self._per_step == 1:
+            self._cache.extend(kvs, counts)
+        else:
+            self._cache.reserve(kvs, [r.num_launched + n for r, n in zip(requests, counts, strict=True)])
 
     def _step(self, granted: _Granted) -> Step:
         """The step that was granted, launched."""
@@ -311,7 +328,9 @@ class Scheduler:
         else:
             of = self._rows.of(granted.others, decodes) if granted.others or decodes is None else decodes
             step = self._rows.step(of, counts)
-        step.admitted = granted.admitted
+        step.admitted = [request for request in granted.begun if request.is_new and request.kv is not None]
+        for request in step.admitted:
+            request.is_new = False
         return step
 
     def _victim(self) -> Request:
@@ -420,7 +439,7 @@ class Scheduler:
             request.num_cached = kv.num_cached
             request.num_host, request.num_storage = kv.num_host, kv.num_storage
             request.explanation = kv.explanation
-            granted.admitted.append(request)
+        granted.begun.append(request)
         self._prefetching.let_go(request)
         request.state, request.follows = RequestState.RUNNING, None
         self._wait_no_more(request)

@@ -100,11 +100,10 @@ class Places:
         return len(self.outputs)
 
 
-class StepRows:
-    """Requests that are in steps together, and what stays the same as long as they are: their rows, in order.
+class StepRows(RunningBatch):
+    """The batch of requests that are in steps together, and what is the same in all these steps.
 
-    `serials` tell whether a row is still that request's. `base` is where the row's tokens begin in `RunningRows.flat`.
-    `table` has the `TERMS` of all rows.
+    `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows.
     """
 
     __slots__ = (
@@ -112,14 +111,11 @@ class StepRows:
         "_terms",
         "_width",
         "base",
-        "batch",
         "limit",
         "most_pending",
         "ones",
         "prompt",
         "requests",
-        "rows",
-        "serials",
         "stops_early",
         "units",
     )
@@ -128,12 +124,10 @@ class StepRows:
         self, requests: list[Request], kvs: list[RequestKV], rows: Rows, serials: Lengths, table: Terms, width: int
     ) -> None:
         assert len(requests) == len(kvs) == len(rows)
+        super().__init__(kvs, rows, serials)
         self._table, self._width = table, width
         self._terms: Terms | None = None
         self.requests = requests
-        self.batch = RunningBatch(kvs, rows, serials)
-        self.rows = rows
-        self.serials = serials
         self.base: Lengths = rows * width
         self.prompt: Lengths = table["prompt"][rows]
         self.limit: Lengths = table["limit"][rows]
@@ -141,9 +135,6 @@ class StepRows:
         self.stops_early = bool(np.count_nonzero(table["stops_early"][rows]))  # whether any has stop tokens
         self.ones: Lengths = np.ones(len(rows), dtype=np.int64)
         self.units: Lengths = np.arange(len(rows) + 1)  # offsets where each has one token
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
     @property
     def terms(self) -> Terms:
@@ -164,7 +155,7 @@ class StepRows:
     def part(self, places: Rows) -> StepRows:
         """Some of them, in order."""
         at = places.tolist()
-        requests, kvs = map(self.requests.__getitem__, at), map(self.batch.kvs.__getitem__, at)
+        requests, kvs = map(self.requests.__getitem__, at), map(self.kvs.__getitem__, at)
         rows, serials = self.rows[places], self.serials[places]
         return StepRows(list(requests), list(kvs), rows, serials, self._table, self._width)
 
@@ -180,7 +171,7 @@ class Step:
     requests that were admitted in it for the first time.
     """
 
-    of: StepRows
+    batch: StepRows
     starts: Lengths
     counts: Lengths
     offsets: Lengths
@@ -200,12 +191,7 @@ class Step:
     @property
     def requests(self) -> list[Request]:
         """Of each work its request."""
-        return self.of.requests
-
-    @property
-    def batch(self) -> RunningBatch:
-        """The works' requests, for the verbs of the cache."""
-        return self.of.batch
+        return self.batch.requests
 
     @property
     def ends(self) -> Lengths:
@@ -225,7 +211,7 @@ class Step:
     @property
     def places(self) -> Places:
         """Its draws, for a sampler."""
-        requests, terms, prompt = self.of.requests, self.of.terms, self.of.prompt
+        requests, terms, prompt = self.batch.requests, self.batch.terms, self.batch.prompt
         if not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
             requests = [requests[i] for i in self.drawers.tolist()]
             terms, prompt = terms.take(self.drawers), prompt[self.drawers]
@@ -233,10 +219,10 @@ class Step:
 
     def continued(self, previous: Step) -> Rows:
         """For each of `future` the draw of the step before that gives its token: the request's last one."""
-        draw_of = np.zeros(int(previous.of.rows.max()) + 1, dtype=np.intp)
-        draw_of[previous.of.rows[previous.drawers]] = np.arange(len(previous.drawers))
+        draw_of = np.zeros(int(previous.batch.rows.max()) + 1, dtype=np.intp)
+        draw_of[previous.batch.rows[previous.drawers]] = np.arange(len(previous.drawers))
         works = np.searchsorted(self.offsets, self.future, side="right") - 1
-        found: Rows = draw_of[self.of.rows[works]]
+        found: Rows = draw_of[self.batch.rows[works]]
         return found
 
 

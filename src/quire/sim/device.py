@@ -126,11 +126,11 @@ class SimulatedDevice:
 
     def _draw(self, step: Step, requests: Sequence[ScriptedRequest], rows: Rows) -> Lengths:
         """The next tokens of those that draw. A request's outputs are written into its row when it first computes."""
-        own, drawers = step.of.rows, step.drawers
-        for at in (self._serials[own] != step.of.serials).nonzero()[0].tolist():
+        own, drawers = step.batch.rows, step.drawers
+        for at in (self._serials[own] != step.batch.serials).nonzero()[0].tolist():
             script, first = requests[at].script, requests[at].num_prompt_tokens
             self._outputs[own[at], first : len(script)] = script[first:]
-        self._serials[own] = step.of.serials
+        self._serials[own] = step.batch.serials
         return self._outputs[own[drawers], rows.ends[drawers]].astype(np.int64)
 
     def settle(self, step: SimulatedStep) -> Lengths:
