@@ -21,7 +21,7 @@ Writing has two phases, so that no reader finds half a record or part of a page:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -110,3 +110,21 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Wait for calls under way, drop what was not completed, and release everything. May be called twice."""
+
+
+def prepare_once(
+    keys: Sequence[StoreKey],
+    sizes: Sequence[int],
+    prepare: Callable[[list[StoreKey], list[int]], Sequence[Answer]],
+) -> list[Answer]:
+    """Answers of `prepare`, which is asked for distinct keys; the first of a repeated key is the writer."""
+    first: dict[StoreKey, int] = {}
+    for key, size in zip(keys, sizes, strict=True):
+        first.setdefault(key, size)
+    answers = dict(zip(first, prepare(list(first), list(first.values())), strict=True))
+    found = []
+    for key in keys:
+        found.append(answers[key])
+        if answers[key] is Answer.MISS:
+            answers[key] = Answer.PENDING
+    return found

@@ -20,7 +20,7 @@ from quire.testing.contracts.store import StoreContract
 from quire.tiers.forgotten import forget_scope
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.stores.directory.room import slot_size
+from quire.tiers.stores.directory.slab_allocator import slot_size
 from quire.tiers.transfer import Lane, Transfer
 from tests.tiers.stores.directory_medium import DirectoryMedium
 
@@ -120,14 +120,14 @@ def test_a_slot_that_is_given_away_while_it_is_read(tmp_path: Path, monkeypatch:
     with closing(open_in(tmp_path)) as reader, closing(open_in(tmp_path)) as writer:
         old, new, beside = make_keys(3)
         assert write(reader, [old, beside], [make_record(0, 5000), make_record(2, 5000)]) == [Answer.HIT] * 2
-        really = reader._transfer.read
+        really = reader._files.read
 
         def late(places: Any) -> list[bool]:
             assert writer.remove([old]) == 1
             assert write(writer, [new], [make_record(1, 5000)]) == [Answer.HIT]
             return really(places)
 
-        monkeypatch.setattr(reader._transfer, "read", late)
+        monkeypatch.setattr(reader._files, "read", late)
         buffer = bytearray(5000)
         assert reader.get([old], [buffer]) == [Answer.MISS]
         assert bytes(buffer) == make_record(1, 5000), "the slot was to be reused for this test"
@@ -279,8 +279,8 @@ def test_a_transaction_that_is_undone(tmp_path: Path) -> None:
 
         def undone() -> None:
             with store._index.writing() as index:
-                assert len(store._room.take(index, 8192, 3)) == 3
-                store._room.drop(index, slab, slot_bytes)
+                assert len(store._allocator.alloc(index, 8192, 3)) == 3
+                store._allocator.drop(index, slab, slot_bytes)
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):

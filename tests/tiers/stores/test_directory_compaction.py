@@ -91,7 +91,7 @@ def test_a_record_that_changes_while_it_moves(tmp_path: Path, monkeypatch: pytes
     """It was removed, and another was stored under its key: that one stays."""
     store, keys = scattered(tmp_path)
     with closing(store), closing(DirectoryStore(tmp_path, None)) as other:
-        really = store._transfer.write
+        really = store._files.write
         changed: list[StoreKey] = []
 
         def late(places: Any) -> list[bool]:
@@ -101,7 +101,7 @@ def test_a_record_that_changes_while_it_moves(tmp_path: Path, monkeypatch: pytes
                 assert write(other, keys[:1], [make_record(99, 700)]) == [Answer.HIT]
             return really(places)
 
-        monkeypatch.setattr(store._transfer, "write", late)
+        monkeypatch.setattr(store._files, "write", late)
         store.compact()
         assert read(store, keys[0], 700) == make_record(99, 700)
         assert [read(store, key, SIZE) for key in keys[1:3]] == [None, None]
@@ -117,7 +117,7 @@ def test_a_slab_that_goes_while_it_is_read(
     """Another process gives it to the disk, and other records come to lie elsewhere: a MISS, or the right bytes."""
     store, keys = scattered(tmp_path)
     with closing(store), closing(DirectoryStore(tmp_path, None)) as reader:
-        really = reader._transfer.read
+        really = reader._files.read
 
         def change() -> None:
             if how == "removed":
@@ -135,7 +135,7 @@ def test_a_slab_that_goes_while_it_is_read(
             change()
             return done
 
-        monkeypatch.setattr(reader._transfer, "read", late)
+        monkeypatch.setattr(reader._files, "read", late)
         buffers = [bytearray(SIZE) for _ in keys]
         answers = reader.get(keys, buffers)
         assert Answer.MISS in answers and reader.statistics["overtaken"] == answers.count(Answer.MISS)
@@ -154,7 +154,7 @@ def test_what_cannot_move_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             return [False for _ in places]
 
         with monkeypatch.context() as patched:
-            patched.setattr(store._transfer, "read" if how == "unreadable" else "write", fails)
+            patched.setattr(store._files, "read" if how == "unreadable" else "write", fails)
             if how == "interrupted":
                 with pytest.raises(KeyboardInterrupt):
                     store.compact()

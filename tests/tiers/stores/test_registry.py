@@ -13,7 +13,7 @@ from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store
 
 
-@pytest.mark.parametrize("form", ["{}", "dir:{}", "dir://{}"])
+@pytest.mark.parametrize("form", ["{}", "dir:{}", "dir://{}", "file:{}", "file://{}", "FILE://localhost{}"])
 def test_directories(tmp_path: Path, form: str) -> None:
     url = form.format(tmp_path / "store")
     assert directory_of(url) == str(tmp_path / "store")
@@ -23,6 +23,20 @@ def test_directories(tmp_path: Path, form: str) -> None:
     assert isinstance(store, DirectoryStore) and store.facts().capacity == 1 << 20
     store.close()
     open_store(url).close()
+
+
+def test_a_file_url_is_decoded(tmp_path: Path) -> None:
+    assert directory_of(f"file://{tmp_path}/a%20store") == f"{tmp_path}/a store"
+    with pytest.raises(InvalidInput, match="of the host 'elsewhere'"):
+        directory_of("file://elsewhere/store")
+
+
+def test_a_name_that_looks_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of the store is in that directory, with its index."""
+    monkeypatch.chdir(tmp_path)
+    open_store("dir:file:store", capacity=1 << 20).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["file:store"]
+    assert (tmp_path / "file:store" / "index.sqlite").exists()
 
 
 def test_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
+from urllib.parse import unquote
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Store
@@ -16,22 +17,31 @@ _BACKENDS = {
 """By scheme, the module that has `open(url, capacity, *, counts_use) -> Store`. The extra of that name installs what it
 needs."""
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_DIRECTORY = "dir:"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
 def directory_of(url: str) -> str | None:
-    """The path, where a URL is a local directory: `dir:PATH` or a path; else None. Raises InvalidInput for a mistyped
-    server URL, since a path is shown, with its password."""
-    if url.startswith(_DIRECTORY):
-        return url.removeprefix(_DIRECTORY).removeprefix("//")
-    scheme, mark, _ = url.partition(":")
-    if mark and scheme.lower() in _BACKENDS and not _SCHEME.match(url):
+    """The path, where a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None.
+
+    Raises InvalidInput for a `file:` URL of another host, and for a server's URL without slashes: it would be taken for
+    a path, and paths are shown, with their passwords."""
+    found = _SCHEME.match(url)
+    if found is None:
+        return url
+    scheme, rest = found[1].lower(), url[found.end() :]
+    if scheme == "file":
+        host = rest.partition("/")[0] if found[2] else ""
+        if host not in ("", "localhost"):
+            raise InvalidInput(f"'{url}' names a directory of the host '{host}'.", fix="write file:///var/cache/quire.")
+        return unquote(rest.removeprefix(host))
+    if url.startswith("dir:"):
+        return rest
+    if scheme in _BACKENDS and not found[2]:
         raise InvalidInput(
             f"the URL of a store begins with {scheme}://, and this one with {scheme}:.",
             fix=f"write both slashes, or dir:PATH for a directory whose name begins with {scheme}:.",
         )
-    return None if _SCHEME.match(url) else url
+    return None if found[2] else url
 
 
 def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:

@@ -10,7 +10,6 @@ Invariant: a slot below `fresh` is in exactly one of `free` and `records`; any o
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,46 +68,35 @@ class Busy(Exception):
     """The index cannot be read or written now: another process uses it, the disk is full, or the file is damaged."""
 
 
-class _Reading:
-    """A `with` block gives the connection to read from; each statement sees the latest commit. Raises Busy."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self.connection = connection
-        self._lock = Lock()
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._lock.acquire()
-        return self.connection
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._lock.release()
-        if isinstance(error, sqlite3.Error):
-            raise Busy(str(error)) from error
-
-
 class Index:
-    """Two connections, for any thread; `reading` never waits for a writer.
-
-    `left` are ids of our records that the next transaction drops.
-    """
+    """Two connections, for any thread. The next transaction also drops the records of `to_drop`, which are ours."""
 
     def __init__(self, path: Path, *, busy_seconds: float, ended: Callable[[bool], None]) -> None:
         """Open or make the file. `ended(committed)` is called after each transaction, before another thread's.
 
         Raises StoreError where the file is not an index of this version.
         """
-        self.left: set[int] = set()
-        self._writes = Lock()
+        self.to_drop: set[int] = set()
+        self._reads, self._writes = Lock(), Lock()
         self._busy_ms = int(busy_seconds * 1000)
         self._ended = ended
         try:
             self._writer = _connect(path, busy_seconds)
-            self.reading = _Reading(_connect(path, busy_seconds))
+            self._reader = _connect(path, busy_seconds)
         except sqlite3.Error as error:
             raise StoreError(
                 f"the index '{path}' cannot be opened: {error}.",
                 fix="remove the directory if it is no store of yours, or is damaged; a store can be filled again.",
             ) from error
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection to read from; each statement sees the latest commit. Never waits for a writer. Raises Busy."""
+        with self._reads:
+            try:
+                yield self._reader
+            except sqlite3.Error as error:
+                raise Busy(str(error)) from error
 
     @contextmanager
     def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
@@ -121,13 +109,13 @@ class Index:
                 self._writer.execute("PRAGMA busy_timeout = 0")
             self._writer.execute("BEGIN IMMEDIATE")
             committed = False
-            left = tuple(self.left)
+            dropped = tuple(self.to_drop)
             try:
-                release(self._writer, left)
+                release(self._writer, dropped)
                 yield self._writer
                 self._writer.execute("COMMIT")
                 committed = True
-                self.left.difference_update(left)
+                self.to_drop.difference_update(dropped)
             finally:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
@@ -142,7 +130,7 @@ class Index:
 
     def close(self) -> None:
         """Close the file, after all calls have ended."""
-        for connection in (self.reading.connection, self._writer):
+        for connection in (self._reader, self._writer):
             with suppress(sqlite3.Error):
                 connection.close()
 
@@ -200,7 +188,7 @@ class Facts:
     num_owners: int
 
 
-_FACTS = """
+FACTS = """
 SELECT
     (SELECT value FROM settings WHERE name = 'capacity'),
     (SELECT COALESCE(SUM(num_bytes), 0) FROM slabs),
@@ -208,25 +196,6 @@ SELECT
     (SELECT COUNT(*) FROM slabs),
     (SELECT COUNT(*) FROM records WHERE owner IS NOT NULL)
 """
-
-
-def facts_of(index: Index, path: Path, *, direct: bool, num_owners: int) -> Facts:
-    """The state now. Raises Busy and OSError."""
-    with index.reading as connection:
-        capacity, slab_bytes, taken, num_slabs, num_prepared = connection.execute(_FACTS).fetchone()
-    disk = os.statvfs(path)
-    return Facts(
-        path=str(path),
-        direct=direct,
-        capacity=capacity,
-        slab_bytes=slab_bytes,
-        free_bytes=capacity - taken,
-        index_bytes=sum(file.stat().st_size for file in path.glob("index.sqlite*")),
-        disk_free_bytes=disk.f_bavail * disk.f_frsize,
-        num_slabs=num_slabs,
-        num_prepared=num_prepared,
-        num_owners=num_owners,
-    )
 
 
 # -- steps of a transaction
@@ -270,7 +239,8 @@ def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> in
 
 
 def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, check_same_thread=False)
+    # SQLite would take a relative path that begins with "file:" for a URI.
+    connection = sqlite3.connect(path.absolute(), timeout=busy_seconds, isolation_level=None, check_same_thread=False)
     try:
         _to_wal(connection, busy_seconds)
         connection.execute("PRAGMA synchronous = NORMAL")

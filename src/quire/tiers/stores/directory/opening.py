@@ -10,15 +10,13 @@ import logging
 import os
 import sqlite3
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.stores.counts import Counts
-from quire.tiers.stores.directory.index import Busy, Index, release
+from quire.tiers.stores.directory.index import Busy, Index, release, rows_where
 from quire.tiers.stores.directory.owners import Owners
-from quire.tiers.stores.directory.room import Room, Uses
+from quire.tiers.stores.directory.slab_allocator import SlabAllocator
 from quire.tiers.stores.directory.slab_files import SlabFiles, make_file
 
 logger = logging.getLogger(__name__)
@@ -29,29 +27,36 @@ _RESERVE_BYTES = 1 << 20
 _OURS = {_INDEX, _RESERVE, f"{_INDEX}-wal", f"{_INDEX}-shm", f"{_INDEX}-journal", "slabs", "owners", "lost+found"}
 
 TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
-Opened: TypeAlias = "tuple[Counts, SlabFiles, Owners, Uses, Room, Index]"
 
 
-def open_directory(
-    path: Path, capacity: int | None, slab_bytes: int | None, direct: bool | None, busy_seconds: float
-) -> Opened:
-    """Open or make it; see DirectoryStore. On a full disk the store can be read, with a warning.
+class Settings(NamedTuple):
+    """How DirectoryStore is opened; see there."""
+
+    capacity: int | None
+    slab_bytes: int | None
+    direct: bool | None
+    threads: int
+    busy_seconds: float
+
+
+def open_directory(path: Path, settings: Settings) -> tuple[Index, SlabAllocator]:
+    """Open or make it. On a full disk the store can be read, with a warning.
 
     Raises StoreError, and InvalidInput for sizes below 1.
     """
-    if (capacity is not None and capacity < 1) or (slab_bytes is not None and slab_bytes < 1):
+    if any(size is not None and size < 1 for size in (settings.capacity, settings.slab_bytes)):
         raise InvalidInput(
-            f"a store of {capacity} bytes in slabs of {slab_bytes} holds nothing.", fix="give sizes above zero."
+            f"a store of {settings.capacity} bytes in slabs of {settings.slab_bytes} holds nothing.",
+            fix="give sizes above zero.",
         )
-    attempt = partial(_open, path, capacity, slab_bytes, direct, busy_seconds)
     try:
-        opened = attempt(full=False)
+        opened = _open(path, settings, is_full=False)
     except StoreError:
         if not holds_store(path) or not _is_full(path):
             raise
         (path / _RESERVE).unlink(missing_ok=True)
         try:
-            opened = attempt(full=True)
+            opened = _open(path, settings, is_full=True)
         except StoreError as error:
             raise StoreError(
                 f"the disk of '{path}' is full, and the store cannot be opened: {error.message}",
@@ -69,35 +74,32 @@ def holds_store(path: Path) -> bool:
 
 def keep_reserve(path: Path) -> bool:
     """Make the reserve if it is missing; returns whether it is there."""
-    try:
-        make_file(path / _RESERVE, _RESERVE_BYTES)
-    except FileExistsError:
-        return True
-    except OSError:
-        return False
-    return True
+    return _is_made(path / _RESERVE) or (path / _RESERVE).exists()
 
 
 def _is_full(folder: Path) -> bool:
     """Whether a file of a reserve's size cannot be written. A test by writing also finds a full quota."""
     probe = folder / f"{_INDEX}-probe-{os.urandom(8).hex()}"
+    is_made = _is_made(probe)
+    probe.unlink(missing_ok=True)
+    return not is_made
+
+
+def _is_made(file: Path) -> bool:
     try:
-        make_file(probe, _RESERVE_BYTES)
+        make_file(file, _RESERVE_BYTES)
     except OSError:
-        return True
-    probe.unlink()
-    return False
+        return False
+    return True
 
 
-def _open(
-    path: Path, capacity: int | None, slab_bytes: int | None, direct: bool | None, busy_seconds: float, *, full: bool
-) -> Opened:
-    """With `full`, an index that cannot be written stays as it is. Raises StoreError."""
+def _open(path: Path, settings: Settings, *, is_full: bool) -> tuple[Index, SlabAllocator]:
+    """With `is_full`, an index that cannot be written stays as it is. Raises StoreError."""
     with ExitStack() as undo:
         try:
-            _check_folder(path, may_be_new=capacity is not None)
+            _check_folder(path, may_be_new=settings.capacity is not None)
             _make_private(path / _INDEX)
-            files = SlabFiles(path / "slabs", direct=direct)
+            files = SlabFiles(path / "slabs", direct=settings.direct, threads=settings.threads)
             undo.callback(files.close)
             owners = Owners(path / "owners")
             undo.callback(owners.close)
@@ -105,37 +107,34 @@ def _open(
             raise StoreError(
                 f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
             ) from error
-        uses, statistics = Uses(), Counts()
-        room = Room(files, owners, uses, statistics, slab_bytes)
-        index = Index(path / _INDEX, busy_seconds=busy_seconds, ended=room.settle)
+        allocator = SlabAllocator(files, owners, settings.slab_bytes)
+        index = Index(path / _INDEX, busy_seconds=settings.busy_seconds, ended=allocator.settle)
         undo.callback(index.close)
         try:
             with index.writing() as connection:
-                _put_in_order(connection, path, files, room, capacity)
-            owners.bury()
+                _repair(connection, path, allocator, settings.capacity)
+            owners.remove_dead()
         except Busy as error:
-            if not full:
+            if not is_full:
                 raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=TRY_AGAIN) from error
         undo.pop_all()
-    return statistics, files, owners, uses, room, index
+    return index, allocator
 
 
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
     if holds_store(path):
         return
-    if path.is_dir():
-        found = sorted(entry.name for entry in path.iterdir())
-        what = f"it holds '{found[0]}' and no index" if found else "it is empty"
-    else:
-        found = []
-        what = "it is not a directory" if path.exists() else "nothing is there"
+    is_other = path.exists() and not path.is_dir()
+    found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if not may_be_new:
+        empty = "it is empty" if path.is_dir() else "nothing is there"
+        what = "it is not a directory" if is_other else f"it holds '{found[0]}' and no index" if found else empty
         raise StoreError(
             f"there is no store in '{path}': {what}.",
             fix="give a directory that was served with --storage; one is made where --storage-size is given.",
         )
-    if path.exists() and not path.is_dir():
-        raise StoreError(f"the store '{path}' cannot be used: {what}.", fix="give a directory.")
+    if is_other:
+        raise StoreError(f"the store '{path}' cannot be used: it is not a directory.", fix="give a directory.")
     foreign = [name for name in found if name not in _OURS]
     if foreign:
         raise StoreError(
@@ -154,28 +153,26 @@ def _make_private(path: Path) -> None:
         )
 
 
-def _put_in_order(
-    connection: sqlite3.Connection, path: Path, files: SlabFiles, room: Room, capacity: int | None
-) -> None:
+def _repair(connection: sqlite3.Connection, path: Path, allocator: SlabAllocator, capacity: int | None) -> None:
     """Drop unfinished records of dead writers and damaged ones; then fit the store into its capacity."""
     before = connection.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
     if capacity is not None and before != (capacity,):
         connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))
     if capacity is None and before is None:
         raise StoreError(f"the store in '{path}' was never given a capacity.", fix="give one (--storage-size).")
-    room.reclaim_dead(connection)
+    allocator.reclaim_dead(connection)
+    files = allocator.files
     slabs = connection.execute("SELECT id, slot_bytes, num_bytes FROM slabs").fetchall()
     for slab, slot_bytes, num_bytes in slabs:
         size = files.size(slab)
         if size is None:
-            room.drop(connection, slab, slot_bytes)
+            allocator.drop(connection, slab, slot_bytes)
         elif size < num_bytes:
-            cut = connection.execute(
-                "SELECT id FROM records WHERE slab = ? AND slot * slot_bytes + num_bytes > ? AND owner IS NULL",
-                (slab, size),
-            ).fetchall()
-            release(connection, (number for (number,) in cut))
+            lost = rows_where(
+                connection, "slab = ? AND slot * slot_bytes + num_bytes > ? AND owner IS NULL", (slab, size)
+            )
+            release(connection, (row.id for row in lost))
     for slab in files.numbers() - {slab for slab, *_ in slabs}:
         files.drop(slab)  # from a transaction that never ended
     if capacity is not None:
-        room.shrink(connection, capacity)
+        allocator.shrink(connection, capacity)

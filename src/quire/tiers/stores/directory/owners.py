@@ -49,7 +49,7 @@ class Owners:
         except OSError:
             return False
 
-    def bury(self) -> None:
+    def remove_dead(self) -> None:
         """Remove the files of dead owners, after their unfinished records were dropped."""
         for path in list(self._folder.iterdir()):
             with suppress(OSError), _locked(path):

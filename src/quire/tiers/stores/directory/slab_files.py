@@ -1,20 +1,36 @@
-"""SlabFiles: the files of records, with direct I/O where the filesystem allows it."""
+"""SlabFiles: the files of records, read and written on several threads, with direct I/O where the filesystem allows it.
+
+Whole blocks of a record that is aligned in memory move directly. Other bytes, and a last partial block, pass through an
+aligned buffer. Records that are adjacent in a file move in one call.
+"""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Place = tuple[int, int, Bytes]  # a slab, an offset in it, and the memory to move
 
 BLOCK = 4096  # O_DIRECT requires that offsets, lengths and addresses are multiples of this
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_PIECE = 1 << 20  # bytes of one call at most; larger records are cut, so that several threads move them
 
 
-class SlabFile:
+class _SlabFile:
     """An open slab. Its descriptor is closed with the last reference, so that no transfer under way loses it."""
 
     __slots__ = ("descriptor",)
@@ -26,27 +42,34 @@ class SlabFile:
         os.close(self.descriptor)
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the file was removed."""
+    def is_removed(self) -> bool:
         return os.fstat(self.descriptor).st_nlink == 0
+
+
+class _Buffer(local):
+    def __init__(self) -> None:
+        self.memory = np.frombuffer(mmap.mmap(-1, _PIECE), dtype=np.uint8)  # on a block boundary
 
 
 class SlabFiles:
     """Slab files by number, for any thread. A number is never reused, so an old file is never taken for a new one.
 
-    `direct` says whether I/O bypasses the page cache.
+    `direct` says whether I/O bypasses the page cache. Each thread has a buffer of 1 MiB; the calling thread works too.
     """
 
-    def __init__(self, folder: Path, *, direct: bool | None) -> None:
+    def __init__(self, folder: Path, *, direct: bool | None, threads: int = 1) -> None:
         """`direct` None: where the filesystem can. Raises OSError where files cannot be made, or not with `direct`."""
         self._folder = folder
         self._lock = Lock()
-        self._files: dict[int, SlabFile] = {}
+        self._files: dict[int, _SlabFile] = {}
         folder.mkdir(mode=0o700, exist_ok=True)
         possible = _can_be_direct(folder)
         if direct and not possible:
             raise OSError(errno.EINVAL, "this filesystem cannot read and write around the page cache")
         self.direct = possible if direct is None else direct
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="quire-directory")
+        self._buffer = _Buffer()
 
     def path(self, slab: int) -> Path:
         """The path of a slab."""
@@ -63,22 +86,13 @@ class SlabFiles:
         except OSError:
             return None
 
-    def open(self, slab: int) -> SlabFile | None:
-        """The file, open while the caller refers to it; None where it was removed."""
-        with self._lock:
-            file = self._files.get(slab)
-            if file is not None:
-                if not file.is_gone:
-                    return file
-                del self._files[slab]
-                return None
-            flags = os.O_RDWR | os.O_CLOEXEC | (_DIRECT if self.direct else 0)
-            try:
-                descriptor = os.open(self.path(slab), flags)
-            except OSError:
-                return None
-            file = self._files[slab] = SlabFile(descriptor)
-            return file
+    def read(self, places: Sequence[Place]) -> list[bool]:
+        """Fill memory from files. False: there is no file, it is shorter, or it cannot be read."""
+        return self._move(places, writes=False)
+
+    def write(self, places: Sequence[Place]) -> list[bool]:
+        """Write memory to files, in whole blocks. False: there is no file, or not all of it was written."""
+        return self._move(places, writes=True)
 
     def drop(self, slab: int) -> None:
         """Remove a file that has no records. Its bytes are free at once, even while other processes have it open."""
@@ -92,21 +106,127 @@ class SlabFiles:
     def close_removed(self) -> None:
         """Close files that another process has removed; until then the disk keeps their blocks."""
         with self._lock:
-            for slab in [slab for slab, file in self._files.items() if file.is_gone]:
+            for slab in [slab for slab, file in self._files.items() if file.is_removed]:
                 del self._files[slab]
 
     def sync(self, slabs: set[int]) -> None:
         """Flush writes to these slabs to the disk. Raises OSError."""
         for slab in slabs:
-            file = self.open(slab)
+            file = self._open(slab)
             if file is None:
                 raise OSError(errno.ENOENT, f"slab {slab} is gone")
             os.fdatasync(file.descriptor)
 
     def close(self) -> None:
-        """Close all files that no transfer uses."""
+        """Close all files, after transfers under way."""
+        self._pool.shutdown()
         with self._lock:
             self._files.clear()
+
+    def _open(self, slab: int) -> _SlabFile | None:
+        """The file, open while the caller refers to it; None where it was removed."""
+        with self._lock:
+            file = self._files.get(slab)
+            if file is not None:
+                if not file.is_removed:
+                    return file
+                del self._files[slab]
+                return None
+            flags = os.O_RDWR | os.O_CLOEXEC | (_DIRECT if self.direct else 0)
+            try:
+                file = self._files[slab] = _SlabFile(os.open(self.path(slab), flags))
+            except OSError:
+                return None
+            return file
+
+    def _move(self, places: Sequence[Place], *, writes: bool) -> list[bool]:
+        files = {slab: self._open(slab) for slab in {slab for slab, _, _ in places}}  # open until all have moved
+        failed = {record for record, (slab, _, _) in enumerate(places) if files[slab] is None}
+        runs = deque(_runs(places, {slab: file.descriptor for slab, file in files.items() if file is not None}))
+
+        def drain() -> None:
+            while runs:
+                try:
+                    run = runs.popleft()
+                except IndexError:
+                    break
+                _move_run(run, self._buffer.memory, failed, writes=writes)
+
+        others: list[Future[None]] = []
+        with suppress(RuntimeError):  # the interpreter ends and starts no threads
+            others += [self._pool.submit(drain) for _ in range(min(self._threads, len(runs)) - 1)]
+        drain()
+        wait([other for other in others if not other.cancel()])
+        return [record not in failed for record in range(len(places))]
+
+
+class _Piece(NamedTuple):
+    descriptor: int
+    offset: int
+    memory: Bytes
+    record: int
+
+    @property
+    def length(self) -> int:
+        return -(-len(self.memory) // BLOCK) * BLOCK
+
+
+def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Piece]]:
+    """Cut places into pieces, and group adjacent pieces that fit one call."""
+    pieces = [
+        _Piece(descriptors[slab], offset + at, memory[at : at + _PIECE] if len(memory) > _PIECE else memory, record)
+        for record, (slab, offset, memory) in enumerate(places)
+        if slab in descriptors
+        for at in range(0, max(1, len(memory)), _PIECE)
+    ]
+    runs: list[list[_Piece]] = []
+    end, room = (-1, -1), 0
+    for piece in sorted(pieces, key=itemgetter(0, 1)):
+        length = piece.length
+        if piece[:2] == end and length <= room:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+            room = _PIECE
+        room -= length
+        end = (piece.descriptor, piece.offset + length)
+    return runs
+
+
+def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool) -> None:
+    """Read or write pieces in one call. A partial one is repeated piece by piece."""
+    vector: list[Any] = []
+    through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
+    used = 0
+    for piece in run:
+        memory = piece.memory
+        is_aligned = memory.__array_interface__["data"][0] % BLOCK == 0
+        straight = len(memory) // BLOCK * BLOCK if is_aligned else 0
+        if straight:
+            vector.append(memory[:straight])
+        rest = piece.length - straight
+        if rest:
+            buffer = bounce[used : used + rest]
+            through.append((memory[straight:], buffer))
+            vector.append(buffer)
+            used += rest
+    if writes:
+        for memory, buffer in through:
+            buffer[: len(memory)] = memory
+            buffer[len(memory) :] = 0  # not bytes of another record
+    first, last = run[0], run[-1]
+    try:
+        moved = (os.pwritev if writes else os.preadv)(first.descriptor, vector, first.offset)
+    except OSError:
+        moved = 0
+    if not writes:
+        for memory, buffer in through:
+            memory[:] = buffer[: len(memory)]
+    if moved < last.offset - first.offset + len(last.memory):
+        if len(run) == 1:
+            failed.add(first.record)
+        for piece in run if len(run) > 1 else ():
+            _move_run([piece], bounce, failed, writes=writes)
 
 
 def make_file(path: Path, num_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """DirectoryStore: a store in a local directory, for one process or several.
 
     index.sqlite   the place of each record (`index`), and a reserve to open it on a full disk (`opening`)
-    slabs/         the bytes (`slab_files`, `room`), moved by `transfer`
+    slabs/         the bytes (`slab_files`, `slab_allocator`)
     owners/        the processes that have the directory open (`owners`)
 
 The index reserves a slot for a writer. The record in it becomes visible in one transaction. So a process that is killed
@@ -18,20 +18,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TypeVar, cast
 
+import numpy as np
 from typing_extensions import Buffer
 
 from quire.errors import StoreError
-from quire.tiers.store import Answer, Entry, Store, StoreKey
-from quire.tiers.stores.directory.compaction import Compaction
+from quire.tiers.store import Answer, Entry, Store, StoreKey, prepare_once
+from quire.tiers.stores.directory.compaction import compact
 from quire.tiers.stores.directory.index import (
+    FACTS,
     Busy,
     Facts,
     Row,
-    facts_of,
     find_owners,
     find_rows,
     find_visible,
@@ -40,20 +41,14 @@ from quire.tiers.stores.directory.index import (
     release,
     rows_where,
 )
-from quire.tiers.stores.directory.opening import TRY_AGAIN, keep_reserve, open_directory
-from quire.tiers.stores.directory.room import slot_size
-from quire.tiers.stores.directory.transfer import Place, Transfer, as_bytes
+from quire.tiers.stores.directory.opening import TRY_AGAIN, Settings, keep_reserve, open_directory
+from quire.tiers.stores.directory.slab_allocator import slot_size
+from quire.tiers.stores.directory.slab_files import Place
 from quire.tiers.stores.gate import Gate
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 _LISTED_AT_ONCE = 2000
 _Verb = TypeVar("_Verb", bound=Callable[..., list[Answer]])
-
-
-@dataclass(slots=True)
-class _Prepared:
-    row: Row
-    is_put: bool = False
 
 
 def _answering(verb: _Verb) -> _Verb:
@@ -103,41 +98,40 @@ class DirectoryStore(Store):
         self.path = Path(path)
         self._counts_use = counts_use
         self._gate = Gate()
-        self._prepared: dict[StoreKey, _Prepared] = {}
-        self.statistics, self._files, self._owners, self._uses, self._room, self._index = open_directory(
-            self.path, capacity, slab_bytes, direct, busy_seconds
+        self._prepared: dict[StoreKey, Row] = {}
+        self._written: set[int] = set()  # ids of prepared rows
+        self._index, self._allocator = open_directory(
+            self.path, Settings(capacity, slab_bytes, direct, threads, busy_seconds)
         )
+        self.statistics, self._uses = self._allocator.statistics, self._allocator.access_times
+        self._files, self._owners = self._allocator.files, self._allocator.owners
         self.direct = self._files.direct
-        self._transfer = Transfer(threads)
 
     # -- writing
 
     @_answering
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
+        return prepare_once(keys, sizes, self._prepare)
+
+    def _prepare(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
         answers = [RETRY] * len(keys)
         times = self._uses.now(len(keys))
-        first = {key: at for at, key in reversed(list(enumerate(keys)))}  # of a key that is there twice
-        left = [at for at in sorted(first.values()) if sizes[at] > 0]
+        left = [at for at, size in enumerate(sizes) if size > 0]
         has_more_room = True
         with suppress(Busy):
             while has_more_room and left:
                 with self._index.writing() as index:
                     found, made = self._reserve(index, [(at, keys[at].pack(), sizes[at], times[at]) for at in left])
-                    has_more_room = bool(self._room.dropped)
+                    has_more_room = bool(self._allocator.dropped)
                 for at, answer in found.items():
                     answers[at] = answer
                 for at, row in made.items():
                     answers[at] = MISS
-                    self._prepared[keys[at]] = _Prepared(row)
+                    self._prepared[keys[at]] = row
                 left = [at for at in left if answers[at] is RETRY]
         self._files.close_removed()
         if self._uses.are_due:
             self._flush_uses()
-        if len(first) < len(keys):
-            for at, key in enumerate(keys):
-                if first[key] != at:
-                    said = answers[first[key]]
-                    answers[at] = PENDING if said is MISS else said
         return answers
 
     def _reserve(
@@ -147,7 +141,7 @@ class DirectoryStore(Store):
         is (position, name, bytes, time of use)."""
         found = find_rows(index, [name for _, name, _, _ in wanted])
         if any(row.owner is not None and self._owners.is_dead(row.owner) for row in found.values()):
-            self._room.reclaim_dead(index)
+            self._allocator.reclaim_dead(index)
             found = find_rows(index, list(found))
         answers: dict[int, Answer] = {}
         used: dict[int, int] = {}
@@ -165,10 +159,10 @@ class DirectoryStore(Store):
         self._uses.note(list(used), list(used.values()))
         made: dict[int, Row] = {}
         for slot_bytes, some in by_slot.items():
-            places = self._room.take(index, slot_bytes, len(some))
+            slots = self._allocator.alloc(index, slot_bytes, len(some))
             rows = [
-                Row(0, name, *place, slot_bytes, size, used_at, self._owners.name)
-                for (_, name, size, used_at), place in zip(some, places, strict=False)
+                Row(0, name, *slot, slot_bytes, size, used_at, self._owners.name)
+                for (_, name, size, used_at), slot in zip(some, slots, strict=False)
             ]
             made.update(zip([at for at, *_ in some], insert_rows(index, rows), strict=False))
         return answers, made
@@ -176,24 +170,19 @@ class DirectoryStore(Store):
     @_answering
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         answers = [MISS] * len(keys)
-        writing: dict[int, tuple[int, _Prepared]] = {}  # by row, so that a repeated key is written once
+        writing: dict[int, int] = {}  # by row, so that a repeated key is written once
         places: list[Place] = []
-        file_of = functools.cache(self._files.open)
         for at, (key, record) in enumerate(zip(keys, records, strict=True)):
-            prepared, memory = self._prepared.get(key), as_bytes(record)
-            if prepared is None or len(memory) != prepared.row.num_bytes or prepared.row.id in writing:
-                continue
-            file = file_of(prepared.row.slab)
-            if file is None:
-                answers[at] = RETRY
-                continue
-            prepared.is_put = False
-            writing[prepared.row.id] = at, prepared
-            places.append((file, prepared.row.offset, memory))
-        for (at, prepared), done in zip(writing.values(), self._transfer.write(places), strict=True):
-            prepared.is_put = done
+            row = self._prepared.get(key)
+            if row is not None and row.id not in writing and memoryview(record).nbytes == row.num_bytes:
+                writing[row.id] = at
+                places.append((row.slab, row.offset, np.frombuffer(record, dtype=np.uint8)))
+        self._written.difference_update(writing)
+        written = self._files.write(places)
+        self._written.update(compress(writing, written))
+        for at, done in zip(writing.values(), written, strict=True):
             answers[at] = HIT if done else RETRY
-        self.statistics.add(written_bytes=sum(each.row.num_bytes for _, each in writing.values() if each.is_put))
+        self.statistics.add(written_bytes=sum(len(memory) for *_, memory in compress(places, written)))
         return answers
 
     @_answering
@@ -202,14 +191,15 @@ class DirectoryStore(Store):
         good: dict[int, Row] = {}
         bad: list[Row] = []
         for at, (key, is_good) in enumerate(zip(keys, ok, strict=True)):
-            prepared = self._prepared.pop(key, None)
-            if prepared is None:
+            row = self._prepared.pop(key, None)
+            if row is None:
                 continue
-            if is_good and prepared.is_put:
-                good[at] = prepared.row
+            if is_good and row.id in self._written:
+                good[at] = row
             else:
-                bad.append(prepared.row)
+                bad.append(row)
                 answers[at] = RETRY if is_good else MISS
+            self._written.discard(row.id)
         visible = self._make_visible(list(good.values()), bad)
         for at, row in good.items():
             answers[at] = HIT if row.id in visible else RETRY
@@ -227,7 +217,7 @@ class DirectoryStore(Store):
                 release(index, [row.id for row in bad])
                 return ids if done == len(ids) else find_visible(index, list(ids))  # less where a slab was deleted
         except Busy:
-            self._index.left.update(ids, (row.id for row in bad))
+            self._index.to_drop.update(ids, (row.id for row in bad))
             return set()
 
     # -- reading
@@ -235,7 +225,7 @@ class DirectoryStore(Store):
     @_answering
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         names = [key.pack() for key in keys]
-        with self._index.reading as index:
+        with self._index.reading() as index:
             owners = find_owners(index, names)
         return [HIT if (owner := owners.get(name, "")) is None else self._seen(owner) for name in names]
 
@@ -246,37 +236,30 @@ class DirectoryStore(Store):
     @_answering
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         names = [key.pack() for key in keys]
-        with self._index.reading as index:
+        with self._index.reading() as index:
             rows = find_rows(index, names)
         answers = [MISS] * len(names)
         reading: list[tuple[int, Row]] = []
         places: list[Place] = []
-        lost: list[Row] = []
-        file_of = functools.cache(self._files.open)
         for at, (name, record) in enumerate(zip(names, records, strict=True)):
-            row, memory = rows.get(name), as_bytes(record)
-            if row is None or len(memory) != row.num_bytes:
+            row = rows.get(name)
+            if row is None or memoryview(record).nbytes != row.num_bytes:
                 continue
             if row.owner is not None:
                 answers[at] = self._seen(row.owner)
                 continue
-            file = file_of(row.slab)
-            if file is None:
-                lost.append(row)
-                continue
             reading.append((at, row))
-            places.append((file, row.offset, memory))
-        moved = self._transfer.read(places)
+            places.append((row.slab, row.offset, np.frombuffer(record, dtype=np.uint8)))
+        moved = self._files.read(places)
         # A slot is overwritten only after its record's row is deleted. So if the row is there, the bytes are its own.
-        with self._index.reading as index:
+        with self._index.reading() as index:
             there = find_visible(index, [row.id for _, row in reading])
         hits: list[Row] = []
+        lost: list[Row] = []
         for (at, row), done in zip(reading, moved, strict=True):
-            if row.id in there and done:
-                answers[at] = HIT
-                hits.append(row)
-            elif row.id in there:
-                lost.append(row)
+            if row.id in there:
+                answers[at] = HIT if done else MISS
+                (hits if done else lost).append(row)
         if self._counts_use:
             self._uses.note([row.id for row in hits], self._uses.now(len(hits)))
         self.statistics.add(
@@ -286,19 +269,19 @@ class DirectoryStore(Store):
             read_bytes=sum(row.num_bytes for row in hits),
         )
         if lost:
-            self._forget_lost(lost)
+            self._drop_lost(lost)
         if self._uses.are_due:
             self._flush_uses()
         return answers
 
-    def _forget_lost(self, rows: list[Row]) -> None:
+    def _drop_lost(self, rows: list[Row]) -> None:
         """Remove records that are missing on the medium, and slabs without a file."""
         self.statistics.add(lost=len(rows))
         with suppress(Busy), self._index.writing() as index:  # else they are found missing again
             release(index, (row.id for row in rows))
             for slab, slot_bytes in {(row.slab, row.slot_bytes) for row in rows}:
                 if self._files.size(slab) is None:
-                    self._room.drop(index, slab, slot_bytes)
+                    self._allocator.drop(index, slab, slot_bytes)
 
     def _flush_uses(self) -> None:
         with suppress(Busy), self._index.writing(wait=False) as index:  # else another time
@@ -315,7 +298,7 @@ class DirectoryStore(Store):
                     found = [row for row in rows if row.owner is None]
                     release(index, (row.id for row in found))
                     for slab in {row.slab for row in found}:
-                        self._room.drop_if_empty(index, slab)
+                        self._allocator.drop_if_empty(index, slab)
                 visible = found
         return len(visible)
 
@@ -324,7 +307,7 @@ class DirectoryStore(Store):
         condition = "id > ? AND owner IS NULL AND name >= ? AND name <= ? ORDER BY id LIMIT ?"
         after = 0
         while True:
-            with self._entered("listed"), self._index.reading as index:
+            with self._entered("listed"), self._index.reading() as index:
                 rows = rows_where(index, condition, (after, low, high, _LISTED_AT_ONCE))
             now = time.time_ns() // 1000
             for row in rows:
@@ -337,20 +320,34 @@ class DirectoryStore(Store):
     def facts(self) -> Facts:
         """The state of the directory now. Raises StoreError."""
         with self._entered("looked into"):
-            return facts_of(self._index, self.path, direct=self.direct, num_owners=self._owners.count())
+            with self._index.reading() as index:
+                capacity, slab_bytes, taken, num_slabs, num_prepared = index.execute(FACTS).fetchone()
+            disk = os.statvfs(self.path)
+            return Facts(
+                path=str(self.path),
+                direct=self.direct,
+                capacity=capacity,
+                slab_bytes=slab_bytes,
+                free_bytes=capacity - taken,
+                index_bytes=sum(file.stat().st_size for file in self.path.glob("index.sqlite*")),
+                disk_free_bytes=disk.f_bavail * disk.f_frsize,
+                num_slabs=num_slabs,
+                num_prepared=num_prepared,
+                num_owners=self._owners.count(),
+            )
 
     def reclaim(self) -> int:
         """Drop the unfinished records of dead writers; returns their number. Writers also do this when they need the
         room. Raises StoreError."""
         with self._entered("changed"), self._index.writing() as index:
-            return self._room.reclaim_dead(index)
+            return self._allocator.reclaim_dead(index)
 
     def compact(self) -> None:
         """Move records together, and give nearly empty slabs back to the disk. Meanwhile others may use the store; a
         record that moves may be a MISS for them. Raises StoreError."""
         with self._entered("changed"):
             self._flush_uses()
-            Compaction(self._index, self._room, self._files, self._transfer, self._owners.name).run()
+            compact(self._index, self._allocator)
 
     @contextmanager
     def _entered(self, done: str) -> Iterator[None]:
@@ -366,7 +363,6 @@ class DirectoryStore(Store):
     def close(self) -> None:
         if not self._gate.shut():
             return
-        self._transfer.close()
         with suppress(Busy), self._index.writing() as index:  # else others reclaim our records when they need the room
             self._uses.flush(index)
             reclaim(index, self._owners.name)

@@ -1,4 +1,4 @@
-"""Room: hands out slots for new records, makes slabs up to the capacity, and evicts.
+"""SlabAllocator: allocates slots for new records, makes slabs up to the capacity, and evicts.
 
 A slab has slots of one size. Where no slot of a size is free, its records take, in this order: a new slab while there
 is capacity, a slab of another size that is colder than all of them, the slots of the least recently used of them, and
@@ -23,7 +23,7 @@ from quire.tiers.stores.directory.index import empty_slab, reclaim
 from quire.tiers.stores.directory.owners import Owners
 from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles, make_file
 
-Place = tuple[int, int]  # slab, slot
+Slot = tuple[int, int]  # slab, and the slot in it
 _LOOK_EVERY = 16  # evicted records, at least, between two looks at all slabs
 _FLUSH_SECONDS = 5.0
 _MOST_USES = 50_000
@@ -36,7 +36,7 @@ def slot_size(num_bytes: int) -> int:
     return -(-blocks // step) * step * BLOCK
 
 
-class Uses:
+class AccessTimes:
     """Times of last uses by id, in memory until they are worth a transaction.
 
     Times are distinct microseconds of the wall clock, which all processes share. The first of a batch counts as used
@@ -89,51 +89,44 @@ class _Slab(NamedTuple):
     used: int
 
 
-class Room:
-    """Takes slots for one opened store."""
+class SlabAllocator:
+    """Allocates for one opened store. `dropped` are slabs whose bytes are free after the current transaction."""
 
-    def __init__(
-        self, files: SlabFiles, owners: Owners, uses: Uses, statistics: Counts, slab_bytes: int | None
-    ) -> None:
-        """`slab_bytes` None: a 64th of the capacity; of a small capacity up to an 8th, for slabs of 1 MiB.
-
-        `dropped` are slabs whose bytes are free after the current transaction.
-        """
-        self._files = files
-        self._owners = owners
-        self._uses = uses
-        self._statistics = statistics
+    def __init__(self, files: SlabFiles, owners: Owners, slab_bytes: int | None) -> None:
+        """`slab_bytes` None: a 64th of the capacity; of a small capacity up to an 8th, for slabs of 1 MiB."""
+        self.files = files
+        self.owners = owners
+        self.access_times = AccessTimes()
+        self.statistics = Counts()
         self._slab_bytes = slab_bytes
         self._since_look: Counter[int] = Counter()
         self._made: list[int] = []
         self.dropped: list[int] = []
 
-    def take(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
+    def alloc(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Slot]:
         """Up to `count` slots; fewer where everything else is being written or the disk is full."""
         (capacity,) = index.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
         if slot_bytes > capacity:
             return []
-        taken = self.take_unused(index, slot_bytes, count)
+        taken = self.alloc_unused(index, slot_bytes, count)
         while len(taken) < count and self._grow(index, slot_bytes, capacity):
-            taken += self.take_unused(index, slot_bytes, count - len(taken))
+            taken += self.alloc_unused(index, slot_bytes, count - len(taken))
         if len(taken) < count:
-            self._uses.flush(index)
+            self.access_times.flush(index)
         while len(taken) < count:
             slab = self._colder_slab(index, slot_bytes, capacity)
             if slab is None:
-                if evicted := self._evict(index, slot_bytes, count - len(taken)):
-                    taken += evicted
-                elif self.reclaim_dead(index):
-                    taken += self.take_unused(index, slot_bytes, count - len(taken))
-                else:
+                evicted = self._evict(index, slot_bytes, count - len(taken))
+                taken += evicted
+                if not evicted and not self.reclaim_dead(index):
                     break
             elif slab.num_bytes >= slot_bytes:
                 self._convert(index, slab, slot_bytes)
-                taken += self.take_unused(index, slot_bytes, count - len(taken))
             else:
                 self.drop(index, slab.id, slab.slot_bytes)
                 if capacity - _sum(index) >= slot_bytes:
                     break  # the next transaction takes it, when the file is gone
+            taken += self.alloc_unused(index, slot_bytes, count - len(taken))
         return taken
 
     def settle(self, committed: bool) -> None:
@@ -142,13 +135,13 @@ class Room:
         dropped, made = self.dropped, self._made
         self.dropped, self._made = [], []
         for slab in dropped if committed else made:
-            self._files.drop(slab)
+            self.files.drop(slab)
 
     def reclaim_dead(self, index: sqlite3.Connection) -> int:
         """Drop unfinished records of dead writers; returns their number."""
         names = index.execute("SELECT DISTINCT owner FROM records WHERE owner IS NOT NULL").fetchall()
-        count = sum(reclaim(index, name) for (name,) in names if self._owners.is_dead(name))
-        self._statistics.add(reclaimed=count)
+        count = sum(reclaim(index, name) for (name,) in names if self.owners.is_dead(name))
+        self.statistics.add(reclaimed=count)
         return count
 
     def shrink(self, index: sqlite3.Connection, capacity: int) -> None:
@@ -158,7 +151,7 @@ class Room:
 
     def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
         """Remove a slab and everything in it."""
-        self._statistics.add(evicted=empty_slab(index, slab, slot_bytes))
+        self.statistics.add(evicted=empty_slab(index, slab, slot_bytes))
         index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
         self.dropped.append(slab)
 
@@ -171,27 +164,27 @@ class Room:
             self.drop(index, slab, *row)
         return row is not None
 
-    def take_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Place]:
+    def alloc_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Slot]:
         """Up to `count` empty slots of slabs other than `beside`, those that were given back first. They are in order,
         so that the records of a batch are adjacent."""
-        free: list[Place] = index.execute(
+        free: list[Slot] = index.execute(
             "SELECT slab, slot FROM free WHERE slot_bytes = ? AND slab != ? ORDER BY slab, slot LIMIT ?",
             (slot_bytes, beside, count),
         ).fetchall()
         index.executemany(
             "DELETE FROM free WHERE slot_bytes = ? AND slab = ? AND slot = ?", [(slot_bytes, *place) for place in free]
         )
-        if len(free) < count:
-            slabs = index.execute(
-                "SELECT id, fresh, num_slots FROM slabs WHERE slot_bytes = ? AND id != ? AND fresh < num_slots",
+        while len(free) < count:
+            row = index.execute(
+                "SELECT id, fresh, num_slots FROM slabs WHERE slot_bytes = ? AND id != ? AND fresh < num_slots LIMIT 1",
                 (slot_bytes, beside),
-            ).fetchall()
-            for slab, fresh, num_slots in slabs:
-                end = min(num_slots, fresh + count - len(free))
-                free += [(slab, slot) for slot in range(fresh, end)]
-                index.execute("UPDATE slabs SET fresh = ? WHERE id = ?", (end, slab))
-                if len(free) == count:
-                    break
+            ).fetchone()
+            if row is None:
+                break
+            slab, fresh, num_slots = row
+            end = min(num_slots, fresh + count - len(free))
+            free += [(slab, slot) for slot in range(fresh, end)]
+            index.execute("UPDATE slabs SET fresh = ? WHERE id = ?", (end, slab))
         return free
 
     def _grow(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
@@ -204,21 +197,21 @@ class Room:
         num_bytes = num_slots * slot_bytes
         slab = secrets.randbits(48)  # a counter would repeat after a transaction is rolled back
         try:
-            make_file(self._files.path(slab), num_bytes)
+            make_file(self.files.path(slab), num_bytes)
         except OSError:
             return False
         self._made.append(slab)
         index.execute("INSERT INTO slabs VALUES (?, ?, ?, ?, 0)", (slab, slot_bytes, num_slots, num_bytes))
         return True
 
-    def _evict(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Place]:
+    def _evict(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Slot]:
         """The slots of the least recently used records of this size."""
         rows = index.execute(
             "SELECT id, slab, slot FROM records WHERE slot_bytes = ? AND owner IS NULL ORDER BY used LIMIT ?",
             (slot_bytes, count),
         ).fetchall()
         index.executemany("DELETE FROM records WHERE id = ?", [(row[0],) for row in rows])
-        self._statistics.add(evicted=len(rows))
+        self.statistics.add(evicted=len(rows))
         self._since_look[slot_bytes] += len(rows)
         return sorted((slab, slot) for _, slab, slot in rows)
 
@@ -244,7 +237,7 @@ class Room:
 
     def _convert(self, index: sqlite3.Connection, slab: _Slab, slot_bytes: int) -> None:
         """Reuse a slab for this size. Its file stays, so the disk cannot be full."""
-        self._statistics.add(evicted=empty_slab(index, slab.id, slab.slot_bytes))
+        self.statistics.add(evicted=empty_slab(index, slab.id, slab.slot_bytes))
         index.execute(
             "UPDATE slabs SET slot_bytes = ?, num_slots = ?, fresh = 0 WHERE id = ?",
             (slot_bytes, slab.num_bytes // slot_bytes, slab.id),
