@@ -172,9 +172,9 @@ class DirectoryStore(Store):
         answers = [MISS] * len(keys)
         writing: dict[int, int] = {}  # by row, so that a repeated key is written once
         places: list[Place] = []
-        for at, (key, record) in enumerate(zip(keys, records, strict=True)):
+        for at, (key, record) in enumerate(zip(keys, map(memoryview, records), strict=True)):
             row = self._prepared.get(key)
-            if row is not None and row.id not in writing and memoryview(record).nbytes == row.num_bytes:
+            if row is not None and row.id not in writing and record.nbytes == row.num_bytes:
                 writing[row.id] = at
                 places.append((row.slab, row.offset, np.frombuffer(record, dtype=np.uint8)))
         self._written.difference_update(writing)
@@ -241,9 +241,9 @@ class DirectoryStore(Store):
         answers = [MISS] * len(names)
         reading: list[tuple[int, Row]] = []
         places: list[Place] = []
-        for at, (name, record) in enumerate(zip(names, records, strict=True)):
+        for at, (name, record) in enumerate(zip(names, map(memoryview, records), strict=True)):
             row = rows.get(name)
-            if row is None or memoryview(record).nbytes != row.num_bytes:
+            if row is None or record.nbytes != row.num_bytes:
                 continue
             if row.owner is not None:
                 answers[at] = self._seen(row.owner)
