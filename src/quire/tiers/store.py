@@ -112,6 +112,12 @@ class Store(Protocol):
         """Wait for calls under way, drop what was not completed, and release everything. May be called twice."""
 
 
+def bytes_of(record: Buffer) -> memoryview:
+    """A view of the bytes of a record."""
+    view = memoryview(record)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
 def prepare_once(
     keys: Sequence[StoreKey],
     sizes: Sequence[int],

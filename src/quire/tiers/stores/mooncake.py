@@ -43,11 +43,11 @@ from typing import Any, NamedTuple
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
 from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.gate import Gate
 from quire.tiers.stores.options import Options
-from quire.tiers.stores.remote import RemoteStore, batches, bytes_of, in_parts, key_of
+from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
 _PREFIX = "quire/"
 _MOST_PIECES = 1024  # after a batch of more than 2048 the transport refuses everything for a while

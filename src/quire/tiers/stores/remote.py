@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.store import Answer, Store, StoreKey, bytes_of, prepare_once
 from quire.tiers.stores.counts import Counts
 
 _Item = TypeVar("_Item")
@@ -51,24 +51,21 @@ class RemoteStore(Store):
     # -- of all
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """The server is not asked about announced keys, and makes room when the bytes come. The first of repeated keys
-        in a batch is the writer."""
+        """The server is not asked about announced keys, and makes room when the bytes come."""
+        return prepare_once(keys, sizes, self._prepare)
+
+    def _prepare(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
         mine: dict[StoreKey, int] = {}
         for key, size in zip(keys, sizes, strict=True):
             announced = _Announced(size)
             if self._announced.setdefault(key, announced) is announced:  # atomic
                 mine[key] = size
-        said = dict.fromkeys(mine, Answer.RETRY)
+        answers = dict.fromkeys(mine, Answer.RETRY)
         try:
-            said.update(zip(mine, self._claim(list(mine), list(mine.values())), strict=True))
+            answers.update(zip(mine, self._claim(list(mine), list(mine.values())), strict=True))
         finally:
-            self._take([key for key, answer in said.items() if answer is not Answer.MISS])
-        answers = []
-        for key in keys:
-            answers.append(said.get(key, Answer.PENDING))
-            if answers[-1] is Answer.MISS:
-                said[key] = Answer.PENDING
-        return answers
+            self._take([key for key, answer in answers.items() if answer is not Answer.MISS])
+        return [answers.get(key, Answer.PENDING) for key in keys]
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         answers = [Answer.RETRY] * len(keys)
@@ -104,12 +101,6 @@ class RemoteStore(Store):
 
     def _take(self, keys: Sequence[StoreKey]) -> list[_Announced | None]:
         return [self._announced.pop(key, None) for key in keys]
-
-
-def bytes_of(record: Buffer) -> memoryview:
-    """A view of the bytes of a record."""
-    view = memoryview(record)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def key_of(name: str) -> StoreKey | None:

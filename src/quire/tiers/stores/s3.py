@@ -26,10 +26,10 @@ from obstore.store import S3Store as Bucket
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
 from quire.tiers.stores.counts import Counts
 from quire.tiers.stores.options import Options
-from quire.tiers.stores.remote import RemoteStore, bytes_of, in_parts, key_of
+from quire.tiers.stores.remote import RemoteStore, in_parts, key_of
 
 _DELETED_AT_ONCE = 1000
 _PIECE_BYTES = 1 << 20

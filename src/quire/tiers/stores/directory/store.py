@@ -26,7 +26,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from quire.errors import StoreError
-from quire.tiers.store import Answer, Entry, Store, StoreKey, prepare_once
+from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of, prepare_once
 from quire.tiers.stores.directory.compaction import compact
 from quire.tiers.stores.directory.index import (
     FACTS,
@@ -172,7 +172,7 @@ class DirectoryStore(Store):
         answers = [MISS] * len(keys)
         writing: dict[int, int] = {}  # by row, so that a repeated key is written once
         places: list[Place] = []
-        for at, (key, record) in enumerate(zip(keys, map(memoryview, records), strict=True)):
+        for at, (key, record) in enumerate(zip(keys, map(bytes_of, records), strict=True)):
             row = self._prepared.get(key)
             if row is not None and row.id not in writing and record.nbytes == row.num_bytes:
                 writing[row.id] = at
@@ -241,7 +241,7 @@ class DirectoryStore(Store):
         answers = [MISS] * len(names)
         reading: list[tuple[int, Row]] = []
         places: list[Place] = []
-        for at, (name, record) in enumerate(zip(names, map(memoryview, records), strict=True)):
+        for at, (name, record) in enumerate(zip(names, map(bytes_of, records), strict=True)):
             row = rows.get(name)
             if row is None or record.nbytes != row.num_bytes:
                 continue
