@@ -26,7 +26,7 @@ from tests.engine.tiered import (
     settle,
     small,
 )
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 from tests.tiers.stores.directory_medium import DirectoryMedium
 
 pytestmark = pytest.mark.usefixtures("threads_end")
@@ -106,11 +106,11 @@ def test_damaged_files(dense: Case, tmp_path: Path) -> None:
 
 
 STORES: dict[str, Callable[[], Store]] = {
-    "lies": lambda: FaultyStore(DictStore(), seed=1, kinds=LIES, percent=30),
-    "fails": lambda: FaultyStore(DictStore(), seed=2, kinds=set(Fault) - set(LIES), percent=30),
-    "says retry to all": lambda: FaultyStore(DictStore(), seed=3, kinds=[Fault.UNREACHABLE], percent=100),
-    "is slow": lambda: SlowStore(DictStore(), (0.005, 0.03)),
-    "has no room": lambda: DictStore(most_bytes=4000),
+    "lies": lambda: FaultyStore(ScriptedStore(), seed=1, kinds=LIES, percent=30),
+    "fails": lambda: FaultyStore(ScriptedStore(), seed=2, kinds=set(Fault) - set(LIES), percent=30),
+    "says retry to all": lambda: FaultyStore(ScriptedStore(), seed=3, kinds=[Fault.UNREACHABLE], percent=100),
+    "is slow": lambda: SlowStore(ScriptedStore(), (0.005, 0.03)),
+    "has no room": lambda: ScriptedStore(most_bytes=4000),
 }
 
 
@@ -136,7 +136,7 @@ def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["exists", "prepare", "put", "complete", "get"])
 def test_a_store_that_raises(name: str, dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DictStore()
+    store = ScriptedStore()
     monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: store)
     model, expected = dense.model, dense.expected
     if name in ("exists", "get"):

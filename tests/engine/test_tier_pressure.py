@@ -32,7 +32,7 @@ from tests.engine.tiered import (
     settle,
     small,
 )
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 pytestmark = pytest.mark.usefixtures("threads_end")
 
@@ -74,7 +74,7 @@ def test_encoded_pages(name: str, kv_dtype: str) -> None:
 def test_a_host_that_is_as_small_as_the_device(name: str, write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are given up all the time, with a store behind them. Audited after every step."""
     monkeypatch.setattr(running, "AUDIT_EVERY", 1)
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: DictStore())
+    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: ScriptedStore())
     case = case_of(name)
     core = small(case.model, write_policy=write, host=1.0, overlap=write == "write_back", storage="anywhere")
     for turn in range(2):
@@ -117,7 +117,7 @@ def test_preempted_requests_go_on_from_the_host(dense: Case, write: str) -> None
 @pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20)]])
 def test_aborts_at_any_moment(dense: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While they wait, read ahead, load, compute and decode. Those that are left say what they would have said."""
-    store = SlowStore(DictStore(), (0.0, 0.004), seed=seed)
+    store = SlowStore(ScriptedStore(), (0.0, 0.004), seed=seed)
     monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: store)
     model, expected, others = dense
     core = small(model, host=1.5, storage="anywhere", overlap=bool(seed % 2), write_policy="write_through")

@@ -19,7 +19,7 @@ from quire.cache.snapshot import Snapshot
 from quire.errors import OutOfPages
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
-from quire.testing.clear import clear
+from tests.clear import clear
 from tests.fuzz.device import Device, Step
 from tests.fuzz.events import EventFold
 from tests.fuzz.faults import Faults

@@ -28,8 +28,8 @@ from quire.offload.read_ahead import ReadAhead
 from quire.offload.tiering import Tiering
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
-from quire.testing.clear import clear
 from quire.tiers.transfer import Lane
+from tests.clear import clear
 from tests.fuzz.device import Step
 from tests.fuzz.faults import Faults
 from tests.fuzz.followed_cache import NAMESPACE, FollowedCache

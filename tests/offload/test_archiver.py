@@ -12,7 +12,7 @@ from quire.tiers.store import StoreKey
 from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, BOB, PAGE, tokens_of
 from tests.offload.tiered_cache import TieredCache
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 
 def tiers_of(world: TieredCache) -> Tiering:
@@ -64,7 +64,7 @@ def test_a_copy_that_the_link_had_no_room_for_is_made_later() -> None:
 
 @pytest.mark.parametrize("method", ["prepare", "put", "complete"])
 def test_what_the_store_refused_goes_when_it_takes_it(method: str) -> None:
-    store = DictStore()
+    store = ScriptedStore()
     world = TieredCache(store=store, seconds=0.0)
     other = TieredCache(seconds=0.0)
     other.compute(tokens_of(range(1, 6)))
@@ -86,7 +86,7 @@ def test_what_the_store_refused_goes_when_it_takes_it(method: str) -> None:
 
 
 def test_a_store_that_is_down_is_asked_ever_less_often() -> None:
-    store = DictStore()
+    store = ScriptedStore()
     world = TieredCache(store=store, seconds=0.0)
     store.failing.add("prepare")
     world.compute(tokens_of(range(1, 6)))
@@ -103,7 +103,7 @@ def test_a_store_that_is_down_is_asked_ever_less_often() -> None:
 
 
 def test_a_path_that_is_refused_keeps_no_other_waiting() -> None:
-    store = DictStore()
+    store = ScriptedStore()
     world = TieredCache(24, 48, store=store, seconds=0.0)
     world.compute(tokens_of(range(1, 6)))
     store.refused["prepare"].update(keys_of(world, 5))
@@ -137,7 +137,7 @@ def test_namespaces_do_not_share_a_move() -> None:
 
 
 def test_what_was_flushed_is_owed_no_more() -> None:
-    store = DictStore()
+    store = ScriptedStore()
     world = TieredCache(store=store, seconds=0.0)
     tokens = tokens_of(range(1, 6))
     world.compute(tokens)
@@ -156,7 +156,7 @@ def test_what_was_flushed_is_owed_no_more() -> None:
 
 
 def test_of_what_left_the_cache_the_rest_is_owed() -> None:
-    store = DictStore()
+    store = ScriptedStore()
     world = TieredCache(store=store, seconds=0.0)
     tokens = tokens_of(range(1, 6))
     world.compute(tokens)
@@ -195,7 +195,7 @@ def restarted(world: TieredCache) -> TieredCache:
 def test_what_is_always_asked_for_stays_stored(pause: float) -> None:
     """A session with a turn every round never leaves the device; beside it come prompts that nobody asks for again."""
     size = TieredCache().copies.sizes[0]
-    world = TieredCache(40, 80, store=DictStore(60 * size), seconds=0.1)
+    world = TieredCache(40, 80, store=ScriptedStore(60 * size), seconds=0.1)
     for turn in range(1, 31):
         world.compute(tokens_of(range(1, turn + 1)))
         world.drain()
@@ -229,7 +229,7 @@ def test_what_the_store_has_lost_is_stored_again() -> None:
 
 def test_who_was_fetched_behind_something_tells_of_that_too() -> None:
     """The head of a path is in the cache for good, and what hangs behind it comes from the store."""
-    store = DictStore()
+    store = ScriptedStore()
     first = TieredCache(40, 80, store=store, seconds=0.1)
     first.compute(tokens_of(range(1, 7)))
     first.drain()
@@ -263,7 +263,7 @@ def test_what_is_of_use_is_told_once_in_a_while() -> None:
 
 def test_a_store_that_is_too_small_for_a_path_comes_to_rest() -> None:
     size = TieredCache().copies.sizes[0]
-    world = TieredCache(40, 4, store=DictStore(2 * size), seconds=0.1)
+    world = TieredCache(40, 4, store=ScriptedStore(2 * size), seconds=0.1)
     for _ in range(10):
         world.compute(tokens_of(range(1, 5)))
         for _ in range(100):

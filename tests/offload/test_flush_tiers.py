@@ -11,13 +11,13 @@ from quire.errors import StoreError
 from quire.offload.tier_settings import WritePolicy
 from quire.prefix.divergence import find_divergence
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
-from quire.testing.clear import clear
 from quire.tiers.forgotten import mark_of
 from quire.tiers.store import Entry, StoreKey
 from quire.tiers.transfer import Lane
+from tests.clear import clear
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 MODELS = [(FULL,), (FULL, WINDOW), (FULL, STATE), (WINDOW,)]
 SECRET = tokens_of([1, 2, 3, 4])
@@ -207,7 +207,7 @@ def test_new_weights_have_keys_of_their_own_and_old_ones_stay_stored() -> None:
     tiered.close()
 
 
-class Moody(DictStore):
+class Moody(ScriptedStore):
     """A store that cannot be listed, or does not remove, while it is `down` so."""
 
     down = ""

@@ -20,7 +20,7 @@ from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, PAGE, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 SLOWER = 0.02  # of the time to compute everything
 TRIALS = 0.02  # of the time that goes by
@@ -106,7 +106,7 @@ def check_link(seed: int) -> None:
 # -- a cache and its store
 
 
-class FickleStore(DictStore):
+class FickleStore(ScriptedStore):
     """In a bad time it says what it has, and gives nothing; or says nothing."""
 
     fails = ""

@@ -16,12 +16,12 @@ from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
-from quire.testing.clear import clear
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import Lane
+from tests.clear import clear
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 MODELS = [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (WINDOW,), (STATE,)]
 NEEDED = {"full": 0, "window": 2, "state": 1}
@@ -444,7 +444,7 @@ def test_frames_of_one_store_serve_another_cache() -> None:
     world.close()
 
 
-class FailingStore(DictStore):
+class FailingStore(ScriptedStore):
     """It says what it has, and then gives nothing; or it does not say it either."""
 
     failure = ""
@@ -607,10 +607,10 @@ def test_behind_a_piece_that_does_not_come_nothing_is_kept(place: int, single: p
     world.close()
 
 
-class Stuck(DictStore):
+class Stuck(ScriptedStore):
     """Reads well, into rows of which some have a byte that is always the same."""
 
-    def __init__(self, store: DictStore) -> None:
+    def __init__(self, store: ScriptedStore) -> None:
         super().__init__()
         self.visible = store.visible
         self.rows: list[np.ndarray] = []

@@ -18,8 +18,8 @@ from quire.offload.retention import MOST_RETENTIONS, MOST_SECONDS, Granted, Rete
 from quire.plan.budget import MemoryPlan
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.testing.clear import clear
 from quire.testing.plans import small_plan
+from tests.clear import clear
 
 PAGE = 4
 ALICE, BOB = Namespace(salt="alice"), Namespace(salt="bob")

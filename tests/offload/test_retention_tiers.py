@@ -15,7 +15,7 @@ from quire.offload.tier_settings import WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids, Tier
-from quire.testing.clear import clear
+from tests.clear import clear
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 

@@ -11,10 +11,10 @@ from quire.tiers.transfer import Lane, Transfer, Units
 from tests.offload.cached_bytes import tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.tiers.array_copies import ids, page_key
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 
-class Down(DictStore):
+class Down(ScriptedStore):
     down = True
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:

@@ -12,7 +12,7 @@ from quire.sim.virtual_mover import VirtualMover
 from quire.tiers.break_even import BreakEven
 from quire.tiers.transfer import Lane, Transfer
 from tests.tiers.array_copies import ArrayCopies
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 RECORD = 2 << 20
 PLACES = [np.arange(100)]
@@ -24,7 +24,7 @@ class Path:
     def __init__(self, **settings: bool) -> None:
         self.even = BreakEven(lambda: 0.0)
         self.even.computed(32_000, 1.0)
-        self.mover = VirtualMover(ArrayCopies(), DictStore(), seconds=lambda: 0.0, bandwidths={}, latency={})
+        self.mover = VirtualMover(ArrayCopies(), ScriptedStore(), seconds=lambda: 0.0, bandwidths={}, latency={})
         self.settings = TierSettings(
             host_frames=(100,), record_bytes=(RECORD,), mover=self.mover, break_even=self.even, **settings
         )

@@ -19,7 +19,7 @@ from quire.tiers.forgotten import marked_by
 from quire.tiers.transfer import LANES, Lane
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, CachedBytes, Marks
 from tests.tiers.array_copies import ArrayCopies
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 WIDTH = 8  # bytes of a frame
 
@@ -40,7 +40,7 @@ class TieredCache(CachedBytes):
         share: float = 0.5,
         seconds: float = 1.0,
         write: WritePolicy = WritePolicy.THROUGH,
-        store: DictStore | None = None,
+        store: ScriptedStore | None = None,
         stores: bool = True,
         eviction: str = "lru",
         emit: bool = False,
@@ -59,7 +59,7 @@ class TieredCache(CachedBytes):
             reaches=tuple(reaches),
             frames=tuple(frames),
         )
-        self.store = store if store is not None else DictStore()
+        self.store = store if store is not None else ScriptedStore()
         most = max(self.plan.frames_of(index) for index in range(len(reaches)))
         owned = [(0,)] * len(reaches)
         self.copies = ArrayCopies(owned, [WIDTH] * len(reaches), num_device=most, num_host=host)

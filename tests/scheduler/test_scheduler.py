@@ -17,7 +17,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
 from quire.spec.events import Namespace
 from quire.testing import FakeModel, small_plan
-from quire.testing.clear import clear
+from tests.clear import clear
 
 
 class Engine:

@@ -15,7 +15,7 @@ from quire.sim.virtual_mover import VirtualMover
 from quire.tiers.mover import CLOSED
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units
-from tests.tiers.dict_store import DictStore, WatchedPeer
+from tests.tiers.scripted_store import ScriptedStore, WatchedPeer
 
 SCOPE = b"s" * 16
 BANDWIDTHS = {Lane.SAVE: 1000.0, Lane.LOAD: 2000.0, Lane.ARCHIVE: 100.0, Lane.FETCH: 200.0}
@@ -32,7 +32,7 @@ class World:
         self, choose: st.DataObject | None = None, most: dict[Lane, int] | None = None, peer: WatchedPeer | None = None
     ) -> None:
         self.now = 0.0
-        self.copies, self.store = ArrayCopies(), DictStore()
+        self.copies, self.store = ArrayCopies(), ScriptedStore()
         self.peer = peer or WatchedPeer(set())
         self.content = [self.copies.fill(group, ids(*range(17)), seed=group) for group in (0, 1)]
         self.mover = VirtualMover(

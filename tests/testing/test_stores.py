@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from quire.testing.choices import Choices
 from quire.testing.contracts.records import make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.testing.contracts.store_model import StoreModel
-from quire.testing.stores import Fault, FaultyStore, LoggedStore, SlowStore
+from quire.testing.stores import Fault, FaultyStore, SlowStore
 from quire.testing.stores.faulty_store import LIES
 from quire.tiers.store import Answer, Store
 from quire.tiers.stores.directory import DirectoryStore
@@ -20,7 +19,7 @@ from tests.tiers.stores.directory_medium import DirectoryMedium
 
 
 class TestAllOfThemAround(StoreContract):
-    """A store that is slow, logged and faulty at a chance of nothing keeps the contract."""
+    """A store that is slow and faulty at a chance of nothing keeps the contract."""
 
     capacity = 4 << 20
 
@@ -30,7 +29,7 @@ class TestAllOfThemAround(StoreContract):
 
     def make_store(self, capacity: int | None) -> Store:
         store = SlowStore(DirectoryStore(self.path, capacity), (0.0, 1e-5), bandwidth=1e12)
-        return LoggedStore(FaultyStore(store, seed=0, percent=0))
+        return FaultyStore(store, seed=0, percent=0)
 
     def open_again(self) -> Store:
         return self.make_store(None)
@@ -104,14 +103,3 @@ def test_slowness(inner: DirectoryStore) -> None:
     assert store.exists([key]) == [Answer.HIT]
     assert len(slept) == 4
     assert all(0.5 <= seconds <= 1.5 for seconds in (slept[0], slept[1] - 4, slept[2], slept[3]))
-
-
-def test_a_log(inner: DirectoryStore, caplog: pytest.LogCaptureFixture) -> None:
-    store = LoggedStore(inner)
-    keys = make_keys(2)
-    with caplog.at_level(logging.DEBUG, "quire.store"):
-        write(store, keys, [make_record(0, 300), make_record(1, 700)])
-        store.remove(keys)
-    assert [call.verb for call in store.calls] == ["prepare", "put", "complete", "remove"]
-    assert store.calls[1].num_bytes == 1000 and store.calls[1].answers == (Answer.HIT, Answer.HIT)
-    assert "put of 2: 2 HIT, 1000 bytes" in caplog.text

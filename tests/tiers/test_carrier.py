@@ -16,7 +16,7 @@ from quire.tiers.forgotten import mark_of
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import LANES, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 SCOPE = b"s" * 16
 SMALL = 2 * 64  # bytes of a piece: two or three pages
@@ -27,7 +27,7 @@ def key(page: int, group: int) -> StoreKey:
 
 
 def carry(
-    copies: ArrayCopies, store: DictStore | None, link: Lane, *moved: Units, piece_bytes: int = SMALL
+    copies: ArrayCopies, store: ScriptedStore | None, link: Lane, *moved: Units, piece_bytes: int = SMALL
 ) -> Transfer:
     size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
     move = Transfer(link, moved, SCOPE, size)
@@ -52,7 +52,7 @@ def saved(numbers: Sequence[int]) -> ArrayCopies:
 
 
 def test_bytes_go_round_by_device_host_and_store() -> None:
-    copies, store, numbers = ArrayCopies(), DictStore(), [1, 2, 3, 4, 5]
+    copies, store, numbers = ArrayCopies(), ScriptedStore(), [1, 2, 3, 4, 5]
     content = [copies.fill(group, ids(*numbers), seed=group) for group in (0, 1)]
     assert carry(copies, store, Lane.SAVE, *both(numbers)).is_whole
     assert carry(copies, store, Lane.ARCHIVE, *both(numbers)).is_whole
@@ -98,7 +98,7 @@ def test_a_record_under_another_key_or_in_another_group_is_a_defect() -> None:
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_damaged_record_does_not_leave_the_host_nor_do_the_pages_behind_it(group: int) -> None:
-    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     copies.host[group][3, HEADER + 1] ^= 1
     move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]))
     other = ("", "", "store", "store", "store")
@@ -111,7 +111,7 @@ def test_a_damaged_record_does_not_leave_the_host_nor_do_the_pages_behind_it(gro
 @pytest.mark.parametrize("method", ["prepare", "put", "complete"])
 @pytest.mark.parametrize("piece_bytes", [SMALL, 1 << 20])
 def test_a_page_that_the_store_refuses_in_one_group_is_in_none(method: str, piece_bytes: int) -> None:
-    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     store.refused[method].add(key(3, 1))
     move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]), piece_bytes=piece_bytes)
     assert move.defects == (("", "", "store", "store", "store"),) * 2
@@ -121,7 +121,7 @@ def test_a_page_that_the_store_refuses_in_one_group_is_in_none(method: str, piec
 
 
 def test_what_another_writer_is_at_is_left_to_it() -> None:
-    copies, store = saved([1, 2, 3]), DictStore()
+    copies, store = saved([1, 2, 3]), ScriptedStore()
     store.prepare([key(2, 0)], [9])
     move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
     assert move.defects == (("", "store", "store"),) * 2
@@ -129,7 +129,7 @@ def test_what_another_writer_is_at_is_left_to_it() -> None:
 
 
 def test_what_the_store_has_is_not_put_again() -> None:
-    copies, store = saved([1, 2, 3]), DictStore()
+    copies, store = saved([1, 2, 3]), ScriptedStore()
     carry(copies, store, Lane.ARCHIVE, *both([1, 2]))
     store.log.clear()
     move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]), piece_bytes=1 << 20)
@@ -140,7 +140,7 @@ def test_what_the_store_has_is_not_put_again() -> None:
 
 @pytest.mark.parametrize("method", ["prepare", "put", "complete"])
 def test_nothing_stays_prepared_when_the_store_raises(method: str) -> None:
-    copies, store = saved([1, 2]), DictStore()
+    copies, store = saved([1, 2]), ScriptedStore()
     store.failing.add(method)
     with pytest.raises(InvalidInput):
         carry(copies, store, Lane.ARCHIVE, *both([1, 2]))
@@ -149,7 +149,7 @@ def test_nothing_stays_prepared_when_the_store_raises(method: str) -> None:
 
 
 def test_groups_may_have_only_the_last_pages() -> None:
-    copies, store = saved([1, 2, 3, 4]), DictStore()
+    copies, store = saved([1, 2, 3, 4]), ScriptedStore()
     moved = units(0, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]), units(1, [3, 4], [3, 4], [3, 4])
     assert carry(copies, store, Lane.ARCHIVE, *moved).is_whole
     del store.visible[key(3, 1)]
@@ -158,7 +158,7 @@ def test_groups_may_have_only_the_last_pages() -> None:
 
 
 def test_pages_that_no_group_has_all_of_keep_their_order() -> None:
-    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     moved = units(0, [1, 2, 4], [1, 2, 4], [1, 2, 4]), units(1, [2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5])
     store.refused["put"].add(key(3, 1))
     move = carry(copies, store, Lane.ARCHIVE, *moved)
@@ -166,7 +166,7 @@ def test_pages_that_no_group_has_all_of_keep_their_order() -> None:
 
 
 def test_a_fetch_ends_at_the_first_page_that_is_not_whole() -> None:
-    copies, store = saved([1, 2, 3, 4, 5]), DictStore()
+    copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]))
     del store.visible[key(4, 0)]
     move = carry(copies, store, Lane.FETCH, *both([1, 2, 3, 4, 5]), piece_bytes=1 << 20)
@@ -178,7 +178,7 @@ def test_a_fetch_ends_at_the_first_page_that_is_not_whole() -> None:
 
 
 def test_a_damaged_record_of_the_store_is_named_and_forgotten_there() -> None:
-    copies, store = saved([1, 2, 3]), DictStore()
+    copies, store = saved([1, 2, 3]), ScriptedStore()
     carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
     store.spoil(key(2, 1))
     move = carry(copies, store, Lane.FETCH, *both([1, 2, 3]), piece_bytes=1 << 20)
@@ -191,7 +191,7 @@ def test_a_damaged_record_of_the_store_is_named_and_forgotten_there() -> None:
 
 
 def test_looking_and_forgetting() -> None:
-    copies, store = saved([1, 2]), DictStore()
+    copies, store = saved([1, 2]), ScriptedStore()
     carry(copies, store, Lane.ARCHIVE, *both([1]))
     looked = units(0, [], [], [1, 2]), units(1, [], [], [2])
     assert carry(copies, store, Lane.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
@@ -199,7 +199,7 @@ def test_looking_and_forgetting() -> None:
     assert set(store.visible) == {key(1, 1)}
 
 
-class Stuck(DictStore):
+class Stuck(ScriptedStore):
     """Reads well, into memory of which a byte is always the same."""
 
     def __init__(self, row: np.ndarray, at: int) -> None:
@@ -226,7 +226,7 @@ def test_a_good_record_that_was_read_into_bad_memory_stays_in_the_store() -> Non
     assert not move.suspect and len(store.visible) == 5, "this time it is the record"
 
 
-class Asked(DictStore):
+class Asked(ScriptedStore):
     """Notes the pages that it is asked for."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ def test_without_a_store_there_is_nothing_to_ask(link: Lane) -> None:
 
 @pytest.mark.parametrize("link", [Lane.FETCH, Lane.ARCHIVE])
 def test_what_was_stopped_keeps_what_it_had(link: Lane) -> None:
-    copies, store = saved([1, 2, 3, 4]), DictStore()
+    copies, store = saved([1, 2, 3, 4]), ScriptedStore()
     if link is Lane.FETCH:
         carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4]))
     move = Transfer(link, both([1, 2, 3, 4]), SCOPE, 0)
@@ -297,7 +297,7 @@ def test_what_was_stopped_keeps_what_it_had(link: Lane) -> None:
 
 
 def test_an_empty_move_is_whole() -> None:
-    copies, store = ArrayCopies(), DictStore()
+    copies, store = ArrayCopies(), ScriptedStore()
     for link in LANES:
         assert carry(copies, store, link).is_whole
         assert carry(copies, store, link, units(0, [], [], [])).is_whole
@@ -308,7 +308,7 @@ def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataO
     """Any units, any refusals but of `complete`: pages are in the store whole, and none without those before it."""
     count = data.draw(st.integers(1, 6))
     numbers = list(range(1, count + 1))
-    copies, store = saved(numbers), DictStore()
+    copies, store = saved(numbers), ScriptedStore()
     has_room = data.draw(st.booleans())
     store.most_bytes = 1 << 20 if has_room else data.draw(st.integers(50, 800))
     tail = data.draw(st.integers(0, count))
@@ -329,7 +329,7 @@ def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataO
         assert set(store.visible) == {key(page, part) for page in good for part in parts[page]}
 
 
-def forget(store: DictStore, scope: bytes) -> Transfer:
+def forget(store: ScriptedStore, scope: bytes) -> Transfer:
     move = Transfer(Lane.FORGET, (), scope)
     for _ in Carrier(ArrayCopies(), store).carry(move):
         pass
@@ -337,7 +337,7 @@ def forget(store: DictStore, scope: bytes) -> Transfer:
 
 
 def test_everything_of_a_scope_is_forgotten_and_nothing_else() -> None:
-    store = DictStore()
+    store = ScriptedStore()
     scopes = [b"edition1" + name for name in (b"tenant 1", b"tenant 2")] + [b"edition2tenant 1"]
     for scope in scopes:
         for page in range(3000 if scope is scopes[0] else 3):
@@ -355,7 +355,7 @@ def test_everything_of_a_scope_is_forgotten_and_nothing_else() -> None:
 
 
 def test_what_a_store_keeps_though_it_was_to_forget_it_is_an_error() -> None:
-    class Stubborn(DictStore):
+    class Stubborn(ScriptedStore):
         def remove(self, keys: Sequence[StoreKey]) -> int:
             return super().remove([key for key in keys if key.part])
 

@@ -14,7 +14,7 @@ from quire.tiers.forgotten import mark_of, marked_by, marks_over
 from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.transfer import Lane, Transfer, Units
 from tests.tiers.array_copies import ArrayCopies
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 ALICE, BOB, OTHER = b"edition1" + b"alice   ", b"edition1" + b"bob     ", b"edition2" + b"alice   "
 NONE = np.empty(0, dtype=np.int32)
@@ -25,18 +25,18 @@ def page(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def filled(kind: type[DictStore] = DictStore) -> DictStore:
+def filled(kind: type[ScriptedStore] = ScriptedStore) -> ScriptedStore:
     store = kind()
     for scope in (ALICE, BOB, OTHER):
         store.visible |= {StoreKey(scope, page(number), 0): b"x" * 200 for number in range(COUNT)}
     return store
 
 
-def left(store: DictStore, scope: bytes) -> int:
+def left(store: ScriptedStore, scope: bytes) -> int:
     return sum(key.scope == scope and marked_by(key) is None for key in store.visible)
 
 
-def looked(store: DictStore, scope: bytes) -> Transfer:
+def looked(store: ScriptedStore, scope: bytes) -> Transfer:
     """A lookup of the last page, in two groups, and of one that never was."""
     units = [Units(0, NONE, NONE, (page(COUNT - 1), page(COUNT))), Units(1, NONE, NONE, (page(COUNT - 1),))]
     move = Transfer(Lane.LOOK, units, scope)
@@ -44,12 +44,12 @@ def looked(store: DictStore, scope: bytes) -> Transfer:
     return move
 
 
-def forgetting(store: DictStore, scope: bytes) -> tuple[Transfer, Iterator[None]]:
+def forgetting(store: ScriptedStore, scope: bytes) -> tuple[Transfer, Iterator[None]]:
     move = Transfer(Lane.FORGET, (), scope)
     return move, Carrier(ArrayCopies(), store).carry(move)
 
 
-def forget(store: DictStore, scope: bytes) -> None:
+def forget(store: ScriptedStore, scope: bytes) -> None:
     list(forgetting(store, scope)[1])
 
 
@@ -121,7 +121,7 @@ def test_all_forgets_the_marks_of_scopes_too() -> None:
     assert {key.scope for key in store.visible} == {OTHER}
 
 
-class Moody(DictStore):
+class Moody(ScriptedStore):
     """A store that does not do what is named in `down`."""
 
     down = ""
@@ -163,7 +163,7 @@ def test_a_mark_that_was_not_taken_hides_nothing_and_says_so(verb: str) -> None:
     store.refused[verb].add(mark_of(ALICE))
     move, steps = forgetting(store, ALICE)
     next(steps)
-    assert not move.hidden and not store.prepared and not store.held
+    assert not move.hidden and not store.prepared and not store.taken
     assert looked(store, ALICE).marked == ()
 
 

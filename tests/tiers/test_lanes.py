@@ -17,7 +17,7 @@ from quire.tiers.mover import LEFT, ThreadMover
 from quire.tiers.store import StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import ArrayCopies, ids, page_key, units
-from tests.tiers.dict_store import DictStore
+from tests.tiers.scripted_store import ScriptedStore
 
 SEND = Lane("send", Endpoint.HOST, Endpoint.PEER, most_bytes=1 << 20, deadline_s=0.05)
 RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST, most_bytes=1 << 20, deadline_s=0.05)
@@ -45,7 +45,7 @@ def saved(*numbers: int) -> ArrayCopies:
 
 
 @contextmanager
-def mover_of(copies: ArrayCopies, store: DictStore, peer: DictStore) -> Iterator[ThreadMover]:
+def mover_of(copies: ArrayCopies, store: ScriptedStore, peer: ScriptedStore) -> Iterator[ThreadMover]:
     mover = ThreadMover(copies, store, peer=peer, lanes=WITH_PEER, piece_bytes=1)
     try:
         yield mover
@@ -70,7 +70,7 @@ def collect(mover: ThreadMover, *expected: Transfer) -> None:
     assert set(map(id, ended)) == set(map(id, expected))
 
 
-def entered(source: ArrayCopies | DictStore) -> None:
+def entered(source: ArrayCopies | ScriptedStore) -> None:
     assert source.entered.acquire(timeout=SOON), "the call did not begin"
 
 
@@ -105,7 +105,7 @@ def test_names_that_users_see() -> None:
 
 
 def test_a_peer_is_two_more_rows() -> None:
-    copies, store, peer = saved(1, 2, 3), DictStore(), DictStore()
+    copies, store, peer = saved(1, 2, 3), ScriptedStore(), ScriptedStore()
     was = [device.copy() for device in copies.device]
     with mover_of(copies, store, peer) as mover:
         send = transfer_of(copies, SEND, 1, 2, 3, deadline=SOON)
@@ -125,8 +125,8 @@ def test_a_peer_is_two_more_rows() -> None:
 
 
 def test_what_a_peer_sends_is_checked() -> None:
-    copies, peer = saved(1, 2), DictStore()
-    with mover_of(copies, DictStore(), peer) as mover:
+    copies, peer = saved(1, 2), ScriptedStore()
+    with mover_of(copies, ScriptedStore(), peer) as mover:
         send = transfer_of(copies, SEND, 1, 2, deadline=SOON)
         assert mover.submit(send)
         collect(mover, send)
@@ -140,7 +140,7 @@ def test_what_a_peer_sends_is_checked() -> None:
 def test_without_a_peer_there_is_nothing_to_send_to() -> None:
     copies = saved(1)
     with pytest.raises(InvalidInput, match="no peer"):
-        list(Carrier(copies, DictStore()).carry(transfer_of(copies, SEND, 1)))
+        list(Carrier(copies, ScriptedStore()).carry(transfer_of(copies, SEND, 1)))
 
 
 # -- deadlines
@@ -148,7 +148,7 @@ def test_without_a_peer_there_is_nothing_to_send_to() -> None:
 
 def test_a_hung_peer_holds_its_own_threads_only() -> None:
     """Both of its threads hang. Everything else moves, and what hangs or waits has failed at its deadline."""
-    copies, store, peer = saved(1, 2, 3, 4), DictStore(), DictStore()
+    copies, store, peer = saved(1, 2, 3, 4), ScriptedStore(), ScriptedStore()
     puts, gets = peer.hold("prepare"), peer.hold("get")
     rows = [host.copy() for host in copies.host]
     with mover_of(copies, store, peer) as mover:
@@ -195,7 +195,7 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
         except MoveFailed as failed:
             raised.append(str(failed))
 
-    with mover_of(copies, DictStore(), DictStore()) as mover:
+    with mover_of(copies, ScriptedStore(), ScriptedStore()) as mover:
         load = transfer_of(copies, Lane.LOAD, 1, deadline=0.05)
         assert mover.submit(load)
         entered(copies)
@@ -212,9 +212,9 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
 
 def test_closing_does_not_wait_for_a_hung_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.tiers.mover.CLOSE_S", 0.05)
-    copies, peer = saved(1, 2), DictStore()
+    copies, peer = saved(1, 2), ScriptedStore()
     gate = peer.hold("prepare")
-    mover = ThreadMover(copies, DictStore(), peer=peer, lanes=WITH_PEER)
+    mover = ThreadMover(copies, ScriptedStore(), peer=peer, lanes=WITH_PEER)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
     hung, late = transfer_of(copies, SEND, 1, deadline=SOON), transfer_of(copies, SEND, 2, deadline=SOON)
     assert mover.submit(hung) and mover.submit(late)
@@ -233,7 +233,7 @@ class World:
     """A clock and a virtual mover whose peer takes `seconds` to answer."""
 
     def __init__(self, copies: ArrayCopies, seconds: float) -> None:
-        self.now, self.copies, self.store, self.peer = 0.0, copies, DictStore(), DictStore()
+        self.now, self.copies, self.store, self.peer = 0.0, copies, ScriptedStore(), ScriptedStore()
         self.mover = VirtualMover(
             copies,
             self.store,

@@ -17,7 +17,7 @@ from quire.tiers.mover import CLOSED, LEFT, ThreadMover
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
-from tests.tiers.dict_store import DictStore, WatchedPeer
+from tests.tiers.scripted_store import ScriptedStore, WatchedPeer
 
 SCOPE = b"s" * 16
 SEND = Lane("send", Endpoint.HOST, Endpoint.PEER)
@@ -35,7 +35,7 @@ def _no_thread_is_left() -> Iterator[None]:
 @contextmanager
 def mover_of(
     copies: ArrayCopies,
-    store: DictStore | None = None,
+    store: ScriptedStore | None = None,
     *,
     threads: int = 2,
     most: dict[Lane, int] | None = None,
@@ -67,12 +67,12 @@ def collect(mover: ThreadMover, count: int = 1) -> list[Transfer]:
     return ended
 
 
-def entered(source: ArrayCopies | DictStore) -> None:
+def entered(source: ArrayCopies | ScriptedStore) -> None:
     assert source.entered.acquire(timeout=LONG), "nobody came"
 
 
 def test_round_trip() -> None:
-    copies, store = ArrayCopies(), DictStore()
+    copies, store = ArrayCopies(), ScriptedStore()
     numbers = ids(1, 2, 3)
     content = [copies.fill(group, numbers, seed=group) for group in (0, 1)]
     with mover_of(copies, store) as mover:
@@ -115,7 +115,7 @@ def test_what_has_to_be_complete_has_ended() -> None:
 
 
 def test_looking_needs_no_frames() -> None:
-    copies, store = ArrayCopies(), DictStore()
+    copies, store = ArrayCopies(), ScriptedStore()
     store.visible[StoreKey(SCOPE, page_key(1), 0)] = b""
     with mover_of(copies, store) as mover:
         assert mover.submit(move_of(copies, Lane.LOOK, [units(0, [], [], [1, 2])]))
@@ -217,7 +217,7 @@ def test_a_load_that_fails_on_its_way_is_told_to_steps() -> None:
     ],
 )
 def test_what_copies_or_the_store_raise_ends_that_move_alone(link: Lane, call: str) -> None:
-    copies, store = saved(1), DictStore()
+    copies, store = saved(1), ScriptedStore()
     with mover_of(copies, store, threads=1) as mover:
         copies.failing.add(call)
         store.failing.add(call)
@@ -282,7 +282,7 @@ def test_a_load_goes_between_the_pieces_of_a_save() -> None:
 
 
 def test_reading_does_not_wait_behind_writing() -> None:
-    copies, store = saved(1, 2, 3), DictStore()
+    copies, store = saved(1, 2, 3), ScriptedStore()
     gate = store.hold("put")
     with mover_of(copies, store, threads=2) as mover:
         writes = [move_of(copies, Lane.ARCHIVE, pages(number)) for number in (1, 2)]
@@ -299,7 +299,7 @@ def test_reading_does_not_wait_behind_writing() -> None:
 
 
 def test_what_reads_goes_before_what_waits_to_write() -> None:
-    copies, store = saved(1, 2), DictStore()
+    copies, store = saved(1, 2), ScriptedStore()
     gate = store.hold("put")
     with mover_of(copies, store, threads=1) as mover:
         moves = [move_of(copies, Lane.ARCHIVE, pages(number)) for number in (1, 2)]
@@ -315,7 +315,7 @@ def test_what_reads_goes_before_what_waits_to_write() -> None:
 @pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FORGET])
 def test_writing_goes_on_however_much_is_read(threads: int, link: Lane) -> None:
     """Whoever reads ahead asks again as soon as it has an answer."""
-    copies, store = saved(1), DictStore()
+    copies, store = saved(1), ScriptedStore()
     gate = store.hold("exists")
     with mover_of(copies, store, threads=threads) as mover:
         looks = [move_of(copies, Lane.LOOK, [units(0, [], [], [1])]) for _ in range(6)]
@@ -335,7 +335,7 @@ def test_writing_goes_on_however_much_is_read(threads: int, link: Lane) -> None:
 
 
 def test_forgetting_keeps_its_place_among_writes() -> None:
-    copies, store = saved(1, 2), DictStore()
+    copies, store = saved(1, 2), ScriptedStore()
     gate = store.hold("complete")
     with mover_of(copies, store, threads=4) as mover:
         first = move_of(copies, Lane.ARCHIVE, pages(1))
@@ -353,7 +353,7 @@ def test_forgetting_keeps_its_place_among_writes() -> None:
 
 
 def test_events_come_in_the_order_in_which_things_ended() -> None:
-    copies, store = saved(1, 2), DictStore()
+    copies, store = saved(1, 2), ScriptedStore()
     gate, host_gate = store.hold("get"), copies.hold("to_host")
     with mover_of(copies, store, threads=2) as mover:
         fetch, save = move_of(copies, Lane.FETCH, pages(1)), move_of(copies, Lane.SAVE, pages(5))
@@ -377,7 +377,7 @@ def test_events_come_in_the_order_in_which_things_ended() -> None:
 
 def test_looking_for_many_pages_takes_turns() -> None:
     """Two looks of many pages, and what is to be fetched and stored does not wait until they have ended."""
-    copies, store = saved(1, 2), DictStore()
+    copies, store = saved(1, 2), ScriptedStore()
     gate = store.hold("exists")
     many = units(0, [], [], range(1000, 2000))
     with mover_of(copies, store, threads=2) as mover:
@@ -397,7 +397,7 @@ def test_looking_for_many_pages_takes_turns() -> None:
 
 
 def test_closing_ends_what_runs_and_fails_what_waits() -> None:
-    copies, store = saved(1, 2, 3), DictStore()
+    copies, store = saved(1, 2, 3), ScriptedStore()
     gate, load_gate = store.hold("put"), copies.hold("to_device")
     mover = ThreadMover(copies, store, threads={Endpoint.STORE: 1}, piece_bytes=1)
     running, waiting = move_of(copies, Lane.ARCHIVE, pages(1, 2, 3)), move_of(copies, Lane.FETCH, pages(9))
@@ -430,8 +430,8 @@ def test_closing_ends_what_runs_and_fails_what_waits() -> None:
 @pytest.mark.parametrize("link", [Lane.LOOK, Lane.SAVE])
 def test_closing_does_not_wait_for_ever(link: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.tiers.mover.CLOSE_S", 0.05)
-    copies, store = ArrayCopies(), DictStore()
-    held: ArrayCopies | DictStore = store if link is Lane.LOOK else copies
+    copies, store = ArrayCopies(), ScriptedStore()
+    held: ArrayCopies | ScriptedStore = store if link is Lane.LOOK else copies
     gate = held.hold("exists" if link is Lane.LOOK else "to_host")
     mover = ThreadMover(copies, store)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
@@ -449,7 +449,7 @@ def test_closing_does_not_wait_for_ever(link: Lane, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stopped_fetch_ends_early() -> None:
-    copies, store = saved(1, 2, 3), DictStore()
+    copies, store = saved(1, 2, 3), ScriptedStore()
     with mover_of(copies, store) as mover:
         assert mover.submit(move_of(copies, Lane.ARCHIVE, pages(1, 2, 3)))
         collect(mover)
@@ -471,7 +471,7 @@ class ThreadMoverMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies, self.store = ArrayCopies(num_device=12, num_host=12), DictStore(most_bytes=900)
+        self.copies, self.store = ArrayCopies(num_device=12, num_host=12), ScriptedStore(most_bytes=900)
         self.busy: set[int] = set()
         self.peer = WatchedPeer(self.busy)
         self.mover = ThreadMover(

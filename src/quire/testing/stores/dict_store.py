@@ -12,13 +12,14 @@ from quire.tiers.store import Answer, Entry, Store, StoreKey
 
 class DictStore(Store):
     """Keeps at most `most_bytes`, prepared ones counted in, and forgets what was not used for longest: of a batch the
-    last first. `version` changes whenever `visible` does."""
+    last first. `version` changes whenever `visible` does. `prepared` has the sizes of records between `prepare` and
+    `complete`, `taken` the buffers of those that were put."""
 
     def __init__(self, most_bytes: int = 1 << 30) -> None:
         self.visible: dict[StoreKey, bytes] = {}  # least recently used first
         self.version = 0
-        self._prepared: dict[StoreKey, int] = {}
-        self._taken: dict[StoreKey, Buffer] = {}
+        self.prepared: dict[StoreKey, int] = {}
+        self.taken: dict[StoreKey, Buffer] = {}
         self._most_bytes = most_bytes
         self._lock = RLock()
 
@@ -37,16 +38,16 @@ class DictStore(Store):
         """Keeps the buffers as they are until `complete`."""
         with self._lock:
             for key, record in zip(keys, records, strict=True):
-                assert memoryview(record).nbytes == self._prepared[key], "a record of another size than was prepared"
-                self._taken[key] = record
+                assert memoryview(record).nbytes == self.prepared[key], "a record of another size than was prepared"
+                self.taken[key] = record
             return [Answer.HIT] * len(keys)
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         """Never RETRY."""
         with self._lock:
             for key, good in zip(keys, ok, strict=True):
-                del self._prepared[key]
-                record = self._taken.pop(key, None)
+                del self.prepared[key]
+                record = self.taken.pop(key, None)
                 if good:
                     assert record is not None, "a record was completed and never put"
                     self.visible[key] = bytes(record)
@@ -74,13 +75,13 @@ class DictStore(Store):
 
     def close(self) -> None:
         """Drops what was prepared."""
-        self._prepared.clear()
-        self._taken.clear()
+        self.prepared.clear()
+        self.taken.clear()
 
     @property
     def num_bytes(self) -> int:
         """Of visible and of prepared records."""
-        return sum(map(len, self.visible.values())) + sum(self._prepared.values())
+        return sum(map(len, self.visible.values())) + sum(self.prepared.values())
 
     def _use(self, keys: Sequence[StoreKey]) -> None:
         """The first counts as used last."""
@@ -91,14 +92,14 @@ class DictStore(Store):
     def _prepare(self, key: StoreKey, size: int) -> Answer:
         if key in self.visible:
             return Answer.HIT
-        if key in self._prepared:
+        if key in self.prepared:
             return Answer.PENDING
         while self.visible and self.num_bytes + size > self._most_bytes:
             del self.visible[next(iter(self.visible))]
             self.version += 1
         if self.num_bytes + size > self._most_bytes:
             return Answer.RETRY
-        self._prepared[key] = size
+        self.prepared[key] = size
         return Answer.MISS
 
     def _get(self, key: StoreKey, record: memoryview) -> Answer:
