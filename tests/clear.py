@@ -13,8 +13,8 @@ def clear(cache: KVCache) -> int:
     """
     offload = offload_of(cache)
     if offload.tiers is not None:
-        offload.tiers.forget_stored(None)
-    offload.abandon(None)
+        offload.tiers.delete_stored(None)
+    offload.cancel(None)
     pages = cache.tree.clear()
     cache.parts.give_back(pages)
     return len(pages)

@@ -12,9 +12,9 @@ from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
 from quire.memory.residency import State
+from quire.offload import archiver as archiving
 from quire.offload import offloading
 from quire.offload.archiver import Archiver
-from quire.offload.below import Below
 from quire.offload.host_groups import HostGroup
 from quire.offload.prefetch import Prefetch, RequestedPrefix
 from quire.offload.prefetcher import Prefetcher
@@ -69,7 +69,7 @@ def write_back_does_not_wait(patch: Patch) -> None:
         if tiers.settings.write is not WritePolicy.BACK or tiers._tree.num_copies(node) == node.num_pages:
             return int(real(tiers, node))
         pages = pages_to(node)
-        if tiers.save(node, pages, ends=(len(pages),), first=node.depth, goes=True) is None:
+        if tiers.save(node, pages, ends=(len(pages),), first=node.depth, evicts=True) is None:
             return tiers._tree.num_copies(node)
         return int(node.num_pages)
 
@@ -199,16 +199,16 @@ def a_failed_store_is_visible(patch: Patch) -> None:
 @mutant("tiers", field.PARTIAL)
 def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
     """Pages are stored that nobody can find, since those before them are not."""
-    real = Below.move_of
+    real = archiving.transfer_of
 
-    def make(below: Below, link: Lane, parts: Any, *args: Any) -> Transfer:
+    def make(link: Lane, parts: Any, *args: Any) -> Transfer:
         if link is Lane.ARCHIVE:
             for part in parts:
                 if len(part.pages) > 1:
                     part.pages, part.at, part.host = part.pages[1:], part.at[1:], part.host[1:]
-        return real(below, link, parts, *args)
+        return real(link, parts, *args)
 
-    patch.setattr(Below, "move_of", make)
+    patch.setattr(archiving, "transfer_of", make)
 
 
 @mutant("tiers", field.DEAD)
@@ -284,7 +284,7 @@ def storage_is_asked_behind_cached_pages_only(patch: Patch) -> None:
 @mutant("tiers", field.STALE)
 def a_flush_leaves_the_store(patch: Patch) -> None:
     """What was flushed comes back from storage."""
-    patch.setattr(Tiering, "forget_stored", lambda tiers, namespace: None)
+    patch.setattr(Tiering, "delete_stored", lambda tiers, namespace: None)
 
 
 # -- what keeps what

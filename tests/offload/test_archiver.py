@@ -182,7 +182,7 @@ def test_what_is_owed_is_bounded() -> None:
         owed.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
         world.drain()
     assert len(owed) == 4_096
-    owed.forgotten(5_000)
+    owed.removed(5_000)
     assert len(owed) <= 24
     world.close()
 
@@ -287,7 +287,7 @@ def test_what_is_behind_a_gap_is_stored_when_that_is_closed() -> None:
     before = world.stored()
     tiers_of(world).evict_host(10)
     world.store.visible.clear()
-    tiers_of(world).archiver.forget_all()
+    tiers_of(world).archiver.store_is_empty()
     assert tiers_of(world).save(end, match.pages, ends=(2,), first=1) is not None
     world.drain()
     assert (before, world.stored()) == (1, 0), "nobody would find it"
@@ -312,6 +312,6 @@ def test_what_is_owed_may_go_while_it_is_read() -> None:
         world.cache.evict(world.cache.pages.num_pages)
         while tiers_of(world).evict_host(world.cache.pages.num_pages):
             pass
-        owed.forgotten(5_000)
+        owed.removed(5_000)
     assert found == 1 and not len(owed)
     world.close()

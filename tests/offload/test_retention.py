@@ -201,7 +201,7 @@ def test_there_is_a_limit_to_how_many() -> None:
     refused = keep(cache, np.append(tokens, -1).astype(np.int32))
     assert refused.granted_tokens == 0 and "4,096 retentions" in refused.reason
     assert cache.kept.num_pages == 1
-    assert cache.kept.forget(ALICE) == MOST_RETENTIONS and cache.kept.forget(None) == 0
+    assert cache.kept.release_all(ALICE) == MOST_RETENTIONS and cache.kept.release_all(None) == 0
     cache.audit()
 
 
@@ -210,7 +210,7 @@ def test_a_namespace_is_forgotten_alone() -> None:
     for namespace in (ALICE, BOB):
         cache.compute(tokens, namespace)
         keep(cache, tokens, namespace)
-    assert cache.kept.forget(BOB) == 1 and cache.kept.forget(BOB) == 0
+    assert cache.kept.release_all(BOB) == 1 and cache.kept.release_all(BOB) == 0
     flood(cache)
     assert (cache.cached(tokens, ALICE), cache.cached(tokens, BOB)) == (8, 0)
 
@@ -340,7 +340,7 @@ def test_to_keep_is_not_to_use() -> None:
     before = [(node.hits, node.last_used, node.priority) for node in cache.tree.nodes()]
     for _ in range(3):
         keep(cache, tokens, priority=9)
-    cache.kept.forget(None)
+    cache.kept.release_all(None)
     assert [(node.hits, node.last_used, node.priority) for node in cache.tree.nodes()] == before
 
 
@@ -397,7 +397,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def sync(self) -> None:
         """The model hears of what was given up for requests: it must be soft, and the pages must have been short."""
-        ids = set(self.cache.kept._kept)
+        ids = set(self.cache.kept._by_id)
         gone = set(self.model) - ids
         assert not ids - set(self.model)
         for key in gone:
@@ -405,7 +405,7 @@ class RetentionMachine(RuleBasedStateMachine):
             assert not pinned or expires <= self.cache.now, "a pin went before its time"
             self.happened["went for a request"] += 1
         for key, kept in self.model.items():
-            length = self.cache.kept._kept[key].hold.path.num_pages * PAGE
+            length = self.cache.kept._by_id[key].hold.path.num_pages * PAGE
             if length != len(kept[1]):
                 assert 0 < length < len(kept[1]) and not kept[4], "it may only become shorter, and no pin may"
                 self.model[key] = (kept[0], kept[1][:length], *kept[2:])
@@ -516,7 +516,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.drop_expired()
         self.cache.kept.expire()
         mine = [key for key, kept in self.model.items() if kept[0] == namespace]
-        assert self.cache.kept.forget(namespace) == len(mine)
+        assert self.cache.kept.release_all(namespace) == len(mine)
         for key in mine:
             del self.model[key]
 
@@ -541,7 +541,7 @@ class RetentionMachine(RuleBasedStateMachine):
         kept = self.cache.kept
         self.drop_expired()
         kept.expire()
-        assert set(kept._kept) == set(self.model)
+        assert set(kept._by_id) == set(self.model)
         for namespace, tokens, _, _, _ in self.model.values():
             assert self.cache.cached(ids(*tokens), namespace) == len(tokens)
         assert kept.num_pages == self.distinct() <= kept.budget
@@ -554,7 +554,7 @@ class RetentionMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             for kv, _ in self.running:
                 self.cache.finish(kv)
-            self.cache.kept.forget(None)
+            self.cache.kept.release_all(None)
             assert self.cache.tree.num_protected == 0 and not len(self.cache.kept)
             self.cache.audit()
             clear(self.cache)

@@ -314,9 +314,9 @@ class Life:
         tiered, retention = self.tiered, self.tiered.kept
         retention.expire()
         tiered.cache.audit()
-        assert set(retention._kept) <= set(self.kept)
+        assert set(retention._by_id) <= set(self.kept)
         for name, (space, tokens, until, pinned) in list(self.kept.items()):
-            kept = retention._kept.get(name)
+            kept = retention._by_id.get(name)
             length = kept.hold.path.num_pages * PAGE if kept is not None else 0
             if length < len(tokens):
                 assert not pinned or until <= tiered.now, "a pin went before its time"

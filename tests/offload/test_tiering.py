@@ -179,7 +179,7 @@ def test_whoever_reads_ahead_gives_way() -> None:
     assert prefetch is not None and world.cache.tree.num_protected == 2
     kv = world.cache.begin(tokens_of((7, 8, 9, 9)), ALICE)
     world.cache.extend([kv], 4 * PAGE)
-    assert prefetch.abandoned and not world.ahead.is_awaited(prefetch)
+    assert prefetch.cancelled and not world.ahead.is_awaited(prefetch)
     world.cache.audit()
     world.cache.finish(kv)
     world.close()

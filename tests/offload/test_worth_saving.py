@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.offload.below import TRIAL_BYTES, worth_saving
 from quire.offload.tier_settings import TierSettings
+from quire.offload.tiering import TRIAL_BYTES, worth_saving
 from quire.sim.virtual_mover import VirtualMover
 from quire.tiers.break_even import BreakEven
 from quire.tiers.transfer import Lane, Transfer

@@ -1,12 +1,12 @@
 """Archiver: copies host frames to the store in the background, ancestors first.
 
     archive   a path may have frames that are not stored: it is pending
-    go_on     pending paths go, several together, as soon as the lane has room
+    go_on     submits pending paths, several together, as soon as the lane has room
     ended     refused paths are pending again, after a pause
 
-The archiver also touches stored pages of these paths now and then. A popular prefix stays on device and host, is never
-read from the store, and would be the first that the store evicts; no page behind it would be found then. Records that
-the store has lost are stored again.
+The archiver also touches stored pages of these paths now and then. A popular prefix stays on device and host, and is
+never read from the store. Without touches the store would evict it first, and find no page behind it any more. Records
+that the store has lost are stored again.
 
 Neither pending paths nor archives under way prevent eviction: frames that are still read are freed afterwards.
 """
@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
 from quire.cache.groups import NO_PAGES
+from quire.cache.offload import CacheParts
 from quire.memory.residency import State
-from quire.offload.below import Below, Part
+from quire.offload.deletion import StoreDeletion
+from quire.offload.host_groups import GroupPages, HostGroup
+from quire.offload.tier_counters import TierCounters
+from quire.offload.tier_settings import TierSettings
 from quire.prefix.node import Node, pages_to
+from quire.prefix.page_names import PageNames
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Bools, Ids, Tier
 from quire.tiers.store import Answer
@@ -36,7 +41,7 @@ _MOST_LOOKED_AT = 256
 _MOST_BEHIND = 64  # paths, behind one page that is not on the host
 _TOUCHED_AGAIN_S = 120.0
 """A stored page is touched once in this time, or once while a quarter of the host's frames is archived."""
-_MENDED = (0,)
+_LOST = (0,)
 """Ends of a path that is pending because the store has lost pages of it. It is not touched until it is used again: a
 store that is too small for the path would lose more of it each time."""
 _FIRST_PAUSE_S = 1.0
@@ -56,7 +61,7 @@ class PendingPaths:
     def __init__(self, tree: RadixCache) -> None:
         self._tree = tree
         self._ends: dict[Node, tuple[int, ...]] = {}
-        self._num_forgotten = 0
+        self._num_removed = 0
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -82,15 +87,15 @@ class PendingPaths:
         """Remove a path, if it is still pending."""
         self._ends.pop(node, None)
 
-    def forgotten(self, num_pages: int) -> None:
+    def removed(self, num_pages: int) -> None:
         """So many pages have left the cache. Now and then, paths are replaced by what is left of them."""
-        self._num_forgotten += num_pages if self._ends else 0
-        if self._num_forgotten > _MOST_PATHS:
-            self._num_forgotten = 0
-            before, self._ends = self._ends, {}
-            for node, ends in before.items():
-                if (living := self._living(node)) is not None:
-                    self.add(living, ends)
+        self._num_removed += num_pages if self._ends else 0
+        if self._num_removed > _MOST_PATHS:
+            self._num_removed = 0
+            left = [(node, ends) for _, node, ends in self.first(len(self._ends))]
+            self._ends = {}
+            for node, ends in left:
+                self.add(node, ends)
 
     def _living(self, node: Node) -> Node | None:
         """The node or its last cached ancestor; None if no prompt finds it any more."""
@@ -102,27 +107,46 @@ class PendingPaths:
         return node if root is not node and self._tree.roots.get(node.namespace) is root else None
 
 
-@dataclass(frozen=True, slots=True)
+def transfer_of(
+    lane: Lane, parts: Sequence[GroupPages], scope: bytes, names: PageNames, settings: TierSettings
+) -> Transfer:
+    """A transfer of these pages on a lane, not submitted yet."""
+    units = [Units(part.group, part.device, part.host, names.keys_of(part.pages)) for part in parts]
+    return Transfer(lane, units, scope, sum(len(part.pages) * settings.record_bytes[part.group] for part in parts))
+
+
+@dataclass(slots=True)
 class _Batch:
     """Pages of some paths of one scope: `parts` are archived, and `touched` pages are stored already."""
 
     scope: bytes
     nodes: list[Node]
-    parts: list[Part]
+    parts: list[GroupPages]
     touched: _Found
 
 
 class Archiver:
     """The archiver of one cache. `moves` are the archives under way."""
 
-    def __init__(self, below: Below, tree: RadixCache, seconds: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: TierSettings,
+        parts: CacheParts,
+        hosts: Sequence[HostGroup],
+        counters: TierCounters,
+        deletion: StoreDeletion,
+    ) -> None:
         self.moves: dict[Transfer, _Batch] = {}
-        self.pending = PendingPaths(tree)
-        self._below = below
-        self._seconds = seconds
-        self._stored = [below.table.of(Tier.STORAGE, host.index) for host in below.hosts]
-        self._pages = below.table.anchor(Tier.STORAGE)
-        self._on_host = below.table.anchor(Tier.HOST)
+        self.pending = PendingPaths(parts.tree)
+        self._settings = settings
+        self._hosts = hosts
+        self._counters = counters
+        self._deletion = deletion
+        self._names = parts.tree.names
+        self._damaged = parts.damaged
+        self._seconds = parts.seconds
+        self._stored = [parts.frames.of(Tier.STORAGE, host.index) for host in hosts]
+        self._pages = parts.frames.anchor(Tier.STORAGE)
         self._gaps: dict[int, list[Node]] = {}  # by a page that is not below the device: nodes behind it
         self._period_ends = -math.inf
         self._num_since = 0  # frames archived in this period
@@ -132,60 +156,49 @@ class Archiver:
 
     # -- what is stored
 
-    def stored(self, group: int, pages: Ids) -> None:
-        """Frames of these pages have been fetched from the store."""
-        self._stored[group].mark(pages, State.RESIDENT)
-        self._on_host.mark(pages, State.FETCHED)
-        self.came(pages)
+    def store_is_empty(self) -> None:
+        """Another engine, or this one, has flushed the store."""
+        for column in self._stored:
+            column.unmark(slice(None), State.RESIDENT)
 
-    def not_stored(self, group: int, pages: Ids) -> None:
-        """The store does not have the frames of these pages in a group."""
-        self._stored[group].unmark(pages, State.RESIDENT)
-
-    def came(self, pages: Ids) -> None:
+    def saved(self, pages: Ids) -> None:
         """These pages are on the host now: archive what is behind them."""
         for page in pages.tolist() if self._gaps else ():
             for node in self._gaps.pop(page, ()):
                 self.archive(node)
 
-    def forgotten(self, pages: Ids) -> None:
+    def removed(self, pages: Ids) -> None:
         """These pages have left the cache."""
         for column in self._stored:
             column.unmark(pages, State.RESIDENT)
         self._pages.unmark(pages, State.TOUCHED)
         for page in pages.tolist() if self._gaps else ():
             self._gaps.pop(page, None)
-        self.pending.forgotten(len(pages))
-
-    def forget_all(self) -> None:
-        """The store is empty now."""
-        for column in self._stored:
-            column.unmark(slice(None), State.RESIDENT)
+        self.pending.removed(len(pages))
 
     def storable(self, pages: Ids) -> int:
         """How many first pages of a path are stored or on the host. A page without its ancestors would not be found in
         the store."""
-        hosts = [host for host in self._below.hosts if host.whole]
-        there = [self._is_stored(host.index, pages) | host.good(pages) for host in hosts]
+        there = [self._is_stored(host, pages) | host.good(pages) for host in self._hosts if host.whole]
         return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
 
-    def _is_stored(self, group: int, pages: Ids) -> Bools:
-        return self._stored[group].has(pages, State.RESIDENT)
+    def _is_stored(self, host: HostGroup, pages: Ids) -> Bools:
+        return self._stored[host.index].has(pages, State.RESIDENT)
 
     # -- what is pending
 
     def archive(self, node: Node) -> None:
         """Archive the path to a node, later."""
-        if self._below.settings.stores:
+        if self._settings.stores:
             self.pending.add(node)
 
     @property
     def is_due(self) -> bool:
         """Whether `go_on` may submit an archive now."""
-        return len(self.moves) < _MOST_AT_ONCE and self._may_go
+        return len(self.moves) < _MOST_AT_ONCE and self._may_submit
 
     @property
-    def _may_go(self) -> bool:
+    def _may_submit(self) -> bool:
         return bool(len(self.pending)) and not self._is_full and self._seconds() >= self._due_at
 
     def hasten(self) -> None:
@@ -195,50 +208,48 @@ class Archiver:
     def go_on(self, *, hurries: bool = False) -> None:
         """Submit archives of pending paths. A caller that `hurries` is about to evict host frames: there is no limit on
         archives under way then."""
-        below = self._below
-        while self._may_go if hurries else self.is_due:
+        while self._may_submit if hurries else self.is_due:
             batch = self._gather()
             if not batch.nodes:
                 # Paths that are still pending wait for a deletion in their scope.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.pending) else self._due_at
                 return
-            move = below.move_of(Lane.ARCHIVE, batch.parts, batch.scope)
+            move = transfer_of(Lane.ARCHIVE, batch.parts, batch.scope, self._names, self._settings)
             move.touches = tuple(
-                Units(group, NO_PAGES, NO_PAGES, below.names.keys_of(pages)) for group, pages in batch.touched
+                Units(group, NO_PAGES, NO_PAGES, self._names.keys_of(pages)) for group, pages in batch.touched
             )
-            if not below.mover.submit(move):
+            if not self._settings.mover.submit(move):
                 self._is_full = bool(self.moves)
                 self._due_at = self._due_at if self.moves else self._seconds() + _FIRST_PAUSE_S
                 self._undo(batch)
                 return
             self.moves[move] = batch
             for part in batch.parts:
-                below.hosts[part.group].begin_reading(part.host)
+                self._hosts[part.group].begin_reading(part.host)
 
     def _gather(self) -> _Batch:
         """As many paths of one scope as make a batch. Their archived pages count as stored from now on."""
-        below = self._below
-        num_frames = sum(host.num_frames for host in below.hosts)
+        num_frames = sum(host.num_frames for host in self._hosts)
         if self._seconds() >= self._period_ends or 4 * self._num_since >= num_frames:
             self._pages.unmark(slice(None), State.TOUCHED)
             self._period_ends = self._seconds() + _TOUCHED_AGAIN_S
             self._num_since = 0
-        scope, num_bytes = b"", 0
-        nodes: list[Node] = []
+        batch = _Batch(b"", [], [], [])
+        num_bytes = 0
         archived: dict[int, list[Ids]] = defaultdict(list)
         touched: dict[int, list[Ids]] = defaultdict(list)
-        for key, node, why in self.pending.first(_MOST_LOOKED_AT):
-            its = below.names.scope(node.namespace)
-            if below.deletion.is_to_come(its) or (nodes and its != scope):
+        for key, node, ends in self.pending.first(_MOST_LOOKED_AT):
+            scope = self._names.scope(node.namespace)
+            if self._deletion.is_to_come(scope) or (batch.nodes and scope != batch.scope):
                 continue
             lacking, is_rest = self._lacking(node, _BATCH_BYTES - num_bytes)
-            useful = self._of_use(node) if why != _MENDED else []
+            useful = self._untouched(node) if ends != _LOST else []
             if not is_rest:
                 self.pending.remove(key)
             if not lacking and not useful:
                 continue
-            scope = its
-            nodes.append(node)
+            batch.scope = scope
+            batch.nodes.append(node)
             for group, pages in useful:
                 self._pages.mark(pages, State.TOUCHED)
                 touched[group].append(pages)
@@ -246,14 +257,14 @@ class Archiver:
                 self._stored[group].mark(pages, State.RESIDENT)
                 self._pages.mark(pages, State.TOUCHED)
                 archived[group].append(pages)
-                num_bytes += len(pages) * below.settings.record_bytes[group]
+                num_bytes += len(pages) * self._settings.record_bytes[group]
             if is_rest or num_bytes >= _BATCH_BYTES:
                 break
-        parts = [
-            Part(group, pages, NO_PAGES, NO_PAGES, below.hosts[group].table.frame[pages])
-            for group, pages in _joined(archived)
-        ]
-        return _Batch(scope, nodes, parts, _joined(touched))
+        for group, pages in _joined(archived):
+            frames = self._hosts[group].table.frame[pages]
+            batch.parts.append(GroupPages(group, pages, NO_PAGES, NO_PAGES, frames))
+        batch.touched = _joined(touched)
+        return batch
 
     def _undo(self, batch: _Batch) -> None:
         for part in batch.parts:
@@ -263,29 +274,29 @@ class Archiver:
         for node in batch.nodes:
             self.pending.add(node)
 
-    def _of_use(self, node: Node) -> _Found:
+    def _untouched(self, node: Node) -> _Found:
         """Stored pages of a path that were not touched in this period."""
         pages = pages_to(node)
         pages = pages[~self._pages.has(pages, State.TOUCHED)]
-        useful = [(host.index, pages[self._is_stored(host.index, pages)]) for host in self._below.hosts]
-        return [(group, some) for group, some in useful if len(some)]
+        found = [(host.index, pages[self._is_stored(host, pages)]) for host in self._hosts]
+        return [(group, some) for group, some in found if len(some)]
 
     def _lacking(self, node: Node, most_bytes: int) -> tuple[_Found, bool]:
         """Pages of a path to archive, up to about so many bytes, and whether there are more."""
-        below, pages = self._below, pages_to(node)
+        pages = pages_to(node)
         num_storable = self.storable(pages)
         gap = pages[num_storable:]
-        if any(host.good(gap).any() for host in below.hosts):  # these wait until the first of them is on the host
+        if any(host.good(gap).any() for host in self._hosts):  # these wait until the first of them is on the host
             waiting = self._gaps.setdefault(int(gap[0]), [])
             if node not in waiting and len(waiting) < _MOST_BEHIND:
                 waiting.append(node)
         pages = pages[:num_storable]
         lacking = []
         num_bytes = np.zeros(len(pages), dtype=np.int64)
-        for host in below.hosts:
-            lacks = host.good(pages) & ~self._is_stored(host.index, pages) & ~below.damaged.are(pages)
+        for host in self._hosts:
+            lacks = host.good(pages) & ~self._is_stored(host, pages) & ~self._damaged.are(pages)
             lacking.append((host.index, lacks))
-            num_bytes += lacks * below.settings.record_bytes[host.index]
+            num_bytes += lacks * self._settings.record_bytes[host.index]
         last = int(np.searchsorted(np.cumsum(num_bytes), most_bytes)) + 1
         found = [(group, pages[:last][lacks[:last]]) for group, lacks in lacking]
         return [(group, some) for group, some in found if len(some)], bool(num_bytes[last:].any())
@@ -294,55 +305,55 @@ class Archiver:
 
     def ended(self, move: Transfer) -> None:
         """Take note that an archive has ended. Pages that were not stored are pending again."""
-        below, counters = self._below, self._below.counters
-        batch = self.moves.pop(move)
+        counters, batch = self._counters, self.moves.pop(move)
         self._is_full = False
-        below.break_even.moved(Lane.ARCHIVE, move.moved_bytes, move.seconds)
+        self._settings.break_even.moved(Lane.ARCHIVE, move.moved_bytes, move.seconds)
         counters.failed_moves += bool(move.error)
-        num_good = num_refused = 0
+        num_stored = num_refused = 0
         for part, units, defects in zip(batch.parts, move.units, move.defects, strict=True):
-            host = below.hosts[part.group]
+            host = self._hosts[part.group]
             good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
             wrong = np.array([defect not in UNDAMAGED for defect in defects], dtype=np.bool_)
-            left = part.pages[self._are(part.pages, units) & ~good]
+            left = part.pages[self._have_keys(part.pages, units) & ~good]
             self._stored[part.group].unmark(left, State.RESIDENT)
             self._pages.unmark(left, State.TOUCHED)
             archived = int(np.count_nonzero(good))
-            num_good += archived
+            num_stored += archived
             num_refused += int(np.count_nonzero(~good & ~wrong))
-            counters.archived_frames += archived
-            counters.archived_bytes += archived * below.settings.record_bytes[part.group]
+            counters.archived_bytes += archived * self._settings.record_bytes[part.group]
             counters.corrupt(Tier.HOST, defects)
             same = host.table.frame[part.pages] == part.host
-            host.damage(part.pages[wrong & same])  # a load that finds it forgets it
+            host.damage(part.pages[wrong & same])  # the load that meets it deletes the path
             host.end_reading(part.host)
+        counters.archived_frames += num_stored
         counters.unstored_frames += num_refused
-        self._num_since += num_good
-        if num_good:
+        self._num_since += num_stored
+        if num_stored:
             self._pause = _FIRST_PAUSE_S
-        if self._lost(move, batch):
+        if self._take_lost(move, batch):
             for node in batch.nodes:
-                self.pending.add(node, _MENDED)
+                self.pending.add(node, _LOST)
         if num_refused:
             for node in (*batch.nodes[1:], *batch.nodes[:1]):  # a path that is refused again must not block others
                 self.pending.add(node)
             self._due_at = self._seconds() + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
-    def _lost(self, move: Transfer, batch: _Batch) -> int:
-        """How many of the touched records the store has lost."""
+    def _take_lost(self, move: Transfer, batch: _Batch) -> int:
+        """Take note of touched records that the store has lost, and return how many."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
-            lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_) & self._are(pages, units)
+            lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_)
+            lost &= self._have_keys(pages, units)
             self._stored[group].unmark(pages[lost], State.RESIDENT)
             num_lost += int(np.count_nonzero(lost))
-        self._below.counters.lost_frames += num_lost
+        self._counters.lost_frames += num_lost
         return num_lost
 
-    def _are(self, pages: Ids, units: Units) -> Bools:
+    def _have_keys(self, pages: Ids, units: Units) -> Bools:
         """Per page: whether it still has the key that was sent."""
         sent = np.frombuffer(b"".join(units.pages), dtype=np.uint8).reshape(len(pages), -1)
-        same: Bools = (self._below.names.keys[pages] == sent).all(axis=1)
+        same: Bools = (self._names.keys[pages] == sent).all(axis=1)
         return same
 
 

@@ -1,18 +1,14 @@
-"""Pending deletions: flushed records of the store, and damaged paths of the tree."""
+"""StoreDeletion: flushed records that the store has to delete."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quire.cache.hold import Hold, Holds, Reason
-from quire.prefix.node import Node
 from quire.prefix.page_names import PageNames
-from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
 from quire.tiers.mover import Mover
 from quire.tiers.transfer import Lane, Transfer
 
@@ -83,7 +79,7 @@ class StoreDeletion:
             if scope.move is not None:
                 scope.move.stop()
 
-    def found(self, scopes: tuple[bytes, ...]) -> None:
+    def found(self, scopes: Iterable[bytes]) -> None:
         """Go on with deletions that another engine did not finish: a lookup has found their marks in the store."""
         for scope in scopes:
             if scope not in self._scopes:
@@ -134,40 +130,3 @@ class StoreDeletion:
 
     def _scope_of(self, namespace: Namespace | None) -> bytes:
         return self._names.edition if namespace is None else self._names.scope(namespace)
-
-
-class DamagedPaths:
-    """Paths to delete from a damaged page on, as soon as nothing else holds them. `give_back` takes pages that leave
-    the tree."""
-
-    def __init__(self, tree: RadixCache, holds: Holds, give_back: Callable[[Ids], None]) -> None:
-        self._paths: list[tuple[Hold, int]] = []
-        self._tree = tree
-        self._holds = holds
-        self._give_back = give_back
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def add(self, node: Node, first: int) -> None:
-        """Delete the path to a node from its page `first` on, later."""
-        self._paths.append((self._holds.add(Reason.DAMAGE, lease=self._tree.pin(node)), first))
-
-    def delete(self) -> int:
-        """Delete paths that nothing else holds, and return how many."""
-        waiting = [(hold.path.node, first) for hold, first in self._paths]
-        for hold, _ in self._paths:  # all first: paths with common pages must not keep each other
-            self._holds.release(hold)
-        self._paths = []
-        for end, first in waiting:
-            node = end
-            while node.depth > first and node.parent is not None:
-                node = node.parent
-            if node.parent is None or node.depth + node.num_pages <= first:
-                continue  # deleted with another path
-            pages = self._tree.discard(node, first - node.depth)
-            if pages is None:
-                self.add(end, first)
-            else:
-                self._give_back(pages)
-        return len(waiting) - len(self._paths)

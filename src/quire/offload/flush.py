@@ -37,7 +37,7 @@ def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
     see `flushed`."""
     tiers = offload_of(cache).tiers
     if tiers is not None:
-        tiers.forget_stored(namespace)
+        tiers.delete_stored(namespace)
     return _forget(cache, namespace)
 
 
@@ -77,11 +77,11 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
 
 def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
     tree, offload = cache.tree, offload_of(cache)
-    num_retentions = offload.retention.forget(namespace)
+    num_retentions = offload.retention.release_all(namespace)
     for kv in cache.rows.live.values():
         if namespace in (None, kv.namespace):
             kv.shares = False
-    offload.abandon(namespace)
+    offload.cancel(namespace)
     flushed = [tree.flush(space) for space in list(tree.roots) if namespace in (None, space)]
     pages = np.concatenate([NO_PAGES, *(gone for gone, _ in flushed)])
     cache.parts.give_back(pages)

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.groups import GroupCache
+from quire.cache.hold import HeldFrames
+from quire.cache.resuming import needed_pages
 from quire.memory.allocator import GroupFrames
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State
 from quire.memory.runs import in_order
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 
 QUARANTINE_SHARE = 64
 """At most one frame in so many is quarantined; beyond that the oldest is used again."""
+
+
+@dataclass(slots=True)
+class GroupPages:
+    """Pages of one group in a transfer: `at` are their places on the path, `device` and `host` their frames."""
+
+    group: int
+    pages: Ids
+    at: np.ndarray
+    device: Ids
+    host: Ids
+    ranks: np.ndarray | None = None
 
 
 class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
@@ -53,15 +70,20 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def give_back(self, frames: Ids, bad: Bools) -> None:
         """Free frames that are handed out, have no page, and are read by no transfer; quarantine bad ones."""
-        if not bad.any():
-            self.untake(in_order(frames))
-            return
         self.untake(in_order(frames[~bad]))
         self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
             self.untake(np.array([self.quarantined.popleft()], dtype=np.int32))
 
     # -- frames of pages
+
+    def good(self, pages: Ids) -> Bools:
+        """Per page: whether it has a frame that is not known to be damaged."""
+        return self.table.present(pages) & ~self.table.has(pages, State.DAMAGED)
+
+    def damage(self, pages: Ids) -> None:
+        """Mark the frames of these pages as damaged: the pages are saved again if they can be."""
+        self.table.mark(pages[self.table.present(pages)], State.DAMAGED)
 
     def bind(self, pages: Ids, frames: Ids, ranks: np.ndarray | None = None) -> None:
         """Give these frames to pages without one. Groups that are read in part need `ranks`."""
@@ -70,6 +92,10 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         self.table.mark(fetched, State.FETCHED)
         for rank in Rank if ranks is not None else ():
             self.table.put(pages[ranks == rank], rank)
+
+    def unpinned(self, pages: Ids) -> Ids:
+        """Those of these pages whose host frames no hold pins."""
+        return pages[self.table.pins[pages] == 0] if self.table.reclaims else pages
 
     def drop(self, pages: Ids) -> None:
         """Free the frames of these pages as soon as no transfer reads them; quarantine damaged ones. Pages without a
@@ -85,30 +111,11 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
             frames, bad = frames[~read], bad[~read]
         self.give_back(frames, bad)
 
-    def evict(self, num_frames: int) -> int:
-        """Free up to `num_frames` frames of pages that stay, and return how many."""
+    def evict(self, num_frames: int) -> None:
+        """Free up to `num_frames` frames of pages that stay."""
         pages = self.table.reclaim(num_frames)
         self.drop(pages)
         self.dropped_frames += len(pages)
-        return len(pages)
-
-    def unpinned(self, pages: Ids) -> Ids:
-        """Those of these pages whose host frames no hold pins."""
-        return pages[self.table.pins[pages] == 0] if self.table.reclaims else pages
-
-    # -- what they hold
-
-    def good(self, pages: Ids) -> Bools:
-        """Per page: whether it has a frame that is not known to be damaged."""
-        return self.table.present(pages) & ~self.table.has(pages, State.DAMAGED)
-
-    def damage(self, pages: Ids) -> None:
-        """Mark the frames of these pages as damaged: the pages are saved again if they can be."""
-        self.table.mark(pages[self.table.present(pages)], State.DAMAGED)
-
-    def drop_damaged(self, pages: Ids) -> None:
-        """Drop the damaged frames of these pages, for which the caller has good ones."""
-        self.drop(self.unpinned(pages[self.table.has(pages, State.DAMAGED)]))
 
     def begin_reading(self, frames: Ids) -> None:
         """A transfer reads these frames: they are not free until `end_reading`."""
@@ -116,10 +123,20 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def end_reading(self, frames: Ids) -> None:
         """The transfer has ended."""
-        for frame in frames.tolist():
-            self._reads[frame] -= 1
-            if not self._reads[frame]:
-                del self._reads[frame]
+        self._reads.subtract(frames.tolist())
+        self._reads = +self._reads
         free = [frame for frame in frames.tolist() if frame in self.still_read and frame not in self._reads]
         bad = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
         self.give_back(np.array(free, dtype=np.int32), bad)
+
+
+def frames_behind(groups: Iterable[GroupCache], pages: Ids) -> list[HeldFrames]:
+    """Frames, on the device or else on the host, that a request needs in these groups to begin behind `pages`."""
+    found = []
+    for group in groups:
+        needed = needed_pages(group, pages)
+        here = group.table.present(needed)
+        found.append(HeldFrames(group.index, Tier.DEVICE, needed[here]))
+        if not here.all():
+            found.append(HeldFrames(group.index, Tier.HOST, needed[~here]))
+    return found

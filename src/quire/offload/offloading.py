@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.hold import HeldFrames, Reason
+from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts, Offload, OffloadFactory
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.resuming import needed_pages, resume_point
+from quire.cache.resuming import resume_point
 from quire.errors import OutOfPages
 from quire.memory.residency import State
+from quire.offload.host_groups import frames_behind
 from quire.offload.laws import tier_laws
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
@@ -41,7 +41,7 @@ class Offloading(Offload):
         super().__init__(parts)
         self.retention: Retention = retention
 
-    def abandon(self, namespace: Namespace | None) -> None:
+    def cancel(self, namespace: Namespace | None) -> None:
         """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
 
 
@@ -56,14 +56,17 @@ class Tiered(Offloading):
         self.ahead = self.prefetcher
         self._page_size = parts.plan.page_size
         self._write = settings.write
-        parts.laws.append(partial(tier_laws, self.tiers, self.prefetcher))
+        parts.laws.append(lambda snapshot: tier_laws(self.tiers, self.prefetcher, snapshot))
 
     # -- what a request begins on
 
     def choose(self, found: Match, limit: int) -> Choice:
         """The most pages a request can resume behind, with host copies if loading them is worth it."""
-        choice = self._choose(found, limit)
-        choice.stands = partial(self._stands, self.tiers.num_dropped, choice.weighed, bool(choice.host_pages))
+        choice, tiers = self._choose(found, limit), self.tiers
+        num_dropped, weighed, loads = tiers.num_dropped, choice.weighed, bool(choice.host_pages)
+        choice.stands = lambda: (  # the pages are still there, and loading still is worth it, or still is not
+            tiers.num_dropped == num_dropped and (weighed is None or self._pays(*weighed) == loads)
+        )
         return choice
 
     def _choose(self, found: Match, limit: int) -> Choice:
@@ -86,10 +89,6 @@ class Tiered(Offloading):
         num_fetched = int(np.count_nonzero(tiers.on_host.has(pages[near:far], State.FETCHED)))
         return Choice(far, limited_far, loads, far - near, num_fetched, weighed=weighed)
 
-    def _stands(self, num_dropped: int, weighed: tuple[int, int] | None, loads: bool) -> bool:
-        """Whether the choice is still possible, and loading still is worth it, or still is not."""
-        return self.tiers.num_dropped == num_dropped and (weighed is None or self._pays(*weighed) == loads)
-
     def _pays(self, tokens: int, num_bytes: int) -> bool:
         queued = self.tiers.mover.in_flight(Lane.LOAD)
         return self.tiers.break_even.pays(Lane.LOAD, tokens, num_bytes, queued)
@@ -98,7 +97,7 @@ class Tiered(Offloading):
         tiers, parts, pages = self.tiers, self._parts, hit.pages
         missing = tiers.missing(pages)
         if any(map(len, missing)):
-            hold = parts.holds.add(Reason.BEGIN, frames=self._frames_behind(pages), label=label)
+            hold = parts.holds.add(Reason.BEGIN, frames=frames_behind(self._partial, pages), label=label)
             try:
                 wanted = list(map(len, missing))
                 parts.reclaim(wanted, label)
@@ -108,15 +107,6 @@ class Tiered(Offloading):
             finally:
                 parts.holds.release(hold)
         return tiers.loads_of(pages)
-
-    def _frames_behind(self, pages: Ids) -> list[HeldFrames]:
-        """Frames of partial groups, on device and host, that a request needs to begin behind `pages`."""
-        held = []
-        for group in self._partial:
-            needed = needed_pages(group, pages)
-            for tier, table in ((Tier.DEVICE, group.table), (Tier.HOST, self.tiers.hosts[group.index].table)):
-                held.append(HeldFrames(group.index, tier, needed[table.present(needed)]))
-        return held
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
         tiers, choice, pages = self.tiers, hit.choice, hit.pages
@@ -158,7 +148,7 @@ class Tiered(Offloading):
         parts, tiers = self._parts, self.tiers
         if len(self._partial) < len(parts.groups):
             keep = tiers.keep if self._write is WritePolicy.BACK else None
-            evicted = parts.tree.demote(num_pages, cause, keep, tiers.left_device)
+            evicted = parts.tree.demote(num_pages, cause, keep, tiers.leave_device)
         else:
             evicted = Evicted(parts.tree.evict(num_pages, cause), 0)
         parts.give_back(evicted.removed)
@@ -167,12 +157,12 @@ class Tiered(Offloading):
                 break
         return evicted
 
-    def abandon(self, namespace: Namespace | None) -> None:
-        self.tiers.abandon(namespace)
-        self.prefetcher.abandon(namespace)
+    def cancel(self, namespace: Namespace | None) -> None:
+        self.tiers.cancel(namespace)
+        self.prefetcher.cancel(namespace)
 
     def forgotten(self, pages: Ids) -> None:
-        self.tiers.forgotten(pages)
+        self.tiers.removed(pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,12 +79,12 @@ class RequestedPrefix:
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
             gone = places[[answer is Answer.MISS for answer in found]]
-            self._tiers.archiver.not_stored(group, path[gone[gone < len(path)]])
+            self._tiers.table.of(Tier.STORAGE, group).unmark(path[gone[gone < len(path)]], State.RESIDENT)
 
     def lost(self, group: int, place: int) -> None:
         """Take note that the store lacks this page after all."""
         self._stored[group][place] = False
-        self._tiers.archiver.not_stored(group, self.path[place : place + 1])
+        self._tiers.table.of(Tier.STORAGE, group).unmark(self.path[place : place + 1], State.RESIDENT)
 
     def keys(self, places: Places) -> tuple[bytes, ...]:
         """Keys of these pages in the store."""
@@ -181,7 +181,7 @@ class Prefetch:
     shared: bool = False  # by several requests, now or earlier
     done: bool = False
     stopped: bool = False
-    abandoned: bool = False
+    cancelled: bool = False
 
     look: Transfer | None = None
     pieces: deque[Piece] = field(default_factory=deque)  # not bound yet, in the order of the prompt
@@ -272,9 +272,9 @@ class Prefetch:
         for (_, at, _), found in zip(piece.fetching, defects, strict=True):
             end = min([end, *at[[bool(defect) for defect in found]].tolist()])
         first = self.hold.path.num_pages
-        grafted = self._keep(end) if end > self.limit else end
+        new = self._cache(end) if end > self.limit else end
         counted = self.parts.tree.countable(self.hold.path, first, end) if end > first else end
-        self._bind(piece, end, counted, grafted)
+        self._bind(piece, end, counted, new)
         if end < piece.last:
             self._lose(piece, end)
         elif self.limit < self.wanted:
@@ -282,9 +282,9 @@ class Prefetch:
         elif any(not host.whole for host in self.tiers.hosts):  # a path fetched in part counts as fetched
             self.tiers.on_host.mark(self.prefix.path[self.start : self.limit], State.FETCHED)
 
-    def _keep(self, end: int) -> int:
+    def _cache(self, end: int) -> int:
         """Cache the first `end` pages of the prompt; returns the first page that is new to the tree."""
-        first = grafted = self.hold.path.num_pages
+        first = new = self.hold.path.num_pages
         pages, tree = self.parts.pages, self.parts.tree
         if end > first:
             try:
@@ -297,14 +297,14 @@ class Prefetch:
             mine = len(inserted.duplicates)
             if mine:
                 pages.free_pages(np.sort(inserted.duplicates))
-            grafted = first + mine
-            self.tiers.have_copies(self.hold.path, first, inserted.pages, grafted)
+            new = first + mine
+            self.tiers.have_copies(self.hold.path, first, inserted.pages, new)
         self.limit = end
-        return grafted
+        return new
 
-    def _bind(self, piece: Piece, end: int, counted: int, grafted: int) -> None:
+    def _bind(self, piece: Piece, end: int, counted: int, new: int) -> None:
         """Bind fetched frames of pages before `end` (in groups that are read whole, before `counted`) that have no host
-        frame yet. Pages from `grafted` on are new to the tree."""
+        frame yet. Pages from `new` on are new to the tree."""
         tiers, cached = self.tiers, self.prefix.path
         for host, at, frames, suspect in piece.parts():
             good = at < min(counted if host.whole else end, len(cached))
@@ -313,13 +313,15 @@ class Prefetch:
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
             host.bind(pages[fresh], frames[good][fresh], ranks)
             if tiers.table.is_anchor(host.index):
-                tiers.copied(self.hold.path, at[good][fresh & (at[good] < grafted)])
+                tiers.copied(self.hold.path, at[good][fresh & (at[good] < new)])
             host.give_back(frames[~good], suspect[~good])
             host.untake(frames[good][~fresh])
             num_fresh = int(np.count_nonzero(fresh))
             tiers.counters.fetched_frames += num_fresh
             tiers.counters.fetched_bytes += num_fresh * self.tiers.settings.record_bytes[host.index]
-            tiers.archiver.stored(host.index, pages[fresh])
+            tiers.table.of(Tier.STORAGE, host.index).mark(pages[fresh], State.RESIDENT)
+            tiers.on_host.mark(pages[fresh], State.FETCHED)
+            tiers.archiver.saved(pages[fresh])
 
     def _lose(self, piece: Piece, end: int) -> None:
         """Page `end` has not arrived. The store lacks it, unless it could not answer or host memory was bad; after bad

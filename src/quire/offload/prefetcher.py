@@ -71,8 +71,8 @@ class Prefetcher(ReadAhead):
             return False
         damaged = self._parts.damaged
         if damaged.num_damaged:
-            self._retention.lose(damaged)
-            self.lose(damaged)
+            self._retention.release_damaged(damaged)
+            self.release_damaged(damaged)
         self._parts.sweep()
         self._parts.changed()
         return True
@@ -144,7 +144,7 @@ class Prefetcher(ReadAhead):
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
-        if prefetch.done or prefetch.abandoned:
+        if prefetch.done or prefetch.cancelled:
             return False
         # A request cannot begin before the current step ends, so waiting takes that long at least.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
@@ -166,26 +166,26 @@ class Prefetcher(ReadAhead):
         if not self._holding:
             return False
         prefetch = next(reversed(self._holding))
-        prefetch.abandoned = not prefetch.done
+        prefetch.cancelled = not prefetch.done
         self._release(prefetch)
         prefetch.stop()
         self._parts.sweep()  # flushed pages must go before they could be evicted to the host and stored
         return True
 
-    # -- what is forgotten
+    # -- what is flushed or damaged
 
-    def abandon(self, namespace: Namespace | None) -> None:
-        """Drop and hold no fetched pages of a namespace, or any (None)."""
+    def cancel(self, namespace: Namespace | None) -> None:
+        """Drop, and do not hold, fetched pages of a namespace, or any (None)."""
         for prefetch in [*self._holding, *self.in_flight]:
             if namespace in (None, prefetch.namespace):
                 if prefetch.done:
                     self._release(prefetch)
                 else:
-                    prefetch.abandoned = True
+                    prefetch.cancelled = True
                     prefetch.stop()
 
-    def lose(self, damaged: DamagedPages) -> None:
-        """Release holds of paths with damaged pages, so that these can be forgotten."""
+    def release_damaged(self, damaged: DamagedPages) -> None:
+        """Release holds of paths with damaged pages, so that these can be deleted."""
         for prefetch in list(self._holding):
             if prefetch.done and damaged.are(prefetch.prefix.path).any():
                 self._release(prefetch)
@@ -268,7 +268,7 @@ class Prefetcher(ReadAhead):
         if prefetch.tries and prefetch.stopped:  # the answer came too late
             prefetch.tries = False
             self._tiers.break_even.failed(Lane.FETCH, move.seconds)
-        if prefetch.abandoned:
+        if prefetch.cancelled:
             return
         answers = [answer for found in move.answers for answer in found]
         if not move.is_whole or answers.count(Answer.RETRY) > answers.count(Answer.HIT):
@@ -305,7 +305,7 @@ class Prefetcher(ReadAhead):
         """Bind pieces that have arrived with all before them."""
         while prefetch.pieces and prefetch.pieces[0].move not in self._running:
             piece = prefetch.pieces.popleft()
-            if prefetch.abandoned or prefetch.lost:
+            if prefetch.cancelled or prefetch.lost:
                 piece.give_up()
             else:
                 prefetch.fetched(piece)
@@ -340,7 +340,7 @@ class Prefetcher(ReadAhead):
         has_come = not prefetch.hold.released and prefetch.limit > prefetch.start
         if has_come:
             self._tiers.archiver.archive(prefetch.hold.path.node)  # this touches its ancestors
-        if has_come and prefetch.num_waiting and not prefetch.abandoned:
+        if has_come and prefetch.num_waiting and not prefetch.cancelled:
             prefetch.hold_frames(prefetch.prefix.near())
         else:
             self._release(prefetch)

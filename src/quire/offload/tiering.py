@@ -6,25 +6,27 @@
     fetch     store -> host       while a request waits (`quire.offload.prefetcher`)
 
 All frames of a page move together. A transfer holds its path, and its frames in groups that are read in part. A damaged
-record is counted and quarantined, and the pages behind it are forgotten; a request that waited for it begins again.
+record is counted and quarantined, and the pages behind it are deleted; a request that waited for it begins again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from quire.cache.groups import GroupCache
-from quire.cache.hold import HeldFrames, Reason
+from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.resuming import needed_pages
+from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
-from quire.offload.archiver import Archiver, PendingPaths
-from quire.offload.below import Below, Moving, Part, worth_saving
-from quire.offload.deletion import DamagedPaths
-from quire.offload.host_groups import HostGroup
+from quire.offload.archiver import Archiver, PendingPaths, transfer_of
+from quire.offload.deletion import StoreDeletion
+from quire.offload.host_groups import GroupPages, HostGroup
+from quire.offload.tier_counters import TierCounters
 from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
@@ -32,40 +34,67 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer
 
+TRIAL_BYTES: Final = 16 << 20
+"""The most bytes of a save that measures the speed of saving."""
 _MOST_SAVES = 64  # pending saves begun at a time
 _WAIT_S = 0.05
 
 
-class Tiering(Below):
-    """The tiers of the cache that has these parts. See the module."""
+@dataclass(slots=True, eq=False)
+class Moving:
+    """A save or load under way. `hold` holds its path, and its frames in groups that are read in part."""
+
+    hold: Hold
+    parts: list[GroupPages]
+    cancelled: bool = False  # flushed meanwhile: its pages are dropped when they arrive
+
+
+class Tiering:
+    """The tiers of the cache that has these parts. `hosts` has the host frames of each group. See the module."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
-        super().__init__(settings, parts)
+        plan = parts.plan
+        self.settings = settings
+        self.mover = settings.mover
+        self.break_even = settings.break_even
+        self.table = parts.frames
+        self.on_host = parts.frames.anchor(Tier.HOST)
+        self.names = parts.tree.names
+        self.damaged = parts.damaged
+        self.counters = TierCounters()
+        self.hosts = tuple(
+            HostGroup(
+                group.index,
+                parts.frames.of(Tier.HOST, group.index),
+                HostTokenToKVPoolAllocator(num_frames * plan.page_size, plan.page_size, name=group.name),
+            )
+            for group, num_frames in zip(parts.groups, settings.host_frames, strict=True)
+        )
+        self.deletion = StoreDeletion(settings.mover, self.names, parts.seconds)
+        self.archiver = Archiver(settings, parts, self.hosts, self.counters, self.deletion)
+        self.moving: dict[Transfer, Moving] = {}
+        self.damaged_paths: list[tuple[Hold, int]] = []  # and the first page of each to delete
         self._tree = parts.tree
         self._holds = parts.holds
         self._groups = parts.groups
         self._give_back = parts.give_back
-        self._page_size = parts.plan.page_size
-        self.on_host = parts.frames.anchor(Tier.HOST)
-        self.moving: dict[Transfer, Moving] = {}
-        self.damaged_paths = DamagedPaths(parts.tree, parts.holds, parts.give_back)
-        self.archiver = Archiver(self, parts.tree, parts.seconds)
+        self._page_size = plan.page_size
         self._ended: list[Transfer] = []
         self._unsaved = PendingPaths(parts.tree)  # whose save the lane refused
         self._saves_wait = False  # until a save has ended
 
     # -- flushes
 
-    def abandon(self, namespace: Namespace | None) -> None:
+    def cancel(self, namespace: Namespace | None) -> None:
         """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
         for moving in self.moving.values():
-            moving.abandoned |= namespace in (None, moving.hold.path.node.namespace)
+            moving.cancelled |= namespace in (None, moving.hold.path.node.namespace)
 
-    def forget_stored(self, namespace: Namespace | None) -> None:
+    def delete_stored(self, namespace: Namespace | None) -> None:
         """Have the store delete a namespace, or all records of this model (None), after pending archives. Until then no
         lookup asks for them."""
         if namespace is None:
-            self.archiver.forget_all()
+            self.archiver.store_is_empty()
         if self.settings.stores:
             self.deletion.flush(namespace)
 
@@ -102,18 +131,18 @@ class Tiering(Below):
     # -- saving
 
     def save(
-        self, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, goes: bool = False
+        self, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, evicts: bool = False
     ) -> Transfer | None:
         """Copy pages of a path from page `first` on that the host lacks. Without room, the last ones are left out.
-        `ends` are numbers of pages behind which requests may begin: frames that they read in part are copied too. Pages
-        of a path that `goes` from the device are saved under every `WritePolicy`.
+        `ends` are numbers of pages behind which requests may begin: frames that they read in part are copied too. A
+        caller that `evicts` the path from the device has it saved under every `WritePolicy`.
         """
         if not len(pages):
             return None
-        if self._saves_wait and not goes:
+        if self._saves_wait and not evicts:
             self._unsaved.add(node, ends)
             return None
-        later = self.settings.write is WritePolicy.BACK and not goes
+        later = self.settings.write is WritePolicy.BACK and not evicts
         wanted = []
         for group, host in zip(self._groups, self.hosts, strict=True):
             at = self._lacks_copies(group, pages, ends)
@@ -134,12 +163,13 @@ class Tiering(Below):
             if len(taken):
                 saved = pages[taken]
                 ranks = group.table.rank[saved] if group.table.reclaims else None
-                parts.append(Part(group.index, saved, taken, group.table.frame[saved], host.take(len(taken)), ranks))
+                frames = host.take(len(taken))
+                parts.append(GroupPages(group.index, saved, taken, group.table.frame[saved], frames, ranks))
         if not parts:
             self._tree.release(lease)
             return None
         move = self._submit(Lane.SAVE, lease, parts)
-        if move is None and not goes:
+        if move is None and not evicts:
             self._saves_wait = bool(self.moving)
             self._unsaved.add(node, ends)
         return move
@@ -181,13 +211,13 @@ class Tiering(Below):
 
     def evict_host(self, num_pages: int) -> bool:
         """Evict host copies of up to so many unused pages; whether there were any."""
-        evicted = self._tree.evict_lower(num_pages, self._left_host)
+        evicted = self._tree.evict_lower(num_pages, self._leave_host)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
         self._give_back(evicted.removed)
         return num_evicted > 0
 
-    def _left_host(self, pages: Ids) -> None:
+    def _leave_host(self, pages: Ids) -> None:
         for host in self.hosts:
             host.drop(host.unpinned(pages))
         self.table.went(Tier.HOST, pages)
@@ -203,7 +233,7 @@ class Tiering(Below):
         return self._tree.num_copies(node)
 
     def _save_at_once(self, node: Node, pages: Ids, first: int) -> None:
-        move = self.save(node, pages, ends=(len(pages),), first=first, goes=True)
+        move = self.save(node, pages, ends=(len(pages),), first=first, evicts=True)
         if move is not None:
             self.mover.complete(move)
             self._ended += self.mover.finished()
@@ -211,21 +241,21 @@ class Tiering(Below):
             self.counters.links[move.lane].add(move)
             self._saved(move)
 
-    def left_device(self, pages: Ids) -> None:
-        """These pages have left the device and are on the host."""
+    def leave_device(self, pages: Ids) -> None:
+        """Free the device frames of these pages, which are on the host."""
         self.counters.demoted_pages += len(pages)
         for group in self._groups:
             group.forget(pages)
         self.table.went(Tier.DEVICE, pages)
 
-    def forgotten(self, pages: Ids) -> None:
+    def removed(self, pages: Ids) -> None:
         """These pages have left the cache, or were never in it."""
         for host in self.hosts:
             host.drop(pages)
         self.table.went(Tier.HOST, pages)
         self.damaged.mend(pages)
-        self._unsaved.forgotten(len(pages))
-        self.archiver.forgotten(pages)
+        self._unsaved.removed(len(pages))
+        self.archiver.removed(pages)
         self.on_host.unmark(pages, State.FETCHED)
 
     # -- loading
@@ -240,20 +270,20 @@ class Tiering(Below):
                 at = np.flatnonzero(np.isin(pages, lacking))
                 host = self.hosts[group.index].table.frame[lacking].copy()
                 assert host.all(), "a page is loaded that is nowhere"
-                parts.append(Part(group.index, lacking, at, group.restore(lacking), host))
+                parts.append(GroupPages(group.index, lacking, at, group.restore(lacking), host))
         move = self._submit(Lane.LOAD, lease, parts)
         if move is not None:
             self._tree.arrive(lease, num_here, len(pages))
             self.table.came(pages[num_here:])
         return move
 
-    def have_copies(self, lease: Lease, first: int, pages: Ids, grafted: int) -> None:
-        """Pages of a path from page `first` on are below the device now; those from `grafted` on are new."""
+    def have_copies(self, lease: Lease, first: int, pages: Ids, new: int) -> None:
+        """Pages of a path from page `first` on are below the device now; those from page `new` on are new to it."""
         if not self.table.anchored:
-            known = pages[: grafted - first]
-            lacking = ~self.table.anchor(Tier.HOST).present(known)
+            known = pages[: new - first]
+            lacking = ~self.on_host.present(known)
             self.table.came(known[lacking], Tier.HOST)
-            self.table.came(pages[grafted - first :], Tier.HOST)
+            self.table.came(pages[new - first :], Tier.HOST)
             self.copied(lease, first + np.flatnonzero(lacking))
 
     def copied(self, lease: Lease, places: np.ndarray) -> None:
@@ -277,7 +307,7 @@ class Tiering(Below):
 
     def wait(self) -> bool:
         """Wait a little for a transfer, which prevents eviction, or delete damaged paths; False if there are none."""
-        return bool(self.damaged_paths.delete() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
+        return bool(self._delete_damaged() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
         """Take note of ended transfers; `fetched` is called with those of the prefetcher. Returns how many there were,
@@ -297,18 +327,18 @@ class Tiering(Below):
                 self.archiver.ended(move)
             else:
                 if move.marked:
-                    self.archiver.forget_all()  # another engine has flushed the store
+                    self.archiver.store_is_empty()  # another engine has flushed it
                     self.deletion.found(move.marked)
                 fetched(move)
         self.deletion.go_on()
         self._save_the_rest()
         self.archiver.go_on()
-        return len(ended) + self.damaged_paths.delete()
+        return len(ended) + self._delete_damaged()
 
     def _saved(self, move: Transfer) -> None:
         moving = self._release(move)
         self._saves_wait = False
-        if move.is_whole and not moving.abandoned:
+        if move.is_whole and not moving.cancelled:
             self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
             self.counters.saved_bytes += move.moved_bytes
             for part in moving.parts:
@@ -320,11 +350,11 @@ class Tiering(Below):
                 self.hosts[part.group].untake(part.host)
         self._holds.release(moving.hold)
 
-    def _bind(self, part: Part, lease: Lease) -> None:
+    def _bind(self, part: GroupPages, lease: Lease) -> None:
         """Bind saved frames to their pages, except those that the tree cannot count as copies."""
         host = self.hosts[part.group]
         had = host.table.present(part.pages)
-        host.drop_damaged(part.pages)
+        host.drop(host.unpinned(part.pages[host.table.has(part.pages, State.DAMAGED)]))
         good = ~host.table.present(part.pages)
         if host.whole:
             for start, stop in _runs(part.at):
@@ -337,7 +367,7 @@ class Tiering(Below):
             assert part.ranks is not None
             host.bind(part.pages[good], part.host[good], np.maximum(part.ranks, Rank.MARKED)[good])
         host.untake(part.host[~good])
-        self.archiver.came(part.pages[good])
+        self.archiver.saved(part.pages[good])
         self.counters.saved_frames += int(np.count_nonzero(good))
 
     def _loaded(self, move: Transfer) -> None:
@@ -359,15 +389,38 @@ class Tiering(Below):
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
-        self.damaged_paths.add(moving.hold.path.node, min(places))
+        self._add_damaged(moving.hold.path.node, min(places))
         self._holds.release(moving.hold)
+
+    def _add_damaged(self, node: Node, first: int) -> None:
+        """Delete the path to a node from its page `first` on, as soon as nothing else holds it."""
+        self.damaged_paths.append((self._holds.add(Reason.DAMAGE, lease=self._tree.pin(node)), first))
+
+    def _delete_damaged(self) -> int:
+        """Delete damaged paths that nothing else holds, and return how many."""
+        waiting = [(hold.path.node, first) for hold, first in self.damaged_paths]
+        for hold, _ in self.damaged_paths:  # all first: paths with common pages must not hold each other
+            self._holds.release(hold)
+        self.damaged_paths = []
+        for end, first in waiting:
+            node = end
+            while node.depth > first and node.parent is not None:
+                node = node.parent
+            if node.parent is None or node.depth + node.num_pages <= first:
+                continue  # deleted with another path
+            pages = self._tree.discard(node, first - node.depth)
+            if pages is None:
+                self._add_damaged(end, first)
+            else:
+                self._give_back(pages)
+        return len(waiting) - len(self.damaged_paths)
 
     # -- inside
 
-    def _submit(self, lane: Lane, lease: Lease, parts: list[Part]) -> Transfer | None:
+    def _submit(self, lane: Lane, lease: Lease, parts: list[GroupPages]) -> Transfer | None:
         """Start a transfer. None, with its frames given back, if the lane refuses."""
         saves = lane is Lane.SAVE
-        move = self.move_of(lane, parts, self.names.scope(lease.node.namespace))
+        move = transfer_of(lane, parts, self.names.scope(lease.node.namespace), self.names, self.settings)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             for part in parts:
@@ -400,3 +453,20 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
+
+
+def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
+    """Which of these places of a path, by group, to copy to the host.
+
+    All if loading them again, which takes as long as saving, would be quicker than computing them, else none; the first
+    few if the speed is not known yet. A store needs all copies: they outlive this process.
+    """
+    if settings.always or settings.stores:
+        return list(places)
+    even, most = settings.break_even, max(map(len, places))
+    num_bytes = settings.num_bytes(map(len, places))
+    if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
+        most = 0
+    elif not even.knows(Lane.SAVE):
+        most = 0 if settings.mover.in_flight(Lane.SAVE) else max(1, most * TRIAL_BYTES // num_bytes)
+    return [at[:most] for at in places]
