@@ -6,14 +6,7 @@ The caller plays the engine: where a comment says "forward", a model would write
 
 import numpy as np
 
-from quire import KVCache
-from quire.cache.audit import audit
-from quire.errors import RequestTooLarge
-from quire.observe.events import EventLog
-from quire.plan.budget import format_bytes
-from quire.plan.plan import PlanSettings
-from quire.plan.planner import make_plan
-from quire.spec.model import ModelSpec
+from quire import EventLog, KVCache, ModelSpec, PlanSettings, RequestKV, RequestTooLarge, format_bytes, make_plan
 
 # A model's config.json says what a page costs. These are the sizes of an 8B Llama; no weights are read.
 config = {
@@ -24,7 +17,7 @@ plan = make_plan(ModelSpec.from_config(config), PlanSettings(kv_memory=26 * 2**2
 print(f"plan: {plan.num_pages} pages of {plan.page_size} tokens, {format_bytes(plan.bytes_per_page)} each")
 
 log = EventLog()
-cache = KVCache(plan, eviction="lru", emit=log.append)
+cache = KVCache(plan, eviction="lru", emit=log.append, explains=True)
 system = np.arange(1000, 1048, dtype=np.int32)  # 48 tokens: three whole pages that every prompt begins with
 
 
@@ -32,7 +25,7 @@ def prompt(question: int, length: int = 20) -> np.ndarray:
     return np.concatenate((system, np.arange(question, question + length, dtype=np.int32)))
 
 
-def prefill(tokens: np.ndarray):
+def prefill(tokens: np.ndarray) -> RequestKV:
     """Begin a request, make room for what is not cached, and commit it as if a step had computed it."""
     kv = cache.begin(tokens)
     cache.extend([kv], [len(tokens) - kv.num_cached])
@@ -48,6 +41,8 @@ cache.finish(prefill(prompt(1)))
 print("\n2. Two requests at once over the same system prompt read the same three pages.")
 second, third = prefill(prompt(2000)), prefill(prompt(3000))
 print(f"  shared now: {cache.statistics().shared_pages} pages")
+for reason in third.explanation.reasons:  # why no more of the third prompt was cached
+    print(f"  tokens {reason.start}..{reason.start + reason.tokens - 1}: {reason.cause} {reason.detail}")
 
 print("\n3. A request that needs more than is free evicts what no request holds.")
 print(f"  before: {cache.pages.num_free_pages} free, {cache.admission.num_available_pages} available with eviction")
@@ -62,7 +57,7 @@ except RequestTooLarge as error:
 
 for kv in (second, third, fourth):
     cache.finish(kv)
-audit(cache)  # raises AuditFailure if a page has no owner, or two
+cache.audit()  # raises AuditFailure if a page has no owner, or two
 counts = cache.statistics().frames["full"]
 print(f"\naudit passed: {counts.free} free + {counts.cached} cached + {counts.private} private = {counts.total}")
 print("events:", ", ".join(f"{type(event).__name__}({len(event.hashes)})" for event in log.since(0)[1]))

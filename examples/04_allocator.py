@@ -5,7 +5,7 @@ slot = page * page_size + offset        page 0 is never handed out: padded token
 
 import numpy as np
 
-from quire.errors import InvalidFree, OutOfPages
+from quire import InvalidFree, OutOfPages
 from quire.memory.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 

@@ -1,18 +1,13 @@
 """Capacity as a library, without torch or weights: a plan from a configuration, what limits it, and what would fit."""
 
-from quire.plan.advice import options_to_fit
-from quire.plan.budget import format_bytes
-from quire.plan.plan import PlanSettings
-from quire.plan.planner import make_plan
-from quire.plan.source import read_model_config
-from quire.spec.model import ModelSpec
+from quire import ModelSpec, Plan, PlanSettings, format_bytes, make_plan, options_to_fit, read_model_config
 
 config, found = read_model_config("gemma-3-27b")  # or a config.json, its folder, or a hub id
 spec = ModelSpec.from_config(config)
 print(f"{spec.architecture} ({found}): {len(spec.layers)} layers, {len(spec.groups(page_size=16))} groups")
 
 
-def plan(settings: PlanSettings):
+def plan(settings: PlanSettings) -> Plan:
     return make_plan(spec, settings)
 
 

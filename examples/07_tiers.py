@@ -1,14 +1,12 @@
 """Tiers below the device: a prefix that leaves the device, comes back from host memory, and outlives its engine.
 
 The model is so small that computing beats loading; `load="always"` and `prefetch="wait_complete"` use the tiers all the
-same. Without them the engine measures, and computes what is sooner computed.
+same. Without them the engine measures, and computes what is faster to compute.
 """
 
 import tempfile
 
-from quire.engine.llm import LLM
-from quire.plan.budget import format_bytes
-from quire.scheduler.sampling_params import SamplingParams
+from quire import LLM, SamplingParams, format_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 EMMA = "Emma had nothing to say, and so she looked out of the window at the rain. " * 12

@@ -1,8 +1,9 @@
 """Quire: the KV-cache memory system of an LLM serving engine, with a real engine on top.
 
-    from quire import LLM, SamplingParams
+    from quire import LLM, SamplingParams           an engine in this process
+    from quire import KVCache, make_plan            its memory, for an engine of your own, without torch
 
-The names below load on first use, so that planning and command lines start without torch.
+The names in `dir(quire)` are the stable ones. They load on first use: `import quire` loads nothing.
 """
 
 from __future__ import annotations
@@ -12,37 +13,178 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
+    from quire.cache.prefix_hit import PrefixHit
+    from quire.cache.request_kv import RequestKV
+    from quire.cache.running import RunningBatch
+    from quire.cache.statistics import CacheStatistics, FrameCounts
     from quire.engine.async_engine import AsyncEngine
     from quire.engine.config import EngineConfig
     from quire.engine.llm import LLM
     from quire.engine.output import CompletionOutput, RequestOutput
+    from quire.errors import (
+        AuditFailure,
+        ContextTooLong,
+        EngineDead,
+        HostMemoryError,
+        InvalidFree,
+        InvalidInput,
+        LeaseError,
+        MissingFrame,
+        ModelLoadError,
+        OutOfPages,
+        PlanError,
+        QuireError,
+        RequestTooLarge,
+        StepFailed,
+        StoreError,
+        UnsupportedModel,
+    )
+    from quire.memory.pool import Pool
+    from quire.observe.events import EventLog
+    from quire.observe.explain import Cause, Explanation, Reason
+    from quire.plan.advice import options_to_fit
+    from quire.plan.budget import MemoryPlan, format_bytes, parse_bytes
+    from quire.plan.devices import find_device
+    from quire.plan.parallel import Parallelism
+    from quire.plan.plan import Plan, PlanSettings
+    from quire.plan.planner import make_plan
+    from quire.plan.source import read_model_config
+    from quire.prefix.evict import register_eviction
+    from quire.prefix.node import Node
+    from quire.prefix.policy import EvictionPolicy
     from quire.scheduler.sampling_params import SamplingParams
+    from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
+    from quire.spec.group import GroupSpec, ReachSpec
+    from quire.spec.layout import DType, Field, PageLayout
+    from quire.spec.model import ModelSpec
+    from quire.tiers.store import Answer, Entry, Store, StoreKey
+    from quire.tiers.stores.registry import register_store
 
 __version__ = "0.6.0"
 
-_WHERE = {
-    "LLM": "quire.engine.llm",
-    "AsyncEngine": "quire.engine.async_engine",
-    "CompletionOutput": "quire.engine.output",
-    "EngineConfig": "quire.engine.config",
-    "KVCache": "quire.cache.kv_cache",
-    "RequestOutput": "quire.engine.output",
-    "SamplingParams": "quire.scheduler.sampling_params",
-}
-
 __all__ = [
     "LLM",
+    "AllCleared",
+    "Answer",
     "AsyncEngine",
+    "AuditFailure",
+    "CacheStatistics",
+    "Cause",
     "CompletionOutput",
+    "ContextTooLong",
+    "DType",
     "EngineConfig",
+    "EngineDead",
+    "Entry",
+    "EventLog",
+    "EvictionPolicy",
+    "Explanation",
+    "Field",
+    "FrameCounts",
+    "GroupSpec",
+    "HostMemoryError",
+    "InvalidFree",
+    "InvalidInput",
     "KVCache",
+    "LeaseError",
+    "MemoryPlan",
+    "MissingFrame",
+    "ModelLoadError",
+    "ModelSpec",
+    "Namespace",
+    "Node",
+    "OutOfPages",
+    "PageLayout",
+    "PagesRemoved",
+    "PagesStored",
+    "Parallelism",
+    "Plan",
+    "PlanError",
+    "PlanSettings",
+    "Pool",
+    "PrefixHit",
+    "QuireError",
+    "ReachSpec",
+    "Reason",
+    "RequestKV",
     "RequestOutput",
+    "RequestTooLarge",
+    "RunningBatch",
     "SamplingParams",
+    "StepFailed",
+    "Store",
+    "StoreError",
+    "StoreKey",
+    "UnsupportedModel",
     "__version__",
+    "find_device",
+    "format_bytes",
+    "make_plan",
+    "options_to_fit",
+    "parse_bytes",
+    "read_model_config",
+    "register_eviction",
+    "register_store",
 ]
+
+_NAMES = {
+    "cache.kv_cache": ("KVCache",),
+    "cache.prefix_hit": ("PrefixHit",),
+    "cache.request_kv": ("RequestKV",),
+    "cache.running": ("RunningBatch",),
+    "cache.statistics": ("CacheStatistics", "FrameCounts"),
+    "engine.async_engine": ("AsyncEngine",),
+    "engine.config": ("EngineConfig",),
+    "engine.llm": ("LLM",),
+    "engine.output": ("CompletionOutput", "RequestOutput"),
+    "errors": (
+        "AuditFailure",
+        "ContextTooLong",
+        "EngineDead",
+        "HostMemoryError",
+        "InvalidFree",
+        "InvalidInput",
+        "LeaseError",
+        "MissingFrame",
+        "ModelLoadError",
+        "OutOfPages",
+        "PlanError",
+        "QuireError",
+        "RequestTooLarge",
+        "StepFailed",
+        "StoreError",
+        "UnsupportedModel",
+    ),
+    "memory.pool": ("Pool",),
+    "observe.events": ("EventLog",),
+    "observe.explain": ("Cause", "Explanation", "Reason"),
+    "plan.advice": ("options_to_fit",),
+    "plan.budget": ("MemoryPlan", "format_bytes", "parse_bytes"),
+    "plan.devices": ("find_device",),
+    "plan.parallel": ("Parallelism",),
+    "plan.plan": ("Plan", "PlanSettings"),
+    "plan.planner": ("make_plan",),
+    "plan.source": ("read_model_config",),
+    "prefix.evict": ("register_eviction",),
+    "prefix.node": ("Node",),
+    "prefix.policy": ("EvictionPolicy",),
+    "scheduler.sampling_params": ("SamplingParams",),
+    "spec.events": ("AllCleared", "Namespace", "PagesRemoved", "PagesStored"),
+    "spec.group": ("GroupSpec", "ReachSpec"),
+    "spec.layout": ("DType", "Field", "PageLayout"),
+    "spec.model": ("ModelSpec",),
+    "tiers.store": ("Answer", "Entry", "Store", "StoreKey"),
+    "tiers.stores.registry": ("register_store",),
+}
+_WHERE = {name: f"quire.{module}" for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'quire' has no attribute '{name}'")
-    return getattr(import_module(_WHERE[name]), name)
+    value = globals()[name] = getattr(import_module(_WHERE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.engine.config import engine_config
 from quire.errors import InvalidInput
-from quire.prefix.evict import POLICIES, Order, eviction_policy
+from quire.prefix.evict import POLICIES, Order, eviction_policy, register_eviction
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 
@@ -67,6 +68,25 @@ def test_each_policy_has_its_own_order() -> None:
     check_eviction_orders()
     assert set(ORDERS) == set(POLICIES) - {"density", "gdsf", "s3fifo"}, "those three depend on what went before"
     assert len(set(ORDERS.values())) == len(ORDERS), "two policies in one order could be the same policy"
+
+
+def test_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.prefix.evict.POLICIES", dict(POLICIES))
+
+    def newest() -> Order:
+        return Order(lambda node: (-node.created,))
+
+    register_eviction("newest", newest)
+    register_eviction("newest", newest)  # a program that is imported again
+    assert engine_config(eviction="newest").eviction == "newest"
+    tree = RadixCache(1, eviction_policy("newest"))
+    for letter in "abc":
+        store(tree, letter)
+    assert tree.evict(1).tolist() == [3]
+    with pytest.raises(InvalidInput, match="there is an eviction policy 'lru'"):
+        register_eviction("lru", newest)
+    with pytest.raises(InvalidInput, match="unknown eviction policy 'oldest'"):
+        engine_config(eviction="oldest")
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -123,12 +123,15 @@ class RunningTables:
         row = self.row_of(kv)
         return self.table.pages[row, : pages_for(int(self.table.allocated[row]), self.page_size)].copy()
 
-    def page_table(self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Lengths, group: int = 0) -> Ids:
+    def page_table(
+        self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Sequence[int] | Lengths, group: int = 0
+    ) -> Ids:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`. Entries after `num_tokens` are
         padding.
 
         Raises MissingFrame where a page that a request still reads in that group has no frame.
         """
+        num_tokens = np.asarray(num_tokens, dtype=np.int64)
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
         rows = self.rows_of(kvs)
         pages = self.table.pages[rows, :width]
@@ -156,11 +159,18 @@ class RunningTables:
                     raise group.table.missing(read)
         return changes
 
-    def slots(self, kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths, group: int = 0) -> Ids:
+    def slots(
+        self,
+        kvs: Sequence[RequestKV] | RunningBatch,
+        starts: Sequence[int] | Lengths,
+        ends: Sequence[int] | Lengths,
+        group: int = 0,
+    ) -> Ids:
         """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed.
 
         Raises MissingFrame where one of their pages has no frame.
         """
+        starts, ends = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
         return self.slots_in((group,), kvs, starts, ends)[0]
 
     def slots_in(

@@ -13,6 +13,7 @@ from quire.errors import InvalidInput
 from quire.offload.retention import RETAIN_SHARE
 from quire.plan.budget import parse_bytes
 from quire.plan.plan import PlanSettings
+from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
@@ -80,7 +81,7 @@ class EngineConfig(BaseModel):
     max_mamba_cache_size: int | None = Field(default=None, ge=1)
     checkpoint_interval: int = Field(default=CHECKPOINT_INTERVAL, ge=1)
     policy: Literal["fcfs", "lpm"] = "fcfs"
-    eviction: Literal["density", "lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "gdsf", "s3fifo"] = "density"
+    eviction: str = DEFAULT_POLICY
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     host_memory: int | Literal["auto"] | None = None
@@ -111,6 +112,12 @@ class EngineConfig(BaseModel):
     @classmethod
     def _format(cls, value: str) -> str:
         return value if value == "auto" else kv_format(value, DType.FLOAT32).name
+
+    @field_validator("eviction")
+    @classmethod
+    def _eviction(cls, value: str) -> str:
+        eviction_policy(value)
+        return value
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

@@ -126,6 +126,15 @@ DEFAULT_POLICY = "density"
 """Chosen by measurement: docs/decisions/020-the-order-of-eviction.md."""
 
 
+def register_eviction(name: str, policy: Callable[[], EvictionPolicy]) -> None:
+    """Give an eviction policy of your own a name, for every cache and engine of this process; each calls `policy()`.
+
+    The process of a server imports the main program again: call this at its top level. Raises InvalidInput for a name
+    that is taken."""
+    if POLICIES.setdefault(name, policy) is not policy:
+        raise InvalidInput(f"there is an eviction policy '{name}'.", fix="give yours another name.")
+
+
 def eviction_policy(name: str) -> EvictionPolicy:
     """A new policy with this name. Raises InvalidInput for an unknown name."""
     if name not in POLICIES:

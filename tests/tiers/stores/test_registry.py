@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 
 from quire.errors import InvalidInput, StoreError
+from quire.tiers.stores import registry
 from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.stores.registry import directory_of, open_store
+from quire.tiers.stores.registry import directory_of, open_store, register_store
 
 
 @pytest.mark.parametrize("form", ["{}", "dir:{}", "dir://{}", "file:{}", "file://{}", "FILE://localhost{}"])
@@ -62,6 +63,22 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: s
     with pytest.raises(StoreError) as caught:
         open_store(url)
     assert f'pip install "quire[{extra}]"' in caught.value.fix
+
+
+def test_a_store_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.tiers.stores.registry._BACKENDS", dict(registry._BACKENDS))
+
+    def opener(url: str, capacity: int | None, *, counts_use: bool) -> DirectoryStore:
+        return DirectoryStore(tmp_path / url.removeprefix("my-store://"), capacity, counts_use=counts_use)
+
+    register_store("my-store", opener)
+    register_store("my-store", opener)  # a program that is imported again
+    store = open_store("my-store://here", capacity=1 << 20)
+    assert isinstance(store, DirectoryStore) and (tmp_path / "here").is_dir()
+    store.close()
+    for taken in ("my-store", "S3", "no scheme", ""):
+        with pytest.raises(InvalidInput, match="cannot be the scheme"):
+            register_store(taken, lambda url, capacity, *, counts_use: store)
 
 
 def test_what_means_nothing() -> None:

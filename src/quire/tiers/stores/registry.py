@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 from urllib.parse import unquote
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Store
 
-_BACKENDS = {
+Opener = Callable[..., Store]
+"""`open(url, capacity, *, counts_use)` of a backend, as in `open_store`."""
+
+_BACKENDS: dict[str, str | Opener] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss", "unix"), "valkey"),
     "s3": "s3",
     "mooncake": "mooncake",
 }
-"""By scheme, the module that has `open(url, capacity, *, counts_use) -> Store`. The extra of that name installs what it
-needs."""
+"""By scheme, what opens it, or the module that has such an `open`. The extra of that name installs what it needs."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
@@ -44,6 +47,15 @@ def directory_of(url: str) -> str | None:
     return None if found[2] else url
 
 
+def register_store(scheme: str, opener: Opener) -> None:
+    """Let `storage="SCHEME://..."` be opened by `opener(url, capacity, *, counts_use)`, in this process.
+
+    The process of a server imports the main program again: call this at its top level. Raises InvalidInput for a scheme
+    that is taken, or is none."""
+    if not _SCHEME.fullmatch(f"{scheme}://") or _BACKENDS.setdefault(scheme.lower(), opener) is not opener:
+        raise InvalidInput(f"'{scheme}' cannot be the scheme of a store.", fix="give another one, such as mystore.")
+
+
 def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:
     """Open the store of a URL or a path; the caller closes it.
 
@@ -66,6 +78,8 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
             f"there is no store for '{scheme}://'.",
             fix=f"give a directory, or one of {', '.join(f'{name}://' for name in _BACKENDS)}.",
         )
+    if not isinstance(backend, str):
+        return backend(url, capacity, counts_use=counts_use)
     try:
         store: Store = import_module(f"quire.tiers.stores.{backend}").open(url, capacity, counts_use=counts_use)
     except ImportError as error:
