@@ -247,7 +247,7 @@ class Followers:
             core.abort(name)
         while core.has_work():
             core.step()
-        core.clear_cache()
+        core.flush(None)
 
     def _add(self, name: str, prompt: Tokens) -> None:
         self.core.add(EngineRequest(request_id=name, prompt=prompt.tobytes(), params=_FOREVER))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.engine import process
+from quire.engine.messages import Later
 from quire.engine.process import StepLoop
-from quire.engine.wire import AskFlush, AskStatistics, Declined, FlushAnswer, Shutdown, Statistics
+from quire.engine.wire import Ask, Reply, Shutdown
 from quire.errors import StoreError
 from quire.offload.deletion import Stored
 from quire.offload.flush import Flushed
 from quire.spec.events import Namespace
 
-DONE = Flushed(flushed_tokens=5, held_tokens=0, num_retentions=0)
 GONE = Flushed(flushed_tokens=5, held_tokens=0, num_retentions=0, storage=Stored.GONE)
 ALICE = Namespace(salt="alice")
 
@@ -23,16 +25,13 @@ ALICE = Namespace(salt="alice")
 class Core:
     """Flushes, and says of them what it is told to."""
 
-    def __init__(self, says: Callable[[Namespace | None, bool], Flushed | None]) -> None:
+    def __init__(self, says: Callable[[Namespace | None, bool], Flushed | None], seconds: float = 60.0) -> None:
         self.says = says
+        self.seconds = seconds
         self.closed = False
 
-    def flush(self, namespace: Namespace | None) -> Flushed:
-        return DONE
-
-    def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
-        assert done is DONE
-        return self.says(namespace, waits)
+    def flush(self, namespace: Namespace | None) -> Later[Flushed]:
+        return Later(poll=lambda waits: self.says(namespace, waits), until_s=time.monotonic() + self.seconds)
 
     def has_work(self) -> bool:
         return False
@@ -58,8 +57,16 @@ class Link:
         return [self.left.pop(0)] if self.left else []
 
     def report(self, report: Any) -> None:
-        if isinstance(report, FlushAnswer | Declined | Statistics):
+        if isinstance(report, Reply):
             self.reports.append(report)
+
+
+def asks(number: int, verb: Callable[..., Any], *arguments: Any) -> Ask:
+    return Ask(number, verb.__name__, msgspec.Raw(msgspec.msgpack.encode(arguments)))
+
+
+def answers(number: int, value: Any) -> Reply:
+    return Reply(number, msgspec.Raw(msgspec.msgpack.encode(value)))
 
 
 def run(core: Core, *commands: Any) -> list[Any]:
@@ -70,7 +77,7 @@ def run(core: Core, *commands: Any) -> list[Any]:
 
 
 def test_what_is_known_is_answered_at_once() -> None:
-    assert run(Core(lambda namespace, waits: GONE), AskFlush(1, None)) == [FlushAnswer(1, GONE)]
+    assert run(Core(lambda namespace, waits: GONE), asks(1, process.Core.flush, None)) == [answers(1, GONE)]
 
 
 def test_nobody_waits_for_another_ones_flush() -> None:
@@ -82,24 +89,29 @@ def test_nobody_waits_for_another_ones_flush() -> None:
         return GONE if namespace is None or asked.count(ALICE) == 4 else None
 
     reports = run(
-        Core(says), AskFlush(1, ALICE), AskFlush(2, None), AskStatistics(3), AskStatistics(4), AskStatistics(5)
+        Core(says),
+        asks(1, process.Core.flush, ALICE),
+        asks(2, process.Core.flush, None),
+        asks(3, process.Core.statistics),
+        asks(4, process.Core.statistics),
+        asks(5, process.Core.statistics),
     )
     assert reports == [
-        FlushAnswer(2, GONE),
-        Statistics(3, {}),
-        Statistics(4, {}),
-        FlushAnswer(1, GONE),
-        Statistics(5, {}),
+        answers(2, GONE),
+        answers(3, {}),
+        answers(4, {}),
+        answers(1, GONE),
+        answers(5, {}),
     ]
 
 
 def test_an_engine_that_ends_says_what_has_become_of_it() -> None:
     core = Core(lambda namespace, waits: None if waits else GONE)
-    assert run(core, AskFlush(1, ALICE)) == [FlushAnswer(1, GONE)]
+    assert run(core, asks(1, process.Core.flush, ALICE)) == [answers(1, GONE)]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_what_the_store_took_no_note_of_is_no_answer(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_store_took_no_note_of_is_no_answer(seconds: float) -> None:
     """After its time, or at the end."""
 
     def says(namespace: Namespace | None, waits: bool) -> Flushed | None:
@@ -107,8 +119,7 @@ def test_what_the_store_took_no_note_of_is_no_answer(seconds: float, monkeypatch
             return None
         raise StoreError("it does not answer.")
 
-    monkeypatch.setattr(process, "FLUSH_S", seconds)
-    reports = run(Core(says), AskFlush(1, ALICE), AskStatistics(2))
+    reports = run(Core(says, seconds), asks(1, process.Core.flush, ALICE), asks(2, process.Core.statistics))
     first, second = reports if seconds == 0 else reversed(reports)
-    assert isinstance(first, Declined) and first.question == 1 and "does not answer" in first.error.message
-    assert second == Statistics(2, {})
+    assert first.number == 1 and first.error is not None and "does not answer" in first.error.message
+    assert second == answers(2, {})

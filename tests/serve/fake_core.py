@@ -12,7 +12,6 @@ from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, StepOutputs, TokenOutput
 from quire.engine.process import Progress
 from quire.errors import ContextTooLong, PlanError
-from quire.observe.explain import Explanations
 from quire.spec.ids import Ids
 
 CONTEXT = 256
@@ -32,7 +31,6 @@ class EchoCore:
         if config.served_model_name == "broken":
             raise ValueError("broken weights")
         self._running: dict[str, tuple[EngineRequest, list[int]]] = {}
-        self.explanations = Explanations()
         self._num_steps = 0
         self._num_aborted = 0
         self._num_stopped = 0

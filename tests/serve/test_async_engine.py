@@ -14,8 +14,8 @@ import pytest
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
-from quire.engine.messages import EngineRequest
-from quire.engine.wire import ENCODER, Abort, Add, WireError, request_id_of
+from quire.engine.process import Core
+from quire.engine.wire import ENCODER, WireError
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
@@ -123,20 +123,14 @@ def test_a_command_that_cannot_be_read_ends_only_itself() -> None:
             params.temperature = -1.0  # past the check on construction; the engine's own finds it
             with pytest.raises(InvalidInput, match="temperature"):
                 await engine.submit("abc", params)
-            for junk in (b"", b"\xc1", b"\x81\xa4type\xa4Nope", ENCODER.encode({"type": "Add", "request": 5})):
-                engine._process.send_encoded(junk)
+            with pytest.raises(InvalidInput, match="cannot read"):
+                await engine.ask(Core.release, 5)  # type: ignore[arg-type]
+            for junk in (b"", b"\xc1", b"\x81\xa4type\xa4Nope", ENCODER.encode({"type": "Ask", "number": "x"})):
+                engine._process._commands.send_multipart([engine._process._secret, junk])
             assert len([delta async for delta in open_stream]) == 100
             assert engine.health().healthy
 
     asyncio.run(body())
-
-
-def test_the_id_of_a_request_that_cannot_be_read() -> None:
-    request = EngineRequest(request_id="r-0", prompt=b"", params=SamplingParams())
-    assert request_id_of(ENCODER.encode(Add(request))) == "r-0"
-    assert request_id_of(ENCODER.encode({"type": "Add", "request": {"request_id": "r", "priority": "x"}})) == "r"
-    assert request_id_of(ENCODER.encode(Abort(["r"]))) is None
-    assert request_id_of(b"\xc1") is None
 
 
 def test_an_error_of_a_class_the_owner_does_not_know_is_still_an_error() -> None:

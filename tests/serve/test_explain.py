@@ -11,6 +11,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.llm import LLM
+from quire.errors import UnknownRequest
 from quire.observe.explain import Cause, Explanation, Explanations
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.live_server import LiveServer
@@ -142,7 +143,7 @@ def test_in_this_process(tiny_model: Any) -> None:
     assert llm.engine.explanations.of("r1") == llm.engine.explanations.of("r1-0") == {"r1-0": again}
     silent = LLM(str(tiny_model), kv_memory="100KiB", show_plan=False, explain=False)
     assert silent.generate([prompt], params)[0].outputs[0].explanation is None
-    assert silent.statistics()["explained_tokens"] == {} and len(silent.engine.explanations) == 0
+    assert silent.statistics()["explained_tokens"] == {} and not silent.engine.explanations._kept
 
 
 def test_an_engine_that_does_not_explain_says_so(tiny_model: Any) -> None:
@@ -159,6 +160,7 @@ def test_only_the_newest_are_kept() -> None:
         kept.add(f"r{number}-0", Explanation(number, ()))
     kept.add("r5-0", Explanation(1, ()))
     kept.add("new-0", Explanation(2, ()))
-    assert len(kept) == Explanations.CAPACITY
-    assert not kept.of("r6") and kept.of("r5")["r5-0"].prompt_tokens == 1
-    assert not kept.of("r")
+    assert kept.of("r5")["r5-0"].prompt_tokens == 1
+    for gone in ("r6", "r"):
+        with pytest.raises(UnknownRequest, match="1,000 are, of at most 1,000"):
+            kept.of(gone)

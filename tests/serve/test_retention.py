@@ -307,7 +307,7 @@ def test_in_this_process(tiny_model: Path) -> None:
     assert llm.release(granted.retention_id) and not llm.release(granted.retention_id)
     changes = llm.engine.cache.num_changes
     assert llm.retain(prompt, ttl_seconds=60).granted_tokens == 48
-    assert llm.engine.flush(None).held_tokens == 0
+    assert llm.flush().held_tokens == 0
     assert llm.engine.cache.num_changes > changes, "requests that wait for room try again"
     llm.engine.audit()
 

@@ -12,53 +12,26 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, TypeVarTuple, overload
 
+import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, RetainRequest, TokenOutput, prompt_bytes
+from quire.engine.messages import Later, RetainRequest, TokenOutput, prompt_bytes
 from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
-from quire.engine.process import BuildCore, EngineProcess, Progress, build_engine_core
+from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
 from quire.engine.request_stream import RequestStream
-from quire.engine.wire import (
-    ENCODER,
-    Abort,
-    Accepted,
-    Add,
-    AskEpoch,
-    AskExplanations,
-    AskFlush,
-    AskRelease,
-    AskRetain,
-    AskRetained,
-    AskStatistics,
-    Beat,
-    Command,
-    Declined,
-    Died,
-    Explained,
-    Failed,
-    FlushAnswer,
-    Outputs,
-    Ready,
-    Refused,
-    ReleaseAnswer,
-    Report,
-    RetainAnswer,
-    RetainedAnswer,
-    Statistics,
-    Touched,
-)
-from quire.errors import EngineDead, InvalidInput, QuireError, UnknownRequest
-from quire.observe.explain import Explanation, Explanations
-from quire.offload.flush import Flushed
-from quire.offload.retention import Granted, RetainedList
+from quire.engine.wire import ENCODER, Abort, Ask, Beat, Died, Outputs, Ready, Reply, Report, Touched
+from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.offload.retention import Granted
 from quire.scheduler.sampling_params import SamplingParams
-from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger(__name__)
 
@@ -95,22 +68,18 @@ def _load_tokenizer(path_or_id: str) -> Tokenizer:
     return load_tokenizer(path_or_id)
 
 
-def _encoded(request: EngineRequest) -> bytes:
-    """The message that adds it. Raises InvalidInput for what cannot be sent: integers beyond 64 bits, odd types."""
-    _check_text("cache_salt", request.salt)
-    for stop in request.params.stop:
-        _check_text("stop", stop)
+def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
+    """Raises InvalidInput for what cannot be sent: integers beyond 64 bits, lone surrogates, odd types."""
     try:
-        return ENCODER.encode(Add(request))
+        return msgspec.Raw(ENCODER.encode(arguments))
+    except UnicodeEncodeError as error:
+        raise _not_utf8(error) from None
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise InvalidInput(f"the request cannot be sent to the engine: {error}.", fix="check its fields.") from error
 
 
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidInput(f"{name} must be text without lone surrogates, got {text[:60]!r}.") from None
+def _not_utf8(error: UnicodeEncodeError) -> InvalidInput:
+    return InvalidInput(f"text must be without lone surrogates, got {error.object[:60]!r}.")
 
 
 @dataclass(slots=True)
@@ -137,7 +106,7 @@ class AsyncEngine:
         self._reports = zmq.asyncio.Socket(shadow=process.reports)
         self._stall_after_s = stall_after_s
         self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._counter = itertools.count(1)
         self._progress = _Progress()
         self._last_statistics: dict[str, Any] = {}
@@ -231,40 +200,50 @@ class AsyncEngine:
         requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority, explain=explain)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
-        messages = [_encoded(request) for request in requests]  # what cannot be sent is refused before it is known
+        encoded = [_encoded((request,)) for request in requests]  # what cannot be sent is refused before it is known
         stream = RequestStream(assembler, forget=self._forget)
         if not self._streams:
             self._progress.touch()
         self._idle.clear()
         self._streams |= dict.fromkeys((request.request_id for request in requests), stream)
         try:
-            for message in messages:
-                self._process.send_encoded(message)
-            await stream.accepted
+            await asyncio.gather(*[self._send(Core.add.__name__, arguments) for arguments in encoded])
         except BaseException:
             stream.close()
             raise
         return stream
 
+    @overload
+    async def ask(self, verb: Callable[[Core, *Ts], Later[T]], *arguments: *Ts, timeout_s: float = ...) -> T: ...
+
+    @overload
+    async def ask(self, verb: Callable[[Core, *Ts], T], *arguments: *Ts, timeout_s: float = ...) -> T: ...
+
+    async def ask(self, verb: Callable[..., Any], *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """What a verb of the engine's core returns. Raises what it raises, and `EngineDead` when the engine has ended
+        or does not answer in time."""
+        try:
+            answer = await asyncio.wait_for(self._send(verb.__name__, _encoded(arguments)), timeout_s)
+        except TimeoutError:
+            raise EngineDead(
+                f"the engine did not answer within {timeout_s:g} s.",
+                fix="a step takes that long; try again, or lower --max-num-batched-tokens.",
+            ) from None
+        return VERBS[verb.__name__].answer.decode(answer)
+
+    def _send(self, verb: str, arguments: msgspec.Raw) -> asyncio.Future[msgspec.Raw]:
+        """Send a question; its answer."""
+        self._check_alive()
+        number = next(self._counter)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._questions.pop(number, None))
+        self._process.send(Ask(number, verb, arguments))
+        return answer
+
     async def statistics(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """The engine's counters now. Raises `EngineDead` when it has ended or does not answer in time."""
-        found: Statistics = await self._ask(AskStatistics, timeout_s)
-        return found.statistics
-
-    async def explanations(self, request_id: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Explanation]:
-        """Why no more of a request's prompt was cached, for each of its sequences by their ids: at least one.
-
-        `request_id` is a request's or a sequence's. Raises `UnknownRequest` where nothing is known of it any more, and
-        what `statistics` raises.
-        """
-        found: Explained = await self._ask(lambda question: AskExplanations(question, request_id), timeout_s)
-        if not found.explanations:
-            raise UnknownRequest(
-                f"no explanation of request '{request_id}' is kept; {found.kept:,} are, of at most "
-                f"{Explanations.CAPACITY:,} sequences that were admitted last.",
-                fix="ask by the id of the response, soon after it, of an engine with explain on.",
-            )
-        return found.explanations
+        """The engine's counters now."""
+        self._last_statistics = await self.ask(Core.statistics, timeout_s=timeout_s)
+        return self._last_statistics
 
     async def retain(
         self,
@@ -275,11 +254,8 @@ class AsyncEngine:
         salt: str = "",
         priority: int = 0,
         pin: bool = False,
-        timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> Granted:
-        """Keep what is cached of a prompt for so long, and say how much that is and why not more. Raises InvalidInput
-        for what cannot be asked, and what `statistics` raises."""
-        _check_text("cache_salt", salt)
+        """Keep what is cached of a prompt for so long, and say how much that is and why not more (`ask`)."""
         request = RetainRequest(
             prompt=prompt_bytes(await self._token_ids(prompt)),
             ttl_seconds=ttl_seconds,
@@ -288,45 +264,7 @@ class AsyncEngine:
             priority=priority,
             pin=pin,
         )
-        answer: RetainAnswer = await self._ask(lambda question: AskRetain(question, request), timeout_s)
-        return answer.granted
-
-    async def release(self, retention_id: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-        """Keep it no longer; False where there is nothing of that id, or not any more."""
-        answer: ReleaseAnswer = await self._ask(lambda question: AskRelease(question, retention_id), timeout_s)
-        return answer.released
-
-    async def retained(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> RetainedList:
-        """What is kept now, without telling whose it is."""
-        answer: RetainedAnswer = await self._ask(AskRetained, timeout_s)
-        return answer.retained
-
-    async def flush(self, namespace: Namespace | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Flushed:
-        """Forget what is cached of a namespace, or of all, and what was to be kept of it."""
-        answer: FlushAnswer = await self._ask(lambda question: AskFlush(question, namespace), timeout_s)
-        return answer.flushed
-
-    async def set_weights_epoch(self, epoch: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Flushed:
-        """The weights have been replaced, so often (`EngineCore.set_weights_epoch`)."""
-        answer: FlushAnswer = await self._ask(lambda question: AskEpoch(question, epoch), timeout_s)
-        return answer.flushed
-
-    async def _ask(self, command: Callable[[int], Command], timeout_s: float) -> Any:
-        """The engine's report that answers a command with the number of a question."""
-        self._check_alive()
-        question = next(self._counter)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions[question] = answer
-        try:
-            self._process.send(command(question))
-            return await asyncio.wait_for(answer, timeout_s)
-        except TimeoutError:
-            raise EngineDead(
-                f"the engine did not answer within {timeout_s:g} s.",
-                fix="a step takes that long; try again, or lower --max-num-batched-tokens.",
-            ) from None
-        finally:
-            self._questions.pop(question, None)
+        return await self.ask(Core.retain, request)
 
     @property
     def last_statistics(self) -> dict[str, Any]:
@@ -383,7 +321,7 @@ class AsyncEngine:
                 return
             if isinstance(report, Touched) and on_progress is not None:
                 on_progress(report.done, report.total)
-            if isinstance(report, Failed):
+            if isinstance(report, Died):
                 logger.debug("engine start-up failed:\n%s", report.error.details)
                 raise report.error.rebuild()
 
@@ -410,30 +348,17 @@ class AsyncEngine:
                 self._progress.touch()
                 for output in outputs:
                     self._deliver(output)
-            case Accepted(request_id):
-                if stream := self._streams.get(request_id):
-                    stream.accept()
-            case Refused(request_id, error):
-                if stream := self._streams.get(request_id):
-                    self._remove(request_id)
-                    stream.fail(error.rebuild())
             case Beat():
                 self._on_beat(report)
-            case Declined(question, error):
-                answer = self._questions.get(question)
+            case Reply(number, value, error):
+                answer = self._questions.get(number)
                 if answer is not None and not answer.done():
-                    answer.set_exception(error.rebuild())
-            case Statistics() | Explained() | RetainAnswer() | ReleaseAnswer() | RetainedAnswer() | FlushAnswer():
-                if isinstance(report, Statistics):
-                    self._last_statistics = report.statistics
-                answer = self._questions.get(report.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(report)
+                    answer.set_result(value) if error is None else answer.set_exception(error.rebuild())
             case Died(error):
                 logger.error("the engine stopped:\n%s", error.details)
                 cause = error.rebuild()
                 self._die(EngineDead(f"the engine stopped: {cause.message}", fix="restart the server."))
-            case Ready() | Touched() | Failed():
+            case Ready() | Touched():
                 raise AssertionError("the engine reported its start twice")
 
     def _deliver(self, output: TokenOutput) -> None:
@@ -480,7 +405,7 @@ class AsyncEngine:
             self._send_abort(list(self._streams))
         self._streams.clear()
         self._idle.set()
-        for answer in self._questions.values():
+        for answer in list(self._questions.values()):
             if not answer.done():
                 answer.set_exception(error)
 
@@ -517,7 +442,10 @@ class AsyncEngine:
                 raise InvalidInput(
                     "this engine has no tokenizer, so a prompt cannot be text.", fix="send token ids as the prompt."
                 )
-            _check_text("prompt", prompt)
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise _not_utf8(error) from None
             if len(prompt) >= _LONG_TEXT:
                 return await asyncio.to_thread(self.tokenizer.encode, prompt)
             return self.tokenizer.encode(prompt)

@@ -13,9 +13,9 @@ import torch
 
 from quire.cache import KVCache
 from quire.engine.before_load import Storage, open_tiers
-from quire.engine.config import MOST_EPOCHS, EngineConfig, plan_settings
+from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
-from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
+from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
 from quire.engine.runner import Launched, ModelRunner, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
@@ -23,7 +23,7 @@ from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.memory.mapping import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
-from quire.observe.explain import Explanations
+from quire.observe.explain import Explanation, Explanations
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Stored
 from quire.offload.flush import Flushed, change_model, flush, flushed
@@ -323,14 +323,14 @@ class EngineCore:
         """What is kept now."""
         return self.offload.retention.listing()
 
-    def flush(self, namespace: Namespace | None) -> Flushed:
+    def flush(self, namespace: Namespace | None) -> Later[Flushed]:
         """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
-        requests go on; nobody else finds what they hold. The store is asked to, and `flushed` tells when it has."""
-        return flush(self.cache, namespace)
-
-    def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
-        """What a flush did, in storage too; None where that is not known yet (`quire.offload.flush.flushed`)."""
-        return flushed(self.cache, done, namespace, waits=waits)
+        requests go on; nobody else finds what they hold. The store is asked to: what is known later is whether it has,
+        or StoreError where it would be found again after a restart."""
+        done = flush(self.cache, namespace)
+        return Later(
+            poll=lambda waits: flushed(self.cache, done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
+        )
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
         """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier.
@@ -390,13 +390,13 @@ class EngineCore:
             "architecture": self.model.spec.architecture,
         }
 
+    def explain(self, request_id: str) -> dict[str, Explanation]:
+        """Why no more of a request's prompt was cached (`Explanations.of`)."""
+        return self.explanations.of(request_id)
+
     def audit(self) -> None:
         """Check every law of the cache. Raises AuditFailure."""
         self.cache.audit()
-
-    def clear_cache(self) -> int:
-        """Forget everything that is cached, in every tier; returns how many pages are free for it."""
-        return self.flush(None).flushed_tokens // self.cache.page_size
 
     # -- inside
 

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from quire.engine.config import FLUSH_S, EngineConfig, engine_config
+from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
@@ -130,15 +130,12 @@ class LLM:
         Waits for the store, some seconds at most: `storage` of the answer says what has become of what was stored.
         Raises StoreError where it would be found again after a restart.
         """
-        namespace = None if salt is None else Namespace(salt=salt)
-        done, until = self.engine.flush(namespace), time.monotonic() + FLUSH_S
-        while True:
-            found = self.engine.flushed(done, namespace, waits=time.monotonic() < until)
-            if found is not None:
-                return found
+        later = self.engine.flush(None if salt is None else Namespace(salt=salt))
+        while (found := later.poll(time.monotonic() < later.until_s)) is None:
             if not self.engine.offload.ahead.wait_moves(_MOVES_S):
                 time.sleep(_MOVES_S)  # it is tried again later
             self.engine.offload.ahead.settle_moves()
+        return found
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
         """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from quire.errors import InvalidInput
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
+
+T = TypeVar("T")
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -97,6 +100,15 @@ class StepOutputs(msgspec.Struct):
         yield from self.noted
         for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
             yield TokenOutput(request_id=request_id, token_ids=[token_id])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Later(Generic[T]):
+    """An answer that storage has a part in. `poll(True)` gives it, or None while it may still become a better one;
+    `poll(False)`, which is due at `until_s` of `time.monotonic`, gives it as it is. Both raise what keeps it away."""
+
+    poll: Callable[[bool], T | None]
+    until_s: float
 
 
 def prompt_bytes(token_ids: Any) -> bytes:

@@ -2,7 +2,7 @@
 
     parent                                 child
     EngineProcess.start  --spawn-->        build the core      --Ready | Failed-->
-    send(Add | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Accepted | Refused | Beat ...-->
+    send(Ask | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Reply | Beat ...-->
 
 The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request, or one that
 cannot be read, is refused and takes nothing else with it; an exception of the step loop itself, or a broken invariant
@@ -26,51 +26,37 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import GenericAlias
+from typing import Any, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
+import msgspec
 import zmq
 
-from quire.engine.config import FLUSH_S, EngineConfig
-from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs
+from quire.engine.config import EngineConfig
+from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs
 from quire.engine.wire import (
     COMMAND_DECODER,
     ENCODER,
     EXIT_DEFECT,
     REPORT_DECODER,
     Abort,
-    Accepted,
-    Add,
-    AskEpoch,
-    AskExplanations,
-    AskFlush,
-    AskRelease,
-    AskRetain,
-    AskRetained,
-    AskStatistics,
+    Ask,
     Beat,
     Command,
-    Declined,
     Died,
-    Explained,
-    Failed,
-    FlushAnswer,
     Outputs,
     Ready,
-    Refused,
-    ReleaseAnswer,
+    Reply,
     Report,
-    RetainAnswer,
-    RetainedAnswer,
     Shutdown,
-    Statistics,
     Touched,
     WireError,
-    request_id_of,
 )
-from quire.errors import EngineDead, InvalidInput, QuireError, StoreError
-from quire.observe.explain import Explanations
+from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.observe.explain import Explanation
 from quire.offload.flush import Flushed
 from quire.offload.retention import Granted, RetainedList
 from quire.spec.events import Namespace
@@ -91,22 +77,52 @@ class Core(Protocol):
     def context_length(self) -> int: ...
     @property
     def eos_token_ids(self) -> Sequence[int]: ...
-    @property
-    def explanations(self) -> Explanations: ...
-    def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> StepOutputs: ...
     def has_work(self) -> bool: ...
     def has_moves(self) -> bool: ...
     def close(self) -> None: ...
+
+    # Verbs, which the owner may ask for.
+    def add(self, request: EngineRequest) -> None: ...
     def statistics(self) -> dict[str, Any]: ...
+    def explain(self, request_id: str) -> dict[str, Explanation]: ...
     def retain(self, request: RetainRequest) -> Granted: ...
     def release(self, retention_id: str) -> bool: ...
     def retained(self) -> RetainedList: ...
-    def flush(self, namespace: Namespace | None) -> Flushed: ...
-    def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None: ...
+    def flush(self, namespace: Namespace | None) -> Later[Flushed]: ...
     def set_weights_epoch(self, epoch: int) -> Flushed: ...
 
+
+class Verb(NamedTuple):
+    """How the arguments of a verb are read in the engine's process, and its answer in the owner's."""
+
+    arguments: msgspec.msgpack.Decoder[tuple[Any, ...]]
+    answer: msgspec.msgpack.Decoder[Any]
+
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> Verb:
+        """By the types of a method of `Core`."""
+        hints = get_type_hints(method)
+        answer = hints.pop("return")
+        if get_origin(answer) is Later:
+            (answer,) = get_args(answer)
+        return cls(msgspec.msgpack.Decoder(GenericAlias(tuple, tuple(hints.values()))), msgspec.msgpack.Decoder(answer))
+
+
+VERBS = {
+    method.__name__: Verb.of(method)
+    for method in (
+        Core.add,
+        Core.statistics,
+        Core.explain,
+        Core.retain,
+        Core.release,
+        Core.retained,
+        Core.flush,
+        Core.set_weights_epoch,
+    )
+}
 
 Progress = Callable[[int, int], None]
 """Bytes of host memory that are there, and how many will be."""
@@ -164,12 +180,8 @@ class EngineProcess:
 
     def send(self, command: Command) -> None:
         """Hand a command to the child; never blocks. Dropped when the child is gone, which `process.sentinel` tells."""
-        self.send_encoded(ENCODER.encode(command))
-
-    def send_encoded(self, message: bytes) -> None:
-        """`send`, of a command that `ENCODER` has encoded already."""
         with contextlib.suppress(zmq.Again):
-            self._commands.send_multipart([self._secret, message], zmq.NOBLOCK)
+            self._commands.send_multipart([self._secret, ENCODER.encode(command)], zmq.NOBLOCK)
 
     def hide(self) -> None:
         """Both ends are connected: unlink the sockets' names, so that nothing stays behind however we end."""
@@ -261,15 +273,10 @@ def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore) -> None:
                 statistics=core.statistics(),
             )
         )
+        StepLoop(core, link).run()
     except Exception as error:
-        link.report(Failed(error=WireError.of(error)))
+        link.report(Died(error=WireError.of(error)))
         exit_code = error.exit_code if isinstance(error, QuireError) else EXIT_DEFECT
-    else:
-        try:
-            StepLoop(core, link).run()
-        except Exception as error:
-            link.report(Died(error=WireError.of(error)))
-            exit_code = EXIT_DEFECT
     commands.close(linger=0)
     reports.close(linger=2_000)
     context.term()
@@ -303,43 +310,16 @@ class _Link:
         self._reports.send_multipart([self._secret, ENCODER.encode(report)])
 
     def commands(self, timeout_ms: int) -> list[Command]:
-        """All commands that have arrived, after waiting for the first one for at most `timeout_ms`.
-
-        One that cannot be read is refused where it says whose it is, and logged otherwise; it ends nothing else.
-        """
+        """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
         arrived: list[Command] = []
         while self._commands.poll(0 if arrived else timeout_ms):
             frames = self._commands.recv_multipart()
             if len(frames) == 2 and secrets.compare_digest(frames[0], self._secret):
-                command = self._decoded(frames[1])
-                if command is not None:
-                    arrived.append(command)
+                try:
+                    arrived.append(COMMAND_DECODER.decode(frames[1]))
+                except Exception:
+                    logger.exception("a command could not be read and is ignored")
         return arrived
-
-    def _decoded(self, message: bytes) -> Command | None:
-        try:
-            return COMMAND_DECODER.decode(message)
-        except AssertionError:
-            raise
-        except Exception as error:  # validation on construction raises what it chose
-            request_id = request_id_of(message)
-            if request_id is None:
-                logger.exception("a command could not be read and is ignored")
-                return None
-            cause = error.__cause__ if isinstance(error.__cause__, QuireError) else error
-            if not isinstance(cause, QuireError):
-                cause = InvalidInput(f"the engine cannot read the request: {error}.")
-            self.report(Refused(request_id, WireError.of(cause)))
-            return None
-
-
-class _Flush(NamedTuple):
-    """A flush whose answer waits for the store, until then at most."""
-
-    question: int
-    namespace: Namespace | None
-    done: Flushed
-    until: float
 
 
 class StepLoop:
@@ -349,7 +329,7 @@ class StepLoop:
         self._core = core
         self._link = link
         self._running = True
-        self._flushes: list[_Flush] = []  # that were begun and not answered
+        self._later: dict[int, Later[Any]] = {}  # answers that are not known yet, by the number of their question
         self._num_empty_steps = 0
         self._num_outputs = 0
         self._beat_at_s = 0.0
@@ -362,10 +342,10 @@ class StepLoop:
                 self._obey(command)
             if self._core.has_work() or self._core.has_moves():
                 self._step()
-            self._answer_flushes(wait=True)
+            self._answer_later()
             self._beat()
         self._core.close()
-        self._answer_flushes(wait=False)
+        self._answer_later(ends=True)
 
     def _patience_ms(self) -> int:
         """How long to wait for commands: as long as it takes when idle, not at all while steps bring something."""
@@ -393,70 +373,47 @@ class StepLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Add(request):
-                self._add(request)
+            case Ask(number):
+                self._answer(number, partial(self._call, command))
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     self._core.abort(request_id, stopped=stopped)
-            case AskStatistics(question):
-                self._link.report(Statistics(question, self._core.statistics()))
-            case AskExplanations(question, request_id):
-                kept = self._core.explanations
-                self._link.report(Explained(question, kept.of(request_id), len(kept)))
-            case AskRetain(question, retain):
-                self._answer(question, lambda: RetainAnswer(question, self._core.retain(retain)))
-            case AskRelease(question, retention_id):
-                self._answer(question, lambda: ReleaseAnswer(question, self._core.release(retention_id)))
-            case AskRetained(question):
-                self._answer(question, lambda: RetainedAnswer(question, self._core.retained()))
-            case AskFlush(question, namespace):
-                self._answer(question, lambda: self._flush(question, namespace))
-            case AskEpoch(question, epoch):
-                self._answer(question, lambda: FlushAnswer(question, self._core.set_weights_epoch(epoch)))
             case Shutdown():
                 self._running = False
 
-    def _flush(self, question: int, namespace: Namespace | None) -> None:
-        """Begin a flush, to be answered later."""
-        done = self._core.flush(namespace)
-        self._flushes.append(_Flush(question, namespace, done, time.monotonic() + FLUSH_S))
-
-    def _answer_flushes(self, *, wait: bool) -> None:
-        """Answer those that the store has done, or that have waited long enough for it."""
-        for flush in self._flushes[:]:
-            waits = wait and time.monotonic() < flush.until
-            try:
-                done = self._core.flushed(flush.done, flush.namespace, waits=waits)
-            except StoreError as error:
-                self._flushes.remove(flush)
-                self._link.report(Declined(flush.question, WireError.of(error)))
-            else:
-                if done is not None:
-                    self._flushes.remove(flush)
-                    self._link.report(FlushAnswer(flush.question, done))
-
-    def _answer(self, question: int, ask: Callable[[], Report | None]) -> None:
-        """Report what `ask` returns, if anything yet, or why there is no answer."""
+    def _call(self, ask: Ask) -> Any:
         try:
-            report = ask()
-            if report is not None:
-                self._link.report(report)
-        except AssertionError:
+            arguments = VERBS[ask.verb].arguments.decode(ask.arguments)
+        except Exception as error:
+            if isinstance(error.__cause__, QuireError):  # raised by a constructor
+                raise error.__cause__ from None
+            raise InvalidInput(f"the engine cannot read the request: {error}.") from None
+        return getattr(self._core, ask.verb)(*arguments)
+
+    def _answer_later(self, *, ends: bool = False) -> None:
+        """Answer what was not known before, as it is where that was long ago, or the engine ends."""
+        for number, later in list(self._later.items()):
+            self._answer(number, partial(_poll, later, waits=not ends and time.monotonic() < later.until_s))
+
+    def _answer(self, number: int, found: Callable[[], Any]) -> None:
+        """Report what `found` returns, or why it cannot; one question that finds a defect must not end the others."""
+        self._later.pop(number, None)
+        try:
+            value = found()
+        except AssertionError:  # a broken invariant ends the engine: what it would answer from now on is not known
             raise
         except Exception as error:
             if not isinstance(error, QuireError):
-                logger.exception("question %d could not be answered", question)
-            self._link.report(Declined(question, WireError.of(error)))
-
-    def _add(self, request: EngineRequest) -> None:
-        try:
-            self._core.add(request)
-        except QuireError as error:
-            self._link.report(Refused(request.request_id, WireError.of(error)))
-        except AssertionError:  # a broken invariant ends the engine: what it would answer from now on is not known
-            raise
-        except Exception as error:  # a defect that one request found must not end the others
-            logger.exception("request %s could not be added", request.request_id)
-            self._link.report(Refused(request.request_id, WireError.of(error)))
+                logger.exception("question %d could not be answered", number)
+            self._link.report(Reply(number, error=WireError.of(error)))
+            return
+        if isinstance(value, Later):
+            self._later[number] = value
         else:
-            self._link.report(Accepted(request.request_id))
+            self._link.report(Reply(number, msgspec.Raw(ENCODER.encode(value))))
+
+
+def _poll(later: Later[Any], *, waits: bool) -> Any:
+    """The answer, or itself while there is none."""
+    found = later.poll(waits)
+    return later if found is None else found

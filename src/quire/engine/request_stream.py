@@ -1,6 +1,6 @@
 """The stream of one request's deltas: the engine pushes, one reader reads.
 
-States: submitted -> accepted (every sequence is queued) -> ended (each sequence had its last delta, or one error).
+It ends when each sequence had its last delta, or with one error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ class RequestStream:
         self._forget = forget
         self._queue: asyncio.Queue[SequenceDelta | QuireError] = asyncio.Queue()
         self._num_open = assembler.params.n
-        self._num_unanswered = assembler.params.n
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def request_id(self) -> str:
@@ -62,17 +60,8 @@ class RequestStream:
 
     # The engine's side.
 
-    def accept(self) -> None:
-        """One more of its sequences was queued."""
-        self._num_unanswered -= 1
-        if self._num_unanswered == 0 and not self.accepted.done():
-            self.accepted.set_result(None)
-
     def fail(self, error: QuireError) -> None:
         """The request ends with an error, which its reader gets."""
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # retrieved: nobody has to await a request that is gone
         self._queue.put_nowait(error)
 
     def push(self, output: TokenOutput) -> SequenceDelta:

@@ -8,15 +8,13 @@ from typing import Any
 import msgspec
 
 from quire import errors
-from quire.engine.messages import EngineRequest, RetainRequest, StepOutputs
+from quire.engine.messages import StepOutputs
 from quire.errors import QuireError
-from quire.observe.explain import Explanation
-from quire.offload.flush import Flushed
-from quire.offload.retention import Granted, RetainedList
-from quire.spec.events import Namespace
 
 EXIT_DEFECT = 1
 """Exit code of a failure that is no `QuireError`."""
+
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class WireError(msgspec.Struct, kw_only=True):
@@ -55,10 +53,12 @@ class WireError(msgspec.Struct, kw_only=True):
         return error
 
 
-class Add(msgspec.Struct, tag=True):
-    """Command: queue a sequence; answered by `Accepted` or `Refused`."""
+class Ask(msgspec.Struct, tag=True):
+    """Command: call a verb of the core (`VERBS`); answered by the `Reply` of the same number."""
 
-    request: EngineRequest
+    number: int
+    verb: str
+    arguments: msgspec.Raw
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -66,54 +66,6 @@ class Abort(msgspec.Struct, tag=True):
 
     request_ids: list[str]
     stopped: bool = False
-
-
-class AskStatistics(msgspec.Struct, tag=True):
-    """Command: answer with `Statistics` of the same `question`."""
-
-    question: int
-
-
-class AskExplanations(msgspec.Struct, tag=True):
-    """Command: answer with `Explained` of the same `question`; a request's id or a sequence's."""
-
-    question: int
-    request_id: str
-
-
-class AskRetain(msgspec.Struct, tag=True):
-    """Command: keep a prefix; answered by `RetainAnswer` or `Declined` of the same `question`."""
-
-    question: int
-    request: RetainRequest
-
-
-class AskRelease(msgspec.Struct, tag=True):
-    """Command: keep it no longer; answered by `ReleaseAnswer` of the same `question`."""
-
-    question: int
-    retention_id: str
-
-
-class AskRetained(msgspec.Struct, tag=True):
-    """Command: answer with `RetainedAnswer` of the same `question`."""
-
-    question: int
-
-
-class AskFlush(msgspec.Struct, tag=True):
-    """Command: forget a namespace, or everything where there is none; answered by `FlushAnswer` when storage has
-    forgotten it or has taken note of that, else by `Declined`."""
-
-    question: int
-    namespace: Namespace | None
-
-
-class AskEpoch(msgspec.Struct, tag=True):
-    """Command: the weights were replaced, so often; answered by `FlushAnswer` or `Declined`."""
-
-    question: int
-    weights_epoch: int
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -135,25 +87,6 @@ class Touched(msgspec.Struct, tag=True):
     total: int
 
 
-class Failed(msgspec.Struct, tag=True):
-    """Report: the engine could not be built; the process ends."""
-
-    error: WireError
-
-
-class Accepted(msgspec.Struct, tag=True):
-    """Report: the sequence was queued."""
-
-    request_id: str
-
-
-class Refused(msgspec.Struct, tag=True):
-    """Report: the sequence can never run, and nothing has changed."""
-
-    request_id: str
-    error: WireError
-
-
 class Outputs(msgspec.Struct, tag=True):
     """Report: what one step brought."""
 
@@ -168,98 +101,24 @@ class Beat(msgspec.Struct, tag=True):
     statistics: dict[str, Any]
 
 
-class Statistics(msgspec.Struct, tag=True):
-    """Report: the answer to `AskStatistics`."""
+class Reply(msgspec.Struct, tag=True):
+    """Report: what the verb of an `Ask` returned, or why it did not; then nothing has changed, but for a flush, which
+    goes on."""
 
-    question: int
-    statistics: dict[str, Any]
-
-
-class Explained(msgspec.Struct, tag=True):
-    """Report: the answer to `AskExplanations`, by sequence; and of how many sequences explanations are kept."""
-
-    question: int
-    explanations: dict[str, Explanation]
-    kept: int
-
-
-class RetainAnswer(msgspec.Struct, tag=True):
-    """Report: the answer to `AskRetain`."""
-
-    question: int
-    granted: Granted
-
-
-class ReleaseAnswer(msgspec.Struct, tag=True):
-    """Report: the answer to `AskRelease`: whether there was something to release."""
-
-    question: int
-    released: bool
-
-
-class RetainedAnswer(msgspec.Struct, tag=True):
-    """Report: the answer to `AskRetained`."""
-
-    question: int
-    retained: RetainedList
-
-
-class FlushAnswer(msgspec.Struct, tag=True):
-    """Report: the answer to `AskFlush`, and to `AskEpoch`."""
-
-    question: int
-    flushed: Flushed
-
-
-class Declined(msgspec.Struct, tag=True):
-    """Report: a question that cannot be answered, and why; nothing has changed, but for a flush, which goes on."""
-
-    question: int
-    error: WireError
+    number: int
+    value: msgspec.Raw = NOTHING
+    error: WireError | None = None
 
 
 class Died(msgspec.Struct, tag=True):
-    """Report: the loop ended by an exception; the process ends."""
+    """Report: the engine could not be built, or its loop ended by an exception; the process ends."""
 
     error: WireError
 
 
-Command = (
-    Add
-    | Abort
-    | AskStatistics
-    | AskExplanations
-    | AskRetain
-    | AskRelease
-    | AskRetained
-    | AskFlush
-    | AskEpoch
-    | Shutdown
-)
-Answer = Statistics | Explained | RetainAnswer | ReleaseAnswer | RetainedAnswer | FlushAnswer | Declined
-Report = Ready | Touched | Failed | Accepted | Refused | Outputs | Beat | Answer | Died
+Command = Ask | Abort | Shutdown
+Report = Ready | Touched | Outputs | Beat | Reply | Died
 
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 REPORT_DECODER: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-
-
-class _Identity(msgspec.Struct):
-    request_id: str
-
-
-class _AddIdentity(msgspec.Struct):
-    """The part of `Add` that tells whose it is."""
-
-    request: _Identity
-
-
-_IDENTITY_DECODER = msgspec.msgpack.Decoder(_AddIdentity)
-
-
-def request_id_of(message: bytes) -> str | None:
-    """The request id of an `Add` that could not be decoded as a whole; None where there is none to be read."""
-    try:
-        return _IDENTITY_DECODER.decode(message).request.request_id
-    except ValueError:  # msgspec's own errors are among them
-        return None

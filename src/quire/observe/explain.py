@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from quire.errors import UnknownRequest
+
 
 class Cause(StrEnum):
     """What became of a run of a prompt's tokens. Every token has exactly one cause."""
@@ -102,10 +104,6 @@ class Explanations:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Explanation] = OrderedDict()
 
-    def __len__(self) -> int:
-        """How many are kept now."""
-        return len(self._kept)
-
     def add(self, request_id: str, explanation: Explanation) -> None:
         """Keep the explanation of a request that was admitted."""
         self._kept[request_id] = explanation
@@ -114,8 +112,15 @@ class Explanations:
             self._kept.popitem(last=False)
 
     def of(self, request_id: str) -> dict[str, Explanation]:
-        """The explanation of the sequence of that id, or of all sequences of that request; empty where none is kept."""
+        """The explanation of the sequence of that id, or of all sequences of that request: at least one. Raises
+        UnknownRequest where none is kept."""
         if request_id in self._kept:
             return {request_id: self._kept[request_id]}
         sequences = re.compile(re.escape(request_id) + r"(-\d+)+")
-        return {key: kept for key, kept in self._kept.items() if sequences.fullmatch(key)}
+        if found := {key: kept for key, kept in self._kept.items() if sequences.fullmatch(key)}:
+            return found
+        raise UnknownRequest(
+            f"no explanation of request '{request_id}' is kept; {len(self._kept):,} are, of at most "
+            f"{self.CAPACITY:,} sequences that were admitted last.",
+            fix="ask by the id of the response, soon after it, of an engine with explain on.",
+        )

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from quire.engine.async_engine import AsyncEngine
+from quire.engine.process import Core
 from quire.errors import EngineDead, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
@@ -97,7 +98,7 @@ def _state_router(service: Service) -> APIRouter:
     async def explain(request_id: str) -> dict[str, Any]:
         """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
         that is not known any more. For operators: it also tells what other namespaces have cached."""
-        found = await service.engine.explanations(request_id)
+        found = await service.engine.ask(Core.explain, request_id)
         return {
             "request_id": request_id,
             "explanations": [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()],

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from quire.engine.async_engine import Prompt
 from quire.engine.config import MOST_EPOCHS
+from quire.engine.process import Core
 from quire.serve.chat import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
@@ -123,23 +124,23 @@ def retention_router(service: Service) -> APIRouter:
     @router.post("/v1/cache/release")
     async def release(body: ReleaseBody) -> dict[str, Any]:
         """Keep it no longer. `released` is false where it had expired, was given up, or was never kept."""
-        return {"id": body.id, "released": await service.engine.release(body.id)}
+        return {"id": body.id, "released": await service.engine.ask(Core.release, body.id)}
 
     @router.get("/v1/cache/retained")
     async def retained() -> dict[str, Any]:
         """What is kept, in the order in which it would be let go of, and the budget."""
-        return asdict(await service.engine.retained())
+        return asdict(await service.engine.ask(Core.retained))
 
     @router.post("/v1/cache/flush")
     async def flush(body: FlushBody) -> dict[str, Any]:
         """Forget what is cached of a namespace, or everything, in every tier. Running requests go on; nobody else finds
         what they hold."""
-        return asdict(await service.engine.flush(body.namespace()))
+        return asdict(await service.engine.ask(Core.flush, body.namespace()))
 
     @router.post("/v1/cache/epoch")
     async def epoch(body: EpochBody) -> dict[str, Any]:
         """The weights were replaced: nothing that was cached before is found any more, on any tier."""
-        done = await service.engine.set_weights_epoch(body.weights_epoch)
+        done = await service.engine.ask(Core.set_weights_epoch, body.weights_epoch)
         return {"weights_epoch": body.weights_epoch, **asdict(done)}
 
     return router
