@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, TypeVarTuple, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, overload
 
 import msgspec
 import numpy as np
@@ -213,11 +213,12 @@ class AsyncEngine:
             raise
         return stream
 
-    @overload
-    async def ask(self, verb: Callable[[Core, *Ts], Later[T]], *arguments: *Ts, timeout_s: float = ...) -> T: ...
+    if TYPE_CHECKING:
 
-    @overload
-    async def ask(self, verb: Callable[[Core, *Ts], T], *arguments: *Ts, timeout_s: float = ...) -> T: ...
+        @overload
+        async def ask(self, verb: Callable[[Core, *Ts], Later[T]], *arguments: *Ts, timeout_s: float = ...) -> T: ...
+        @overload
+        async def ask(self, verb: Callable[[Core, *Ts], T], *arguments: *Ts, timeout_s: float = ...) -> T: ...
 
     async def ask(self, verb: Callable[..., Any], *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """What a verb of the engine's core returns. Raises what it raises, and `EngineDead` when the engine has ended
