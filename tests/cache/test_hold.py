@@ -183,7 +183,7 @@ class HoldsBesideCounts(RuleBasedStateMachine):
             return
         self.cache.audit()
         held = np.array(sorted(set().union(*(pages for _, pages in self.holds))), dtype=np.int32)
-        assert self.cache.pages.is_out(held).all(), "a held page is free"
+        assert self.cache.pages.ids.is_out(held).all(), "a held page is free"
         assert len(self.cache.parts.holds) == len(self.holds)
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from quire.errors import InvalidFree, OutOfPages
 from quire.memory.allocator import (
-    AllocatorState,
     BaseTokenToKVPoolAllocator,
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from quire.memory.allocator.id_pool import IdPool
 from quire.testing.choices import Choices
 
 OPERATIONS = ("alloc", "extend", "decode", "free", "free", "wrong_free", "group", "backup", "restore", "clear")
@@ -38,7 +38,7 @@ class AllocatorMachine:
         self.sequences: list[list[int]] = []  # slots of each
         self.in_group = False
         self.grouped: set[int] = set()
-        self.saved: tuple[AllocatorState, set[int], list[list[int]]] | None = None
+        self.saved: tuple[IdPool, set[int], list[list[int]]] | None = None
         self.happened: Counter[str] = Counter()
 
     def step(self, choices: Choices) -> None:
@@ -123,7 +123,7 @@ class AllocatorMachine:
     def check(self) -> None:
         assert self.allocator.num_free_pages == len(self.free_pages)
         assert self.allocator.available_size() == len(self.free_pages) * self.size
-        out = set(np.flatnonzero(self.allocator.is_out(np.arange(self.num_pages + 1))).tolist())
+        out = set(np.flatnonzero(self.allocator.ids.is_out(np.arange(self.num_pages + 1))).tolist())
         owned = [self._pages(slots) for slots in self.sequences]
         assert out == set().union(*owned)
         assert sum(map(len, owned)) == len(out), "a page has two owners"
@@ -169,7 +169,7 @@ class AllocatorMachine:
 
     def _everything(self) -> tuple[object, ...]:
         allocator = self.allocator
-        return allocator.num_free_pages, allocator.is_out(np.arange(self.num_pages + 1)).tolist()
+        return allocator.num_free_pages, allocator.ids.is_out(np.arange(self.num_pages + 1)).tolist()
 
 
 def page_slots(page: int, size: int) -> set[int]:

@@ -71,7 +71,7 @@ class MambaMachine:
         assert allocator.available_size() == len(self.queue)
         assert allocator.num_set_aside == aside
         assert allocator.size == self.size
-        assert np.flatnonzero(allocator.is_out(np.arange(self.size + 1))).tolist() == sorted(self.out)
+        assert np.flatnonzero(allocator.ids.is_out(np.arange(self.size + 1))).tolist() == sorted(self.out)
         assert len(self.queue) + len(self.out) + aside == self.size, "a slot is lost"
 
     # -- inside

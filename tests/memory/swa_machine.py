@@ -194,7 +194,7 @@ class SWAMachine:
             zip(self._some(choices, sorted(self.windows)), self._some(choices, self._unmapped()), strict=False)
         )
         if pairs:
-            self.allocator.hand_over(ids([old for old, _ in pairs]), ids([new for _, new in pairs]))
+            self.allocator.table.move(ids([old for old, _ in pairs]), ids([new for _, new in pairs]))
             self.windows |= {new: self.windows.pop(old) for old, new in pairs}
 
     def group(self, choices: Choices) -> None:
@@ -243,9 +243,9 @@ class SWAMachine:
             assert allocator.available_size() == min(len(self.free_pages), len(self.free_windows)) * self.size
         assert (allocator.num_free, allocator.num_frames) == (len(self.free_windows), self.num_windows)
         out = self._out()
-        assert np.flatnonzero(allocator.full_attn_allocator.is_out(np.arange(self.num_pages + 1))).tolist() == out
+        assert np.flatnonzero(allocator.full_attn_allocator.ids.is_out(np.arange(self.num_pages + 1))).tolist() == out
         assert len(out) + len(self.free_pages) + len(self.grouped_pages) == self.num_pages
-        used = np.flatnonzero(allocator.is_out(np.arange(self.num_windows + 1))).tolist()
+        used = np.flatnonzero(allocator.allocator.ids.is_out(np.arange(self.num_windows + 1))).tolist()
         assert used == sorted(self.windows.values()), "a window is lost or serves two pages"
         assert len(used) + len(self.free_windows) + len(self.grouped_windows) == self.num_windows
         self._check_map()
@@ -381,8 +381,8 @@ class SWAMachine:
             allocator.full_to_swa_page_mapping.tolist(),
             allocator.full_available_size(),
             allocator.swa_available_size(),
-            allocator.is_out(np.arange(self.num_windows + 1)).tolist(),
-            allocator.full_attn_allocator.is_out(np.arange(self.num_pages + 1)).tolist(),
+            allocator.allocator.ids.is_out(np.arange(self.num_windows + 1)).tolist(),
+            allocator.full_attn_allocator.ids.is_out(np.arange(self.num_pages + 1)).tolist(),
         )
 
 

@@ -71,7 +71,7 @@ def test_over_allocation_is_given_back_from_the_first_whole_page() -> None:
     assert allocator.num_free_pages == 1
     allocator.free(slots[64:])
     assert allocator.num_free_pages == 17
-    assert allocator.is_out(slots[:48:16] // 16).all()
+    assert allocator.ids.is_out(slots[:48:16] // 16).all()
 
 
 def test_several_sequences_are_packed_in_order() -> None:
@@ -128,7 +128,7 @@ def test_a_wrong_free_changes_nothing(page_size: int, slot: str) -> None:
     with pytest.raises(InvalidFree):
         allocator.free(np.array([int(mine[page_size]), wrong], dtype=np.int64))
     assert allocator.available_size() == 2 * page_size
-    assert allocator.is_out(np.array([1, 2], dtype=np.int32)).all()
+    assert allocator.ids.is_out(np.array([1, 2], dtype=np.int32)).all()
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -202,7 +202,7 @@ def test_a_snapshot_can_be_restored_more_than_once(need_sort: bool) -> None:
         allocator.free_pages(pages[:1])
         allocator.restore_state(state)
         assert allocator.num_free_pages == 4
-        assert allocator.is_out(np.arange(7)).tolist() == [False, True, False, False, True, False, False]
+        assert allocator.ids.is_out(np.arange(7)).tolist() == [False, True, False, False, True, False, False]
     assert results[0] == results[1] == results[2]
 
 

@@ -34,7 +34,7 @@ def test_a_group_hands_out_what_it_set_aside_and_gives_the_rest_back() -> None:
     allocator = MambaSlotAllocator(6)
     allocator.alloc_group_begin(3)
     assert (allocator.available_size(), allocator.num_set_aside) == (3, 3)
-    assert not allocator.is_out(np.arange(7)).any()
+    assert not allocator.ids.is_out(np.arange(7)).any()
     assert allocator.alloc(1).tolist() == [1]
     with pytest.raises(OutOfPages) as caught:
         allocator.alloc(3)
@@ -65,7 +65,7 @@ def test_a_wrong_free_changes_nothing(wrong: list[int]) -> None:
     allocator.free([3])
     with pytest.raises(InvalidFree, match="state"):
         allocator.free(wrong)
-    assert allocator.is_out(np.arange(5)).tolist() == [False, True, True, False, False]
+    assert allocator.ids.is_out(np.arange(5)).tolist() == [False, True, True, False, False]
     assert allocator.available_size() == 2
 
 

@@ -25,7 +25,7 @@ def test_pages_take_frames_and_drop_them() -> None:
     window.take(ids(5, 2))
     assert window.table.frame.tolist() == [0, 0, 2, 0, 0, 1, 0]
     assert window.table.present(ids(1, 2, 5)).tolist() == [False, True, True]
-    assert window.is_out(ids(1, 2, 3)).tolist() == [True, True, False]
+    assert window.allocator.ids.is_out(ids(1, 2, 3)).tolist() == [True, True, False]
     window.drop(ids(4, 2, 1))
     assert window.num_free == 2
     assert window.table.frame.tolist() == [0, 0, 0, 0, 0, 1, 0]
@@ -53,13 +53,13 @@ def test_frames_come_back_in_ascending_order_whatever_the_order_of_the_pages() -
 def test_handing_over_takes_and_frees_no_frame() -> None:
     window = make()
     window.take(ids(1, 2, 3))
-    window.hand_over(ids(2, 1), ids(6, 4))
+    window.table.move(ids(2, 1), ids(6, 4))
     assert window.table.frame.tolist() == [0, 0, 0, 3, 1, 0, 2]
     assert window.num_free == 0
-    assert window.is_out(ids(1, 2, 3)).all()
+    assert window.allocator.ids.is_out(ids(1, 2, 3)).all()
     window.drop(ids(1, 4))
     assert window.table.frame.tolist() == [0, 0, 0, 3, 0, 0, 2]
-    assert window.is_out(ids(1, 2, 3)).tolist() == [False, True, True]
+    assert window.allocator.ids.is_out(ids(1, 2, 3)).tolist() == [False, True, True]
 
 
 def test_a_frame_that_is_not_out_is_never_dropped() -> None:

@@ -25,8 +25,8 @@ def everything(allocator: SWATokenToKVPoolAllocator) -> tuple[object, ...]:
         allocator.full_to_swa_page_mapping.tolist(),
         allocator.full_available_size(),
         allocator.swa_available_size(),
-        full.is_out(np.arange(full.num_pages + 1)).tolist(),
-        allocator.is_out(np.arange(allocator.num_frames + 1)).tolist(),
+        full.ids.is_out(np.arange(full.num_pages + 1)).tolist(),
+        allocator.allocator.ids.is_out(np.arange(allocator.num_frames + 1)).tolist(),
     )
 
 

@@ -117,7 +117,8 @@ class CarriedGroup(GroupCache):
     def take(self, rows: Rows, new_pages: Ids) -> None:
         num_missing = len(rows) - int(np.count_nonzero(self._frame[rows]))
         if num_missing:
-            self.frames.allocator.alloc_group_begin(min(num_missing * (1 + self._drafts), self.num_free))
+            slots = self.frames.allocator
+            slots.alloc_group_begin(min(num_missing * (1 + self._drafts), slots.available_size()))
             self._is_taking = True
 
     def untake(self, new_pages: Ids) -> None:

@@ -235,7 +235,7 @@ class WholeGroup(GroupCache):
         """Cached pages without a frame take over the frames of the request's duplicates."""
         if len(ours):
             missing = ~self.table.present(theirs)
-            self.frames.hand_over(ours[missing], theirs[missing])
+            self.table.move(ours[missing], theirs[missing])
             self.revived_frames += int(np.count_nonzero(missing))
 
 

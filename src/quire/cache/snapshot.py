@@ -126,7 +126,7 @@ class Snapshot:
         self.requests = self._requests(before)
         self.tree = self._tree(before)
         self.num_free = cache.pages.num_free_pages
-        out = cache.pages.is_out(_ALL)
+        out = cache.pages.ids.is_out(_ALL)
         self.out_books = out.tobytes()
         same = before is not None and before.out_books == self.out_books
         self.out: list[int] = before.out if before is not None and same else out.nonzero()[0].tolist()
@@ -183,7 +183,7 @@ class Snapshot:
 
     def _group(self, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
         frames, table, holds = group.frames, self.cache.rows.table, self.cache.parts.holds
-        out = frames.allocator.is_out(_ALL)
+        out = frames.allocator.ids.is_out(_ALL)
         held = holds.readers(group.index, Tier.DEVICE).tolist()
         counts = frames.num_free, group.num_evictable
         books = (frames.table.books(), out.tobytes(), counts, group.books(), held)

@@ -53,7 +53,7 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     column = host.table.frame.tolist()
     resident = [page for page, frame in enumerate(column) if frame]
     used = sorted([column[page] for page in resident] + moving + [*host.quarantined, *host.still_read])
-    out = host.is_out(slice(None)).nonzero()[0].tolist()
+    out = host.allocator.ids.is_out(slice(None)).nonzero()[0].tolist()
     name = f"host group '{host.name}'"
     if used != out:
         yield f"{name}: {len(out)} frames are out, {len(resident)} are pages', {len(moving)} moves', " + (

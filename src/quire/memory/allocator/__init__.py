@@ -1,37 +1,17 @@
 """Allocators: which pages are free and which are out. Bookkeeping on the host; no tensor, no bytes."""
 
-from quire.memory.allocator.base import (
-    AllocatorState,
-    BaseTokenToKVPoolAllocator,
-    PagedTokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-    token_allocator,
-)
-from quire.memory.allocator.frames import GroupFrames, PageFrames, SlotFrames, carried_frames, whole_frames
-from quire.memory.allocator.mamba import MambaSlotAllocator
-from quire.memory.allocator.slots import slots_in_pages
-from quire.memory.allocator.swa import (
-    GrowingAllocator,
-    SWATokenToKVPoolAllocator,
-    growing_allocator,
-    passing_frames,
-)
-
-__all__ = [
-    "AllocatorState",
-    "BaseTokenToKVPoolAllocator",
-    "GroupFrames",
-    "GrowingAllocator",
-    "MambaSlotAllocator",
-    "PageFrames",
-    "PagedTokenToKVPoolAllocator",
-    "SWATokenToKVPoolAllocator",
-    "SlotFrames",
-    "TokenToKVPoolAllocator",
-    "carried_frames",
-    "growing_allocator",
-    "passing_frames",
-    "slots_in_pages",
-    "token_allocator",
-    "whole_frames",
-]
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator as BaseTokenToKVPoolAllocator
+from quire.memory.allocator.base import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from quire.memory.allocator.base import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+from quire.memory.allocator.base import slots_in_pages as slots_in_pages
+from quire.memory.allocator.base import token_allocator as token_allocator
+from quire.memory.allocator.frames import GroupFrames as GroupFrames
+from quire.memory.allocator.frames import PageFrames as PageFrames
+from quire.memory.allocator.frames import SlotFrames as SlotFrames
+from quire.memory.allocator.frames import carried_frames as carried_frames
+from quire.memory.allocator.frames import whole_frames as whole_frames
+from quire.memory.allocator.mamba import MambaSlotAllocator as MambaSlotAllocator
+from quire.memory.allocator.swa import GrowingAllocator as GrowingAllocator
+from quire.memory.allocator.swa import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
+from quire.memory.allocator.swa import growing_allocator as growing_allocator
+from quire.memory.allocator.swa import passing_frames as passing_frames

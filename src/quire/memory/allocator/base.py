@@ -1,31 +1,113 @@
 """Allocators of token slots, for pages of one token and for pages of any size. Bookkeeping only, on the host.
 
-Page 0, to which padded tokens write, is never handed out.
+A token's slot is `page * page_size + offset`. Page 0, to which padded tokens write, is never handed out.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar, TypeAlias
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.errors import InvalidInput
 from quire.memory.allocator.id_pool import IdPool, Reuse
-from quire.memory.allocator.slots import IntArray, TokenSlots, slot_array
 from quire.memory.runs import IdArray, distinct
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
+from quire.spec.pages import pages_for
 
-AllocatorState: TypeAlias = IdPool
-"""What `backup_state` returns. Opaque: only for `restore_state` of the same allocator."""
+NO_SLOTS: Ids = np.empty(0, dtype=np.int32)
+
+IntArray = npt.ArrayLike
+Longs = npt.NDArray[np.int64]
+
+
+class TokenSlots(ABC):
+    """Hands out token slots in whole pages, all or nothing, as int32 arrays on the host."""
+
+    page_size: int
+
+    @abstractmethod
+    def alloc_pages(self, num_pages: int) -> Ids:
+        """`num_pages` free pages; the caller owns them. O(num_pages). Raises OutOfPages, changing nothing."""
+
+    def alloc(self, need_size: int) -> Ids:
+        """The slots of `need_size` tokens, int32. Raises OutOfPages, changing nothing, and InvalidInput where
+        `need_size` is no multiple of the page size."""
+        if need_size < 0 or need_size % self.page_size:
+            raise InvalidInput(f"alloc takes whole pages of {self.page_size} tokens, got {need_size} tokens.")
+        return slots_of(self.alloc_pages(need_size // self.page_size), self.page_size)
+
+    def alloc_extend(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, extend_num_tokens: int | None = None
+    ) -> Ids:
+        """Slots for sequences that grow from `prefix_lens` to `seq_lens` tokens, packed: int32 `[sum(seq - prefix)]`.
+
+        `last_loc` is the slot of each sequence's last token, -1: none. A sequence first fills its last page:
+
+            |-- prefix --|-- rest of its page --|-- new pages --|-- part of a new page --|
+                         last_loc + 1 ...
+
+        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens). Changing nothing, raises OutOfPages, and
+        InvalidInput where lengths and slots do not fit each other.
+        """
+        prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
+        self._check_continued(prefix, seq, last)
+        size = self.page_size
+        if len(seq) == 1:
+            start, end = prefix.item(), seq.item()
+            pages = self.alloc_pages(pages_for(end, size) - pages_for(start, size))
+            return slots_behind(last.item(), start, end, pages, size)
+        pages = self.alloc_pages(int((-(-seq // size)).sum() - (-(-prefix // size)).sum()))
+        return pages if size == 1 else _grown_slots(prefix, seq, last, pages, size)
+
+    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
+        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. A sequence takes a page
+        where it begins one (`seq % P == 1`). Errors as for `alloc_extend`."""
+        seq, last = _longs(seq_lens), _longs(last_loc)
+        size, prefix, following = self.page_size, seq - 1, last + 1
+        inside = following % size
+        if len(last) != len(seq) or np.count_nonzero(seq < 1) or np.count_nonzero(prefix % size != inside):
+            self._check_lengths(prefix, seq, last)  # raises
+        self._check_continued(prefix, seq, last)
+        num_new = len(seq) - int(np.count_nonzero(inside))
+        new = self.alloc_pages(num_new) * np.int32(size) if num_new else NO_SLOTS
+        if num_new == len(seq):
+            return new
+        slots: Ids = following.astype(np.int32)
+        if num_new:
+            slots[inside == 0] = new
+        return slots
+
+    def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - a page that is out is there
+        """Raises InvalidInput where a sequence continues in a page that cannot hold it any more."""
+
+    def _check_lengths(
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None
+    ) -> tuple[Longs, Longs, Longs]:
+        """The three as int64 arrays. Raises InvalidInput where `alloc_extend` would."""
+        prefix, seq, last = _longs(prefix_lens), _longs(seq_lens), _longs(last_loc)
+        if not len(prefix) == len(seq) == len(last):
+            raise InvalidInput(
+                f"one length and one last slot per sequence: got {len(prefix)} prefixes, {len(seq)} lengths and "
+                f"{len(last)} last slots."
+            )
+        if np.count_nonzero(prefix < 0) or np.count_nonzero(seq < prefix):
+            raise InvalidInput("a sequence cannot shrink: seq_lens must be at least prefix_lens, and those at least 0.")
+        if np.count_nonzero((last + 1 - prefix) % self.page_size):
+            raise InvalidInput(
+                f"last_loc does not continue its prefix: (last_loc + 1) % {self.page_size} must equal "
+                f"prefix_len % {self.page_size}."
+            )
+        if num_tokens is not None and num_tokens != (total := int((seq - prefix).sum())):
+            raise InvalidInput(f"extend_num_tokens is {num_tokens}, but the lengths add up to {total} tokens.")
+        return prefix, seq, last
 
 
 class BaseTokenToKVPoolAllocator(TokenSlots):
-    """Which pages are free and which are out.
-
-    `size` is in tokens, floored to whole pages; `name` is the group, for messages. With `need_sort`, freed pages wait
-    until an allocation would fall short, and are then merged in ascending order, which gives long runs.
-    """
+    """`size` is in tokens, floored to whole pages; `name` is the group, for messages. With `need_sort`, freed pages
+    wait until an allocation would fall short, and are then merged in ascending order, which gives long runs."""
 
     reuse: ClassVar[Reuse]
 
@@ -46,28 +128,24 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that are free."""
+        """Pages that can be allocated."""
         return self.ids.num_free
 
     def available_size(self) -> int:
         """Free tokens, in whole pages."""
         return self.ids.num_free * self.page_size
 
-    def is_out(self, page_ids: Ids | slice) -> Bools:
-        """Per page id: whether it is handed out."""
-        return self.ids.is_out(page_ids)
-
     def clear(self) -> None:
         """Free all pages, in ascending order, and close a free group without its frees."""
         self.ids = IdPool(self.num_pages, "sorted" if self.need_sort else self.reuse, group=self.name)
         self._group: list[Ids] | None = None
 
-    def backup_state(self) -> AllocatorState:
-        """A snapshot for `restore_state`. O(num_pages). Not inside a free group."""
+    def backup_state(self) -> IdPool:
+        """A snapshot for `restore_state` of this allocator. O(num_pages). Not inside a free group."""
         assert self._group is None, "backup inside a free group"
         return self.ids.copy()
 
-    def restore_state(self, state: AllocatorState) -> None:
+    def restore_state(self, state: IdPool) -> None:
         """Return to the state that `backup_state` saw, without a free group."""
         assert state.size == self.num_pages, "a snapshot of another allocator"
         self.ids = state.copy()
@@ -120,8 +198,7 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """Pages of `page_size` tokens. Freed pages are reused first, in ascending order, so that runs of neighbouring pages
-    stay runs."""
+    """Freed pages are reused first, in ascending order, so that runs of neighbouring pages stay runs."""
 
     reuse = "first"
 
@@ -137,3 +214,63 @@ def token_allocator(
     if page_size == 1:
         return TokenToKVPoolAllocator(size, need_sort=need_sort, name=name)
     return PagedTokenToKVPoolAllocator(size, page_size, need_sort=need_sort, name=name)
+
+
+def slot_array(index: IntArray) -> IdArray:
+    """The slots as a flat array, not narrowed, so that an invalid id stays invalid."""
+    slots = np.asarray(index)
+    return slots if slots.dtype == np.int32 and slots.ndim == 1 else slots.astype(np.int64).reshape(-1)
+
+
+def slots_of(pages: Ids, page_size: int) -> Ids:
+    """All slots of these pages, int32 `[len(pages) * page_size]`; the array itself for pages of one token."""
+    if page_size == 1:
+        return pages
+    slots: Ids = np.add.outer(pages * np.int32(page_size), np.arange(page_size, dtype=np.int32)).reshape(-1)
+    return slots
+
+
+def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int) -> Ids:
+    """Slots of one sequence's tokens `start..end`, int32: behind slot `last`, then in the new pages."""
+    new, rest = slots_of(new_pages, page_size), min(end - start, -start % page_size)
+    if rest:
+        new = np.concatenate((np.arange(last + 1, last + 1 + rest, dtype=np.int32), new))
+    return new[: end - start]
+
+
+def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
+    """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`. `ids` are the
+    pages (or frames) that hold them, `counts[i]` of each sequence, packed too."""
+    if not len(ids):
+        return np.empty(0, dtype=np.int32)
+    ends = np.cumsum(counts)
+    nonempty = counts > 0
+    first, last = (ends - counts)[nonempty], ends[nonempty] - 1
+    lengths = np.full(len(ids), page_size, dtype=np.int64)
+    skipped = starts[nonempty] % page_size
+    lengths[first] -= skipped
+    lengths[last] -= -stops[nonempty] % page_size
+    offsets = ids * page_size
+    offsets[first] += skipped
+    offsets -= np.cumsum(lengths) - lengths
+    slots = np.repeat(offsets.astype(np.int32), lengths)
+    slots += np.arange(len(slots), dtype=np.int32)
+    return slots
+
+
+def _grown_slots(prefix: Longs, seq: Longs, last: Longs, pages: Ids, page_size: int) -> Ids:
+    """As `slots_behind`, for several sequences, packed."""
+    touched = np.where(seq > prefix, -(-seq // page_size) - prefix // page_size, 0)  # pages that get tokens
+    ends = np.cumsum(touched)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    old = np.zeros(len(ids), dtype=np.bool_)
+    in_old_page = (touched > 0) & (prefix % page_size > 0)
+    old[(ends - touched)[in_old_page]] = True
+    ids[old] = last[in_old_page] // page_size
+    ids[~old] = pages
+    return slots_in_pages(ids, touched, prefix, seq, page_size)
+
+
+def _longs(values: IntArray) -> Longs:
+    array = np.asarray(values, dtype=np.int64)
+    return array if array.ndim == 1 else array.reshape(-1)

@@ -8,16 +8,14 @@ from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, token_alloca
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.residency import Column
 from quire.memory.runs import in_order
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
 
 A = TypeVar("A", bound=BaseTokenToKVPoolAllocator | MambaSlotAllocator)
 
 
 class GroupFrames(Generic[A]):
-    """The ids of `allocator` are the frames of `table`. Page ids are distinct within a call.
-
-    `num_frames` does not count the padding frame.
-    """
+    """The ids of `allocator` are the frames of `table`; `num_frames` does not count the padding frame. Page ids are
+    distinct within a call."""
 
     def __init__(self, table: Column, allocator: A) -> None:
         self.table = table
@@ -30,19 +28,12 @@ class GroupFrames(Generic[A]):
         """Frames that are free now; frames set aside for a batch are not."""
         return self.allocator.ids.num_free
 
-    def is_out(self, frame_ids: Ids | slice) -> Bools:
-        """Per frame id: whether it is handed out."""
-        return self.allocator.is_out(frame_ids)
-
 
 class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
     """Frames for pages that exist already. The pages of the allocator are the frames."""
 
     def take(self, pages: Ids) -> Ids:
-        """Give each of these pages, which have none, a frame; returns the frames.
-
-        Raises OutOfPages, changing nothing.
-        """
+        """Give each of these pages a frame, and return the frames. Raises OutOfPages, changing nothing."""
         frames = self.allocator.alloc_pages(len(pages))
         self.table.bind(pages, frames)
         return frames
@@ -55,21 +46,12 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
         """As `drop`, where the pages stay."""
         self.drop(pages)
 
-    def hand_over(self, old_pages: Ids, new_pages: Ids) -> None:
-        """Move the frames of `old_pages`, all resident, to `new_pages`, none resident, in order."""
-        self.table.move(old_pages, new_pages)
-
 
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
     """Frames that requests take from the allocator, and that the table gets when a request leaves one to a page."""
 
-    @property
-    def num_free(self) -> int:
-        """Frames that are free now; frames set aside for a batch are not."""
-        return self.allocator.available_size()
-
     def drop(self, pages: Ids) -> None:
-        """Free the frames of these pages, in ascending order. Pages without a frame are passed over."""
+        """As `PageFrames.drop`."""
         self.allocator.free(in_order(self.table.unbind(pages)))
 
 

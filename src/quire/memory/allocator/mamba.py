@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from quire.errors import InvalidFree, InvalidInput
 from quire.memory.allocator.id_pool import IdPool
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
 
 HOST = "cpu"
 
@@ -20,7 +20,7 @@ class MambaSlotAllocator:
         |-- free --|-- set aside for the open group --|-- out --|
                     alloc takes from here only, and alloc_group_end frees the rest
 
-    Freed slots are reused last, so that a stale reader meets new content late.
+    Freed slots are reused last.
     """
 
     def __init__(self, size: int, *, name: str = "state") -> None:
@@ -39,20 +39,14 @@ class MambaSlotAllocator:
         """Slots left in the open group; 0 outside a group."""
         return 0 if self._group is None else len(self._group)
 
-    def is_out(self, slot_ids: Ids | slice) -> Bools:
-        """Per slot id: whether it is handed out."""
-        return self.ids.is_out(slot_ids)
-
     def clear(self) -> None:
         """Free all slots, in ascending order, and close the group."""
         self.ids = IdPool(self.size, "last", group=self.name, noun="slot")
         self._group: Ids | None = None
 
     def alloc(self, need_size: int) -> Ids:
-        """`need_size` slots, int32; the caller owns them. Inside a group they come only from those set aside.
-
-        Raises OutOfPages, changing nothing.
-        """
+        """`need_size` slots, int32; the caller owns them. Inside a group they come only from those set aside. Raises
+        OutOfPages, changing nothing."""
         if self._group is None:
             return self.ids.take(need_size)
         self.ids.check_room(need_size, len(self._group))
@@ -61,18 +55,16 @@ class MambaSlotAllocator:
         return slots
 
     def alloc_group_begin(self, num_requests: int) -> None:
-        """Set `num_requests` slots aside for the `alloc` calls that follow. Groups do not nest.
-
-        Raises OutOfPages, and then opens no group.
-        """
+        """Set `num_requests` slots aside for the `alloc` calls that follow. Groups do not nest. Raises OutOfPages, and
+        then opens no group."""
         assert self._group is None, "alloc groups do not nest"
         self._group = self.ids.set_aside(num_requests)
 
     def alloc_group_end(self) -> None:
         """Close the group and free what is left of it."""
         assert self._group is not None, "alloc_group_end without alloc_group_begin"
-        group, self._group = self._group, None
-        self.ids.put(group)
+        self.ids.put(self._group)
+        self._group = None
 
     def free(self, free_index: npt.ArrayLike) -> None:
         """Free distinct slots, given as a list or an array on the host; inside a group too, at once.

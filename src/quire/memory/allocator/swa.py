@@ -13,9 +13,17 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
-from quire.memory.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator, token_allocator
+from quire.memory.allocator.base import (
+    BaseTokenToKVPoolAllocator,
+    IntArray,
+    Longs,
+    TokenSlots,
+    slot_array,
+    slots_behind,
+    token_allocator,
+)
 from quire.memory.allocator.frames import PageFrames
-from quire.memory.allocator.slots import IntArray, Longs, TokenSlots, slot_array, slots_behind
+from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
 from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
@@ -24,8 +32,8 @@ from quire.spec.pages import pages_for
 UNLIMITED: Final = sys.maxsize
 """Free tokens of a full side that does not exist, so that no allocation waits for it."""
 
-SWAState: TypeAlias = tuple[AllocatorState, AllocatorState, Ids]
-"""What `backup_state` returns. Opaque: only for `restore_state` of the same allocator."""
+SWAState: TypeAlias = tuple[IdPool, IdPool, Ids]
+"""What `backup_state` returns, for `restore_state` of the same allocator: both sides and the map."""
 
 
 class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
@@ -71,7 +79,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     @property
     def full_to_swa_page_mapping(self) -> Ids:
-        """Page of the full side -> page of the window side; see `Column.mapping`."""
+        """Page of the window side by page of the full side; see `Column.mapping`."""
         return self.table.mapping
 
     def full_available_size(self) -> int:
@@ -163,10 +171,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     # -- giving back
 
     def free(self, free_index: IntArray) -> None:
-        """Free the pages of these slots, whole, on both sides; windows may be gone already.
-
-        Raises InvalidFree, changing nothing, if a page is not out.
-        """
+        """Free the pages of these slots, whole, on both sides; windows may be gone already. Raises InvalidFree,
+        changing nothing, if a page is not out."""
         pages = self.full_attn_allocator.pages_of(slot_array(free_index))
         if self._windows_only:
             self.full_attn_allocator.ids.check_out(pages)
@@ -175,10 +181,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self.drop(pages.astype(np.int32))
 
     def free_swa(self, free_index: IntArray) -> None:
-        """Free the windows of the pages of these slots; the pages stay out and map to 0.
-
-        Raises InvalidFree, changing nothing, if a page is not out or has no window.
-        """
+        """Free the windows of the pages of these slots; the pages stay out and map to 0. Raises InvalidFree, changing
+        nothing, if a page is not out or has no window."""
         found = self.full_attn_allocator.pages_of(slot_array(free_index))
         self.full_attn_allocator.ids.check_out(found)
         pages = found.astype(np.int32)
@@ -210,8 +214,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         return np.flatnonzero(column).astype(np.int32)
 
     def _check_room(self, num_pages: int) -> None:
-        for side in (self.full_attn_allocator, self.swa_attn_allocator):
-            side.ids.check_room(num_pages)
+        self.full_attn_allocator.ids.check_room(num_pages)
+        self.swa_attn_allocator.ids.check_room(num_pages)
 
     def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:
         self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
