@@ -9,9 +9,11 @@ import sys
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import quire
+from quire.testing import small_plan
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in quire.__all__ if name != "__version__"]
@@ -46,6 +48,17 @@ def test_a_public_name_has_a_docstring_and_types(name: str) -> None:
         ]
         assert all(each.annotation is not inspect.Parameter.empty for each in parameters), function
         assert "return" in function.__annotations__, function
+
+
+def test_the_example_of_the_cache_runs() -> None:
+    """The indented lines of the docstring of KVCache."""
+    lines = inspect.getdoc(quire.KVCache).splitlines()  # type: ignore[union-attr]
+    code = [line.strip() for line in lines if line.startswith("    ")]
+    names = {"KVCache": quire.KVCache, "plan": small_plan(8, 4), "tokens": np.arange(10, dtype=np.int32)}
+    exec("\n".join(code), names)
+    assert (len(names["slots"]), names["frames"].shape) == (10, (1, 3))  # type: ignore[arg-type, attr-defined]
+    exec("\n".join(code[1:]), names)
+    assert names["kv"].num_cached == 8 and len(names["slots"]) == 2  # type: ignore[arg-type, attr-defined]
 
 
 def test_importing_the_package_loads_nothing() -> None:

@@ -1,16 +1,4 @@
-"""KVCache: the one door to cached memory for everything above: pages, frames, sharing and eviction behind seven verbs.
-
-    match    how much of a prompt is cached                     changes nothing
-    begin    open a request on that prefix                      leases it
-    extend   room for more tokens, for a whole batch            evicts where needed; all or nothing
-    commit   settled tokens become reusable                     duplicates are given up
-    finish   end a request                                      private pages are given up
-    evict    forget cached pages                                on demand; extend also evicts
-    audit    check every law                                    see `quire.cache.audit`
-
-Pages and leases that a request gives up are free only when all steps that were in flight at that moment have settled
-(`open_fence`, `close_fence`).
-"""
+"""KVCache: the one door to cached memory for everything above: pages, frames, sharing and eviction."""
 
 from __future__ import annotations
 
@@ -62,16 +50,34 @@ _Settled = tuple[RequestKV, int, int]
 
 
 class KVCache:
-    """The cache of one engine. Single-threaded: the engine's step loop is its only caller.
+    """The cache of one engine: pages that requests share. Tokens are int32 arrays. It needs no torch.
 
-    `plan` is the `memory` of what `quire.plan.planner.make_plan` returns, or `quire.testing.small_plan`. With
+        cache = KVCache(plan)
+        hit = cache.match(tokens)                           # changes nothing; hit.num_tokens are cached
+        kv = cache.begin(tokens, hit=hit)                   # holds them; kv.num_cached need no computing
+        cache.extend([kv], [len(tokens) - kv.num_cached])   # room for the rest: evicts, or raises OutOfPages
+        slots = cache.rows.slots([kv], [kv.num_cached], [len(tokens)], group=0)    # where the step writes
+        frames = cache.rows.page_table([kv], [len(tokens)], group=0)               # what it reads
+        cache.commit(kv, tokens)                            # the step has settled: whole pages can be shared
+        cache.finish(kv, tokens)                            # they stay until they are evicted; the rest is free
+
+    `slots` is int32, `frame * page_size + offset` of tokens `starts[i] .. ends[i] - 1` of each request, one request
+    after the other; `frames` is int32 `[requests, pages]`. The tensors of a group have `plan.frames_of(group)` frames
+    and frame 0, for padding. To decode, keep `batch = cache.rows.batch(kvs)` until a request joins or ends; then
+    `extend(batch, 1)` and `rows.next_slots(batch)` are array arithmetic. Where steps are launched before the last one
+    has settled, call `open_fence` at each launch and `close_fence` when it has settled: pages that are given up in
+    between are free only then. For groups whose reach is `carried`, call `launch` in each step.
+
+    `plan` is the `memory` of what `make_plan` returns, or a `MemoryPlan` by hand. `eviction` names a policy
+    (`register_eviction`). `emit` hears of pages stored and removed, whose hashes are those of `model_identity`. With
     `explains`, each request gets the causes why no more of its prompt is cached (`RequestKV.explanation`), and the
     counters count tokens by cause. `remembered` tokens of evicted prefixes, by default four times the pool, are kept
-    for that and for the eviction policy. With `page_tables`, `rows.page_table_changes` reports changes to a device.
-    `offload` moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
+    for that and for the policy. With `page_tables`, `rows.page_table_changes` reports changes to a device. `offload`
+    moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
 
-    `rows` is what a step reads, `admission` what a scheduler asks before a request begins. `num_changes` grows where
-    pages are given back or become cached: a request that did not fit may then ask again.
+    `rows` is what a step reads, `admission` what a scheduler asks before a request begins, `statistics()` the counters.
+    `num_changes` grows where pages are given back or become cached: a request that did not fit may then ask again.
+    One thread may use a cache, the one of the step loop.
     """
 
     def __init__(
