@@ -15,7 +15,7 @@ import numpy as np
 from quire.cache import KVCache
 from quire.errors import ContextTooLong, RequestTooLarge
 from quire.offload import Offloads
-from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
+from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.prefix.evict import POLICIES as EVICTION
 from quire.scheduler.policy import POLICIES, scheduling_policy
 from quire.scheduler.request import Request, RequestState

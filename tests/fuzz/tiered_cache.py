@@ -23,8 +23,7 @@ from quire.cache.running import RunningBatch
 from quire.cache.snapshot import GroupSnapshot, RequestSnapshot
 from quire.errors import OutOfPages
 from quire.offload import offload_of
-from quire.offload.prefetch import Prefetch
-from quire.offload.read_ahead import ReadAhead
+from quire.offload.prefetch import Prefetch, ReadAhead
 from quire.offload.tiering import Tiering
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
@@ -107,6 +106,7 @@ class TieredCache(FollowedCache, ReadAhead):
     ) -> None:
         self.world = world
         super().__init__(cache, events, faults, world.names)
+        self.loads, self.stores = self.ahead.loads, self.ahead.stores
         world.records.device = self.device
         self._stored = 0
         self._host_books: list[bytes] = [b""] * len(cache.groups)
@@ -278,16 +278,6 @@ class TieredCache(FollowedCache, ReadAhead):
         super().execute(step, batch)
         tokens = sum(part.end - part.start for part in step.parts)
         self.world.break_even.computed(tokens, tokens * 0.01)
-
-    @property
-    def loads(self) -> bool:
-        """As the cache's."""
-        return self.ahead.loads
-
-    @property
-    def stores(self) -> bool:
-        """As the cache's."""
-        return self.ahead.stores
 
     def settle_moves(self) -> bool:
         """As the cache's."""

@@ -6,7 +6,7 @@ until something has arrived, as an engine would wait for that.
 
 from __future__ import annotations
 
-from quire.offload.read_ahead import ReadAhead
+from quire.offload.prefetch import ReadAhead
 from quire.testing.choices import Choices
 from tests.fuzz.scheduler_machine import SchedulerMachine
 from tests.fuzz.tier_faults import spoil

@@ -12,8 +12,8 @@ from quire.cache.groups import GroupCache, Pieces
 from quire.errors import OutOfPages
 from quire.offload import offload_of
 from quire.offload.flush import Flushed, change_model, flush
+from quire.offload.prefetch import ReadAhead
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.read_ahead import ReadAhead
 from quire.offload.retention import Retention
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace

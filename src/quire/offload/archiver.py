@@ -14,7 +14,6 @@ Neither pending paths nor archives under way prevent eviction: frames that are s
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -49,8 +48,6 @@ _LONGEST_PAUSE_S = 64.0
 
 _MOST_PATHS = 4096
 _MOST_ENDS = 64
-
-_Found = list[tuple[int, Ids]]  # groups and their pages
 
 
 class PendingPaths:
@@ -122,7 +119,7 @@ class _Batch:
     scope: bytes
     nodes: list[Node]
     parts: list[GroupPages]
-    touched: _Found
+    touched: list[tuple[int, Ids]]  # by group
 
 
 class Archiver:
@@ -236,28 +233,28 @@ class Archiver:
             self._num_since = 0
         batch = _Batch(b"", [], [], [])
         num_bytes = 0
-        archived: dict[int, list[Ids]] = defaultdict(list)
-        touched: dict[int, list[Ids]] = defaultdict(list)
+        archived: list[list[Ids]] = [[] for _ in self._hosts]
+        touched: list[list[Ids]] = [[] for _ in self._hosts]
         for key, node, ends in self.pending.first(_MOST_LOOKED_AT):
             scope = self._names.scope(node.namespace)
             if self._deletion.is_to_come(scope) or (batch.nodes and scope != batch.scope):
                 continue
             lacking, is_rest = self._lacking(node, _BATCH_BYTES - num_bytes)
-            useful = self._untouched(node) if ends != _LOST else []
+            untouched = self._untouched(node) if ends != _LOST else []
             if not is_rest:
                 self.pending.remove(key)
-            if not lacking and not useful:
+            if not any(map(len, (*lacking, *untouched))):
                 continue
             batch.scope = scope
             batch.nodes.append(node)
-            for group, pages in useful:
+            for group, pages in enumerate(untouched):
                 self._pages.mark(pages, State.TOUCHED)
                 touched[group].append(pages)
-            for group, pages in lacking:
+            for group, pages in enumerate(lacking):
                 self._stored[group].mark(pages, State.RESIDENT)
                 self._pages.mark(pages, State.TOUCHED)
                 archived[group].append(pages)
-                num_bytes += len(pages) * self._settings.record_bytes[group]
+            num_bytes += self._settings.num_bytes(map(len, lacking))
             if is_rest or num_bytes >= _BATCH_BYTES:
                 break
         for group, pages in _joined(archived):
@@ -274,15 +271,14 @@ class Archiver:
         for node in batch.nodes:
             self.pending.add(node)
 
-    def _untouched(self, node: Node) -> _Found:
-        """Stored pages of a path that were not touched in this period."""
+    def _untouched(self, node: Node) -> list[Ids]:
+        """By group, stored pages of a path that were not touched in this period."""
         pages = pages_to(node)
         pages = pages[~self._pages.has(pages, State.TOUCHED)]
-        found = [(host.index, pages[self._is_stored(host, pages)]) for host in self._hosts]
-        return [(group, some) for group, some in found if len(some)]
+        return [pages[self._is_stored(host, pages)] for host in self._hosts]
 
-    def _lacking(self, node: Node, most_bytes: int) -> tuple[_Found, bool]:
-        """Pages of a path to archive, up to about so many bytes, and whether there are more."""
+    def _lacking(self, node: Node, most_bytes: int) -> tuple[list[Ids], bool]:
+        """By group, pages of a path to archive, up to about so many bytes, and whether there are more."""
         pages = pages_to(node)
         num_storable = self.storable(pages)
         gap = pages[num_storable:]
@@ -295,11 +291,10 @@ class Archiver:
         num_bytes = np.zeros(len(pages), dtype=np.int64)
         for host in self._hosts:
             lacks = host.good(pages) & ~self._is_stored(host, pages) & ~self._damaged.are(pages)
-            lacking.append((host.index, lacks))
+            lacking.append(lacks)
             num_bytes += lacks * self._settings.record_bytes[host.index]
         last = int(np.searchsorted(np.cumsum(num_bytes), most_bytes)) + 1
-        found = [(group, pages[:last][lacks[:last]]) for group, lacks in lacking]
-        return [(group, some) for group, some in found if len(some)], bool(num_bytes[last:].any())
+        return [pages[:last][lacks[:last]] for lacks in lacking], bool(num_bytes[last:].any())
 
     # -- what has ended
 
@@ -357,5 +352,6 @@ class Archiver:
         return same
 
 
-def _joined(runs: dict[int, list[Ids]]) -> _Found:
-    return [(group, np.concatenate(runs[group])) for group in sorted(runs)]
+def _joined(runs: list[list[Ids]]) -> list[tuple[int, Ids]]:
+    """The pages of groups that have any."""
+    return [(group, np.concatenate(found)) for group, found in enumerate(runs) if any(map(len, found))]

@@ -16,8 +16,8 @@ from quire.errors import OutOfPages
 from quire.memory.residency import State
 from quire.offload.host_groups import frames_behind
 from quire.offload.laws import tier_laws
+from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.offload.retention import RETAIN_SHARE, Retention
 from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.offload.tiering import Tiering

@@ -1,4 +1,5 @@
-"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, piece by piece."""
+"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, piece by piece. ReadAhead: what
+schedulers and engines ask for such prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import numpy as np
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.hold import HeldFrames, Hold
 from quire.cache.offload import CacheParts
-from quire.cache.resuming import resident, resume_point
+from quire.cache.resuming import resident
 from quire.errors import OutOfPages
 from quire.memory.residency import State
-from quire.offload.host_groups import HostGroup
+from quire.offload.host_groups import GroupPages, HostGroup
 from quire.offload.tiering import Tiering
 from quire.prefix.node import Lease, pages_to
 from quire.spec.events import Namespace
@@ -93,11 +94,6 @@ class RequestedPrefix:
 
     # -- how far
 
-    def near(self) -> int:
-        """The most pages behind which a request could begin now."""
-        partial = [group for group in self._groups if not group.reach.whole]
-        return resume_point(partial, self.path, self._tiers.hosts)[0]
-
     def far(self) -> int:
         """The most pages behind which a request could begin if all stored ones were fetched."""
         path = self.path
@@ -115,24 +111,17 @@ class RequestedPrefix:
         whole = [stored for group, stored in zip(self._groups, self._stored, strict=True) if group.reach.whole]
         return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
 
-    def lacking(self, wanted: int) -> list[Places]:
-        """By group, places to fetch so that a request can begin behind `wanted` pages."""
+    def lacking(self, wanted: int, hosts: Sequence[HostGroup] | None = None) -> list[Places]:
+        """By group, places without a frame on the device or in `hosts` (default: all) that a request reads which begins
+        behind `wanted` pages."""
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)
             lacks = np.ones(len(needed), dtype=np.bool_)
             known = path[needed.start : needed.stop]
-            lacks[: len(known)] = ~resident(group, known, self._tiers.hosts)
+            lacks[: len(known)] = ~resident(group, known, self._tiers.hosts if hosts is None else hosts)
             found.append(needed.start + np.flatnonzero(lacks))
         return found
-
-    def loads(self, wanted: int) -> list[int]:
-        """By group, how many frames the device lacks for a request that begins behind `wanted` pages."""
-        path, needed = self.path, [group.reach.needed(wanted) for group in self._groups]
-        return [
-            len(places) - int(np.count_nonzero(group.table.present(path[places.start : places.stop])))
-            for group, places in zip(self._groups, needed, strict=True)
-        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -159,8 +148,14 @@ class Piece:
 @dataclass(slots=True, eq=False)
 class Prefetch:
     """What requests with one prompt wait for, in pages of the prompt: they could begin behind `start` at first, can
-    begin behind `limit` now, and shall begin behind `wanted`. `hold` keeps the path, and host frames that they need in
-    groups that are read in part."""
+    begin behind `limit` now, and shall begin behind `wanted`. `hold` holds the path, and host frames that they need in
+    groups that are read in part.
+
+    running      until the store has answered and all pieces have ended
+    stopped      fetches no more pieces; those that arrive are cached
+    cancelled    drops what arrives
+    done         nothing is under way any more
+    """
 
     tiers: Tiering
     parts: CacheParts
@@ -212,9 +207,11 @@ class Prefetch:
         return self.limit > self.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
     def stop(self) -> None:
-        """Fetch no more pieces. Those that still arrive are kept, and the answer to `look` still teaches patience."""
+        """Fetch no more pieces. Those that still arrive are cached, and the answer to `look` still teaches patience."""
         self.stopped = True
-        self._stop_pieces()
+        for move in self.moves:
+            if move is not self.look:
+                move.stop()
 
     def hold_frames(self, end: int) -> None:
         """Hold host frames of partial groups that a request needs to begin behind `end` pages."""
@@ -271,10 +268,7 @@ class Prefetch:
         end = piece.last
         for (_, at, _), found in zip(piece.fetching, defects, strict=True):
             end = min([end, *at[[bool(defect) for defect in found]].tolist()])
-        first = self.hold.path.num_pages
-        new = self._cache(end) if end > self.limit else end
-        counted = self.parts.tree.countable(self.hold.path, first, end) if end > first else end
-        self._bind(piece, end, counted, new)
+        self._bind(piece, end, self._cache(end) if end > self.limit else end)
         if end < piece.last:
             self._lose(piece, end)
         elif self.limit < self.wanted:
@@ -302,26 +296,21 @@ class Prefetch:
         self.limit = end
         return new
 
-    def _bind(self, piece: Piece, end: int, counted: int, new: int) -> None:
-        """Bind fetched frames of pages before `end` (in groups that are read whole, before `counted`) that have no host
-        frame yet. Pages from `new` on are new to the tree."""
+    def _bind(self, piece: Piece, end: int, new: int) -> None:
+        """Bind the fetched frames of pages before `end`. Pages from `new` on are new to the tree."""
         tiers, cached = self.tiers, self.prefix.path
         for host, at, frames, suspect in piece.parts():
-            good = at < min(counted if host.whole else end, len(cached))
-            pages = cached[at[good]]
-            fresh = ~host.table.present(pages)
-            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)[fresh] if not host.whole else None
-            host.bind(pages[fresh], frames[good][fresh], ranks)
-            if tiers.table.is_anchor(host.index):
-                tiers.copied(self.hold.path, at[good][fresh & (at[good] < new)])
-            host.give_back(frames[~good], suspect[~good])
-            host.untake(frames[good][~fresh])
-            num_fresh = int(np.count_nonzero(fresh))
-            tiers.counters.fetched_frames += num_fresh
-            tiers.counters.fetched_bytes += num_fresh * self.tiers.settings.record_bytes[host.index]
-            tiers.table.of(Tier.STORAGE, host.index).mark(pages[fresh], State.RESIDENT)
-            tiers.on_host.mark(pages[fresh], State.FETCHED)
-            tiers.archiver.saved(pages[fresh])
+            arrived = at < min(end, len(cached))
+            host.give_back(frames[~arrived], suspect[~arrived])
+            pages, at = cached[at[arrived]], at[arrived]
+            ranks = np.full(len(pages), Rank.USED, dtype=np.int8)
+            bound = tiers.bind(
+                GroupPages(host.index, pages, at, NO_PAGES, frames[arrived], ranks), self.hold.path, new=new
+            )
+            tiers.table.of(Tier.STORAGE, host.index).mark(bound, State.RESIDENT)
+            tiers.on_host.mark(bound, State.FETCHED)
+            tiers.counters.fetched_frames += len(bound)
+            tiers.counters.fetched_bytes += len(bound) * tiers.settings.record_bytes[host.index]
 
     def _lose(self, piece: Piece, end: int) -> None:
         """Page `end` has not arrived. The store lacks it, unless it could not answer or host memory was bad; after bad
@@ -336,9 +325,49 @@ class Prefetch:
             for host, at, _ in piece.fetching:
                 if end in at:
                     self.prefix.lost(host.index, end)
-        self._stop_pieces()
+        for move in self.moves:
+            move.stop()
 
-    def _stop_pieces(self) -> None:
-        for piece in self.pieces:
-            if piece.move is not None:
-                piece.move.stop()
+
+class ReadAhead:
+    """Bytes that requests wait for. This class is for a cache on the device alone, which has none."""
+
+    loads: bool = False
+    """Whether requests can be loaded from a tier below."""
+    stores: bool = False
+    """Whether there is a store."""
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether another request may read ahead from a store now."""
+        return False
+
+    def settle_moves(self) -> bool:
+        """Take note of transfers that have ended, without waiting; whether there were any."""
+        return False
+
+    def wait_moves(self, seconds: float) -> bool:
+        """Wait for up to `seconds` until a transfer has ended; False at once if none is under way."""
+        return False
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take note that a step with prompts computed so many tokens in this time, without waiting for bytes."""
+
+    def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
+        """Start to fetch the pages of a prompt that are stored and not cached. None: there is nothing to wait for. Call
+        `stop_prefetch` when the request begins or ends."""
+        return None
+
+    def is_awaited(self, prefetch: Prefetch) -> bool:
+        """Whether the request should wait longer. Fetched pages are held until `stop_prefetch`."""
+        return False
+
+    def stop_prefetch(self, prefetch: Prefetch) -> None:
+        """The request does not wait for it any more."""
+
+    def take_back_prefetched(self) -> bool:
+        """Release the pages held for one waiting request; whether there were any."""
+        return False
+
+
+NOTHING_TO_READ_AHEAD = ReadAhead()

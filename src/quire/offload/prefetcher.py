@@ -21,8 +21,7 @@ from quire.cache.groups import NO_PAGES
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
 from quire.cache.resuming import resume_point
-from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, RequestedPrefix
-from quire.offload.read_ahead import ReadAhead
+from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, ReadAhead, RequestedPrefix
 from quire.offload.retention import Retention
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
@@ -52,6 +51,7 @@ class Prefetcher(ReadAhead):
         self._tiers = tiers
         self._parts = parts
         self._retention = retention
+        self.stores = tiers.settings.stores
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
@@ -85,10 +85,6 @@ class Prefetcher(ReadAhead):
         self._tiers.break_even.computed(num_tokens, seconds)
 
     # -- requests that wait
-
-    @property
-    def stores(self) -> bool:
-        return self._tiers.settings.stores
 
     @property
     def can_prefetch(self) -> bool:
@@ -165,10 +161,7 @@ class Prefetcher(ReadAhead):
     def take_back_prefetched(self) -> bool:
         if not self._holding:
             return False
-        prefetch = next(reversed(self._holding))
-        prefetch.cancelled = not prefetch.done
-        self._release(prefetch)
-        prefetch.stop()
+        self._cancel(next(reversed(self._holding)))
         self._parts.sweep()  # flushed pages must go before they could be evicted to the host and stored
         return True
 
@@ -178,11 +171,12 @@ class Prefetcher(ReadAhead):
         """Drop, and do not hold, fetched pages of a namespace, or any (None)."""
         for prefetch in [*self._holding, *self.in_flight]:
             if namespace in (None, prefetch.namespace):
-                if prefetch.done:
-                    self._release(prefetch)
-                else:
-                    prefetch.cancelled = True
-                    prefetch.stop()
+                self._cancel(prefetch)
+
+    def _cancel(self, prefetch: Prefetch) -> None:
+        prefetch.cancelled = not prefetch.done
+        self._release(prefetch)
+        prefetch.stop()
 
     def release_damaged(self, damaged: DamagedPages) -> None:
         """Release holds of paths with damaged pages, so that these can be deleted."""
@@ -222,9 +216,11 @@ class Prefetcher(ReadAhead):
     def _decide(self, prefetch: Prefetch) -> None:
         """Decide how far to fetch: up to the last page behind which every group could resume, if that is worth it."""
         tiers, prefix = self._tiers, prefetch.prefix
-        near, wanted = prefix.near(), prefix.far()
+        near, wanted = resume_point(self._partial, prefix.path, tiers.hosts)[0], prefix.far()
         prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
-        if wanted <= near or tiers.damaged.are(prefix.path).any() or tiers.is_too_much(prefix.loads(wanted)):
+        if wanted <= near or tiers.damaged.are(prefix.path).any():
+            return
+        if tiers.is_too_much(map(len, prefix.lacking(wanted, ()))):
             return
         tokens = (wanted - near) * self._size
         num_bytes = tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
@@ -341,7 +337,7 @@ class Prefetcher(ReadAhead):
         if has_come:
             self._tiers.archiver.archive(prefetch.hold.path.node)  # this touches its ancestors
         if has_come and prefetch.num_waiting and not prefetch.cancelled:
-            prefetch.hold_frames(prefetch.prefix.near())
+            prefetch.hold_frames(resume_point(self._partial, prefetch.prefix.path, self._tiers.hosts)[0])
         else:
             self._release(prefetch)
 

@@ -11,7 +11,7 @@ record is counted and quarantined, and the pages behind it are deleted; a reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -105,7 +105,7 @@ class Tiering:
         needed = [needed_pages(group, pages) for group in self._groups]
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
-    def is_too_much(self, loads: Sequence[int]) -> bool:
+    def is_too_much(self, loads: Iterable[int]) -> bool:
         """Whether loading so many frames, by group, would leave a request no frame to go on in."""
         return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
 
@@ -342,7 +342,7 @@ class Tiering:
             self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
             self.counters.saved_bytes += move.moved_bytes
             for part in moving.parts:
-                self._bind(part, moving.hold.path)
+                self.counters.saved_frames += len(self.bind(part, moving.hold.path))
             self.archiver.archive(moving.hold.path.node)
         else:
             self.counters.failed_moves += not move.is_whole
@@ -350,25 +350,26 @@ class Tiering:
                 self.hosts[part.group].untake(part.host)
         self._holds.release(moving.hold)
 
-    def _bind(self, part: GroupPages, lease: Lease) -> None:
-        """Bind saved frames to their pages, except those that the tree cannot count as copies."""
+    def bind(self, part: GroupPages, lease: Lease, new: int | None = None) -> Ids:
+        """Bind host frames to pages of a path that lack good ones, except those that the tree cannot count as copies.
+        Returns these pages, and frees the other frames. The tree has counted copies of pages from `new` on already."""
         host = self.hosts[part.group]
         had = host.table.present(part.pages)
         host.drop(host.unpinned(part.pages[host.table.has(part.pages, State.DAMAGED)]))
         good = ~host.table.present(part.pages)
-        if host.whole:
-            for start, stop in _runs(part.at):
-                run = (part.at >= start) & (part.at < stop)
-                good[run] &= part.at[run] < self._tree.countable(lease, start, stop)
-                host.bind(part.pages[run & good], part.host[run & good])
-                if self.table.is_anchor(host.index):
-                    self.copied(lease, part.at[run & good & ~had])
-        else:
+        for start, stop in _runs(part.at) if host.whole else ():
+            run = (part.at >= start) & (part.at < stop)
+            good[run] &= part.at[run] < self._tree.countable(lease, start, stop)
+            host.bind(part.pages[run & good], part.host[run & good])
+            if self.table.is_anchor(host.index):
+                uncounted = run & good & ~had
+                self.copied(lease, part.at[uncounted if new is None else uncounted & (part.at < new)])
+        if not host.whole:
             assert part.ranks is not None
             host.bind(part.pages[good], part.host[good], np.maximum(part.ranks, Rank.MARKED)[good])
         host.untake(part.host[~good])
         self.archiver.saved(part.pages[good])
-        self.counters.saved_frames += int(np.count_nonzero(good))
+        return part.pages[good]
 
     def _loaded(self, move: Transfer) -> None:
         moving = self._release(move)

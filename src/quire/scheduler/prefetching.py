@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.offload.read_ahead import ReadAhead
+from quire.offload.prefetch import ReadAhead
 from quire.scheduler.request import Request
 
 _NEXT = 32

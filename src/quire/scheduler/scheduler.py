@@ -21,7 +21,7 @@ import numpy as np
 from quire.cache import KVCache, PrefixHit
 from quire.cache.running import Lengths, Rows
 from quire.errors import InvalidInput, OutOfPages
-from quire.offload.read_ahead import NOTHING_TO_READ_AHEAD, ReadAhead
+from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.followers import Leaders
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.prefetching import Prefetching
