@@ -18,8 +18,7 @@ from quire.offload.archiver import Archiver
 from quire.offload.host_groups import HostGroup
 from quire.offload.prefetch import Prefetch, RequestedPrefix
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.tier_counters import LinkCounters, TierCounters
-from quire.offload.tier_settings import WritePolicy
+from quire.offload.tier_settings import LinkCounters, TierCounters, WritePolicy
 from quire.offload.tiering import Tiering
 from quire.prefix import hashing, page_names
 from quire.prefix.node import pages_to
@@ -63,9 +62,9 @@ def a_host_frame_is_reused_while_it_is_archived(patch: Patch) -> None:
 @mutant("tiers", field.FREED_EARLY)
 def write_back_does_not_wait(patch: Patch) -> None:
     """A page leaves the device before its copy is made."""
-    real = Tiering.keep
+    real = Tiering.write_back
 
-    def keep(tiers: Tiering, node: Any) -> int:
+    def write_back(tiers: Tiering, node: Any) -> int:
         if tiers.settings.write is not WritePolicy.BACK or tiers._tree.num_copies(node) == node.num_pages:
             return int(real(tiers, node))
         pages = pages_to(node)
@@ -73,7 +72,7 @@ def write_back_does_not_wait(patch: Patch) -> None:
             return tiers._tree.num_copies(node)
         return int(node.num_pages)
 
-    patch.setattr(Tiering, "keep", keep)
+    patch.setattr(Tiering, "write_back", write_back)
 
 
 @mutant("tiers", field.AHEAD)

@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.metrics import ServerMetrics
-from quire.offload.tier_counters import TierCounters
+from quire.offload.tier_settings import TierCounters
 from quire.spec.ids import Tier
 from quire.tiers.transfer import LANES, Lane, Transfer
 

@@ -392,7 +392,7 @@ def test_what_is_to_be_forgotten_is_not_held(kind: str) -> None:
     else:
         tiers_of(world).damaged.mark(pages[:1])
         assert world.prefetcher is not None
-        world.prefetcher.release_damaged(tiers_of(world).damaged)
+        world.prefetcher.release_damaged()
         tiers_of(world).damaged.mend(pages)
     assert prefetch.hold.released and world.prefetcher is not None and not world.prefetcher._holding
     world.cache.audit()

@@ -66,7 +66,7 @@ def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> 
     if storage is None:
         notes.append("Without storage nothing outlives the engine.")
     if config.load == "always":
-        notes.append("Nobody asks whether to compute would be quicker than to load: load is 'always'.")
+        notes.append("Loads happen even where computing would be quicker: load is 'always'.")
     return notes
 
 

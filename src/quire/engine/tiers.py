@@ -26,7 +26,7 @@ from quire.tiers.transfer import LANES, Lane
 
 logger = logging.getLogger(__name__)
 
-_FORGET_S = 2.0  # that an engine which ends goes on forgetting; a mark in the store keeps what is left
+_FORGET_S = 2.0  # for deletions while the engine closes; marks in the store name what is left
 
 
 class EngineTiers:
@@ -96,7 +96,7 @@ class EngineTiers:
 
     def close(self, settle: Callable[[], object], end_forgetting: Callable[[], None]) -> None:
         """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has, and
-        `end_forgetting` stops what is being forgotten, which may be much. Where the store hangs in a call, it and the
+        `end_forgetting` stops deletions, which may be long. Where the store hangs in a call, it and the
         host memory that the call may write to are left to the process's end."""
         began = time.monotonic()
         while (settle() or not self.mover.idle) and time.monotonic() < began + STORE_DRAIN_S:
@@ -128,7 +128,7 @@ def _say_store(kind: str, is_lost: bool) -> None:
         )
     else:
         logger.warning(
-            "storage takes nothing: what is on the host is owed to it. quire_store_failures_total says what failed; "
+            "storage takes nothing: what is on the host waits for it. quire_store_failures_total says what failed; "
             "look at its room, server, disk or network. It is tried again by itself"
         )
 

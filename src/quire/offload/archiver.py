@@ -25,8 +25,7 @@ from quire.cache.offload import CacheParts
 from quire.memory.residency import State
 from quire.offload.deletion import StoreDeletion
 from quire.offload.host_groups import GroupPages, HostGroup
-from quire.offload.tier_counters import TierCounters
-from quire.offload.tier_settings import TierSettings
+from quire.offload.tier_settings import TierCounters, TierSettings
 from quire.prefix.node import Node, pages_to
 from quire.prefix.page_names import PageNames
 from quire.prefix.radix_cache import RadixCache
@@ -237,7 +236,7 @@ class Archiver:
         touched: list[list[Ids]] = [[] for _ in self._hosts]
         for key, node, ends in self.pending.first(_MOST_LOOKED_AT):
             scope = self._names.scope(node.namespace)
-            if self._deletion.is_to_come(scope) or (batch.nodes and scope != batch.scope):
+            if self._deletion.covers(scope, submitted=False) or (batch.nodes and scope != batch.scope):
                 continue
             lacking, is_rest = self._lacking(node, _BATCH_BYTES - num_bytes)
             untouched = self._untouched(node) if ends != _LOST else []

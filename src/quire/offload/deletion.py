@@ -85,21 +85,20 @@ class StoreDeletion:
             if scope not in self._scopes:
                 self.begin(scope)
 
-    def covers(self, scope: bytes) -> bool:
-        """Whether flushed records of a scope may still be in the store: do not look up this scope."""
-        return any(scope.startswith(beginning) for beginning in self._scopes)
-
-    def is_to_come(self, scope: bytes) -> bool:
-        """Whether a deletion of this scope is not submitted yet: do not archive to it."""
-        return any(each.move is None and scope.startswith(beginning) for beginning, each in self._scopes.items())
+    def covers(self, scope: bytes, *, submitted: bool = True) -> bool:
+        """Whether flushed records of a scope may still be in the store: do not look up this scope. Or, not `submitted`,
+        whether a deletion of it waits for room on the lane: do not archive to it."""
+        return any(
+            scope.startswith(prefix) and (submitted or each.move is None) for prefix, each in self._scopes.items()
+        )
 
     def go_on(self) -> None:
         """Submit deletions that are due."""
         if not self.is_due:
             return
-        for beginning, scope in self._scopes.items():
+        for prefix, scope in self._scopes.items():
             if scope.move is None:
-                move = Transfer(Lane.FORGET, (), beginning)
+                move = Transfer(Lane.FORGET, (), prefix)
                 if not self._mover.submit(move):
                     self._due_at = self._seconds() + _AGAIN_S
                     return
@@ -126,7 +125,7 @@ class StoreDeletion:
     @property
     def scopes(self) -> dict[bytes, Stored]:
         """Scopes that are not deleted yet, with their states."""
-        return {beginning: scope.state for beginning, scope in self._scopes.items()}
+        return {prefix: scope.state for prefix, scope in self._scopes.items()}
 
     def _scope_of(self, namespace: Namespace | None) -> bytes:
         return self._names.edition if namespace is None else self._names.scope(namespace)

@@ -1,4 +1,4 @@
-"""Flush: forget the cached pages of a namespace, or all of them, in every tier. No prompt matches them afterwards:
+"""Flush: delete the cached pages of a namespace, or all of them, in every tier. No prompt matches them afterwards:
 
 on the device, on the host     pages are free at once, or when the running requests that hold them end
 in the store                   records are deleted after pending writes (`quire.offload.deletion`)
@@ -33,12 +33,12 @@ class Flushed:
 
 
 def flush(cache: KVCache, namespace: Namespace | None) -> Flushed:
-    """Forget the cached pages and retentions of a namespace, or of all (None), in every tier. The store deletes later:
+    """Delete the cached pages and retentions of a namespace, or of all (None), in every tier. The store deletes later:
     see `flushed`."""
     tiers = offload_of(cache).tiers
     if tiers is not None:
         tiers.delete_stored(namespace)
-    return _forget(cache, namespace)
+    return _delete(cache, namespace)
 
 
 def flushed(cache: KVCache, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
@@ -62,12 +62,12 @@ def flushed(cache: KVCache, done: Flushed, namespace: Namespace | None, *, waits
 
 
 def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
-    """Forget all cached pages, and name new ones after another model, or other weights of the same model.
+    """Delete all cached pages, and name new ones after another model, or other weights of the same model.
 
     Call it after the weights change and before a step is launched. The store keeps records of the old weights for
     engines that still have them; this cache does not look them up any more.
     """
-    done = _forget(cache, None)
+    done = _delete(cache, None)
     cache.tree.names.rename(
         layout_identity(model_identity, [group.layout.fingerprint() for group in cache.plan.groups])
     )
@@ -75,7 +75,7 @@ def change_model(cache: KVCache, model_identity: bytes) -> Flushed:
     return replace(done, storage=Stored.KEPT if tiers is not None and tiers.settings.stores else Stored.NONE)
 
 
-def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
+def _delete(cache: KVCache, namespace: Namespace | None) -> Flushed:
     tree, offload = cache.tree, offload_of(cache)
     num_retentions = offload.retention.release_all(namespace)
     for kv in cache.rows.live.values():
@@ -83,7 +83,7 @@ def _forget(cache: KVCache, namespace: Namespace | None) -> Flushed:
             kv.shares = False
     offload.cancel(namespace)
     flushed = [tree.flush(space) for space in list(tree.roots) if namespace in (None, space)]
-    pages = np.concatenate([NO_PAGES, *(gone for gone, _ in flushed)])
+    pages = np.concatenate([NO_PAGES, *(pages for pages, _ in flushed)])
     cache.parts.give_back(pages)
     if namespace is None:
         tree.ghosts.clear()

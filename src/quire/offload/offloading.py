@@ -14,8 +14,8 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.resuming import resume_point
 from quire.errors import OutOfPages
 from quire.memory.residency import State
+from quire.offload.audit import tier_faults
 from quire.offload.host_groups import frames_behind
-from quire.offload.laws import tier_laws
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import RETAIN_SHARE, Retention
@@ -56,7 +56,7 @@ class Tiered(Offloading):
         self.ahead = self.prefetcher
         self._page_size = parts.plan.page_size
         self._write = settings.write
-        parts.laws.append(lambda snapshot: tier_laws(self.tiers, self.prefetcher, snapshot))
+        parts.laws.append(lambda snapshot: tier_faults(self.tiers, self.prefetcher, snapshot))
 
     # -- what a request begins on
 
@@ -147,8 +147,8 @@ class Tiered(Offloading):
         """Pages with host copies stay in the tree, and keep their ids until these are needed."""
         parts, tiers = self._parts, self.tiers
         if len(self._partial) < len(parts.groups):
-            keep = tiers.keep if self._write is WritePolicy.BACK else None
-            evicted = parts.tree.demote(num_pages, cause, keep, tiers.leave_device)
+            write_back = tiers.write_back if self._write is WritePolicy.BACK else None
+            evicted = parts.tree.demote(num_pages, cause, write_back, tiers.leave_device)
         else:
             evicted = Evicted(parts.tree.evict(num_pages, cause), 0)
         parts.give_back(evicted.removed)

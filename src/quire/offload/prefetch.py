@@ -27,7 +27,7 @@ from quire.tiers.transfer import FAILED, REFUSED, Answers, Lane, Transfer, Units
 Places = np.ndarray  # page numbers of the prompt, int64
 
 PIECE_BYTES = 8 << 20
-_MOST_AGAIN = 4  # repeated fetches of a request, after damage in host memory
+_MOST_RETRIES = 4  # repeated fetches of a request, after damage in host memory
 
 
 class RequestedPrefix:
@@ -79,8 +79,8 @@ class RequestedPrefix:
         path = self.path
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
-            gone = places[[answer is Answer.MISS for answer in found]]
-            self._tiers.table.of(Tier.STORAGE, group).unmark(path[gone[gone < len(path)]], State.RESIDENT)
+            missing = places[[answer is Answer.MISS for answer in found]]
+            self._tiers.table.of(Tier.STORAGE, group).unmark(path[missing[missing < len(path)]], State.RESIDENT)
 
     def lost(self, group: int, place: int) -> None:
         """Take note that the store lacks this page after all."""
@@ -164,7 +164,7 @@ class Prefetch:
     name: bytes  # the key of the first page that is not cached, or of the last page
     prefix: RequestedPrefix
     hold: Hold
-    tries: bool  # a lane that is off
+    is_trial: bool  # of a lane that is off
     at_once: int  # the most bytes under way
     since: float
     stop_at: float  # when computing would have been quicker
@@ -189,7 +189,7 @@ class Prefetch:
     seconds: float = 0.0  # of work on its pieces
     own_bytes: int = 0  # fetched in these seconds
     in_rounds: bool = False  # some pieces began only after others had arrived
-    _again: int = 0
+    _num_retries: int = 0
 
     def __post_init__(self) -> None:
         self.start = self.limit = self.wanted = self.last = self.prefix.start
@@ -260,7 +260,7 @@ class Prefetch:
                 last = min(last, int(at[room]))
         return last, [at[at < last] for at in places]
 
-    # -- what has come
+    # -- what has arrived
 
     def fetched(self, piece: Piece) -> None:
         """Bind the pages of a piece, up to the first that is not whole in every group."""
@@ -319,8 +319,8 @@ class Prefetch:
         self.wanted, self.lost = self.limit, True
         if any(REFUSED in defects or FAILED in defects for defects in piece.move.defects):
             self.stopped = True
-        elif self._again < _MOST_AGAIN and any(end in at[suspect] for _, at, _, suspect in piece.parts()):
-            self._again += 1
+        elif self._num_retries < _MOST_RETRIES and any(end in at[suspect] for _, at, _, suspect in piece.parts()):
+            self._num_retries += 1
         elif not self.stopped:
             for host, at, _ in piece.fetching:
                 if end in at:

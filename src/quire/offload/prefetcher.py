@@ -3,7 +3,7 @@
     look      which pages of the prompt are only in the store, and how far they would help (`RequestedPrefix`)
     fetch     these in pieces, in the order of the prompt; a piece is bound when it and all before it are checked.
               Enough of them are under way at once that the lane is not idle until the next step
-    stop      when computing would have been quicker, or the policy has enough; fetched pages are kept
+    stop      when computing would have been quicker, or the policy has enough; fetched pages stay cached
     hold      fetched pages, until all requests that waited for them have begun or ended, or memory is short
 
 A piece that is damaged or missing ends the fetch at the last page behind which a request can begin. If host memory was
@@ -16,7 +16,6 @@ import math
 
 import numpy as np
 
-from quire.cache.damaged import DamagedPages
 from quire.cache.groups import NO_PAGES
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
@@ -38,7 +37,7 @@ _LEAST_PATIENCE = 0.02
 were often stored."""
 _LEARNS = 0.2
 _LEAST_SECONDS = 1e-3  # a shorter transfer is never late
-_MOST_AT_ONCE = 16  # prefetches that run or hold pages: each keeps a whole prefix from eviction
+_MOST_AT_ONCE = 16  # prefetches that run or hold pages: each holds a whole prefix
 _MOST_OF_HOST = 0.5  # share of the host's bytes for prefetches; running requests need the rest
 
 
@@ -69,10 +68,9 @@ class Prefetcher(ReadAhead):
     def settle_moves(self) -> bool:
         if not self._tiers.settle(self._ended):
             return False
-        damaged = self._parts.damaged
-        if damaged.num_damaged:
-            self._retention.release_damaged(damaged)
-            self.release_damaged(damaged)
+        if self._parts.damaged.num_damaged:
+            self._retention.release_damaged()
+            self.release_damaged()
         self._parts.sweep()
         self._parts.changed()
         return True
@@ -113,8 +111,8 @@ class Prefetcher(ReadAhead):
             other.num_waiting += 1
             other.shared = True
             return other
-        tries = self._is_off
-        if tries:  # a request tries the lane as if all that it lacks were stored
+        is_trial = self._is_off
+        if is_trial:  # a request tries the lane as if all that it lacks were stored
             counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
             num_bytes = tiers.settings.num_bytes(counts)
             if not tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes):
@@ -126,7 +124,7 @@ class Prefetcher(ReadAhead):
         now = parts.seconds()
         until = now + share * self._patience((limit - start) * self._size, 0)
         prefetch = Prefetch(
-            tiers, parts, namespace, tokens, name, prefix, hold, tries, self._at_once, since=now, stop_at=until
+            tiers, parts, namespace, tokens, name, prefix, hold, is_trial, self._at_once, since=now, stop_at=until
         )
         self._holding[prefetch] = None
         whole = [group.index for group in parts.groups if group.reach.whole]
@@ -145,7 +143,7 @@ class Prefetcher(ReadAhead):
         # A request cannot begin before the current step ends, so waiting takes that long at least.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
         is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
-        if is_late or (self._is_off and not prefetch.tries):
+        if is_late or (self._is_off and not prefetch.is_trial):
             prefetch.stop()
             return False
         return True
@@ -178,10 +176,10 @@ class Prefetcher(ReadAhead):
         self._release(prefetch)
         prefetch.stop()
 
-    def release_damaged(self, damaged: DamagedPages) -> None:
+    def release_damaged(self) -> None:
         """Release holds of paths with damaged pages, so that these can be deleted."""
         for prefetch in list(self._holding):
-            if prefetch.done and damaged.are(prefetch.prefix.path).any():
+            if prefetch.done and self._parts.damaged.are(prefetch.prefix.path).any():
                 self._release(prefetch)
 
     # -- for audits
@@ -226,7 +224,7 @@ class Prefetcher(ReadAhead):
         num_bytes = tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
         if not num_bytes:
             return
-        is_asked = not (tiers.settings.always or prefetch.tries)
+        is_asked = not (tiers.settings.always or prefetch.is_trial)
         queued = tiers.mover.in_flight(Lane.FETCH)
         if is_asked and not tiers.break_even.decide(Lane.FETCH, tokens, num_bytes, queued):
             tiers.counters.declined_tokens += tokens
@@ -261,8 +259,8 @@ class Prefetcher(ReadAhead):
     def _looked(self, prefetch: Prefetch, move: Transfer) -> None:
         """The store has answered."""
         prefetch.look = None
-        if prefetch.tries and prefetch.stopped:  # the answer came too late
-            prefetch.tries = False
+        if prefetch.is_trial and prefetch.stopped:  # the answer is too late
+            prefetch.is_trial = False
             self._tiers.break_even.failed(Lane.FETCH, move.seconds)
         if prefetch.cancelled:
             return
@@ -281,12 +279,12 @@ class Prefetcher(ReadAhead):
     def _report(self, prefetch: Prefetch, move: Transfer, asked: int) -> None:
         """Report a transfer that brought less than half of the asked bytes, or nothing in time: it ends a trial."""
         even = self._tiers.break_even
-        expected = 0.0 if prefetch.tries else even.load_seconds(Lane.FETCH, move.num_bytes) or 0.0
+        expected = 0.0 if prefetch.is_trial else even.load_seconds(Lane.FETCH, move.num_bytes) or 0.0
         is_late = move.stopping and not move.moved_bytes and move.seconds >= max(_LEAST_SECONDS, expected)
         brought = 2 * move.moved_bytes >= asked and not is_late
         if not brought:
             even.failed(Lane.FETCH, move.seconds)
-        prefetch.tries &= brought
+        prefetch.is_trial &= brought
         self._tiers.counters.failed_moves += bool(move.error) or not brought
 
     def _go_on(self, prefetch: Prefetch) -> None:
@@ -329,7 +327,7 @@ class Prefetcher(ReadAhead):
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
         self._measure(prefetch)
-        if prefetch.tries:
+        if prefetch.is_trial:
             self._tiers.break_even.untried(Lane.FETCH)
         if self._named.get(prefetch.name) is prefetch:
             del self._named[prefetch.name]

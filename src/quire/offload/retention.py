@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.cache.damaged import DamagedPages
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts, RetentionPort
@@ -148,7 +147,7 @@ class Retention(RetentionPort):
                 fix="ask again before the time is over to keep it longer.",
             )
         now = self._parts.seconds()
-        self.expire(now)
+        self.expire()
         key = hashlib.sha256(namespace_seed(namespace) + tokens.tobytes()).digest()
         prefix = self._by_key.get(key)
         pin = pin or (prefix is not None and prefix.pinned)
@@ -194,7 +193,7 @@ class Retention(RetentionPort):
     def listing(self) -> RetainedList:
         """All retentions, in the order in which they would be ended, pinned ones last."""
         now = self._parts.seconds()
-        self.expire(now)
+        self.expire()
         retentions = tuple(
             Retained(
                 tokens=prefix.hold.path.num_pages * self._size,
@@ -216,13 +215,13 @@ class Retention(RetentionPort):
 
     # -- verbs of the cache. What soft retentions hold is counted in O(retained nodes), or O(retained frames)
 
-    def release_damaged(self, damaged: DamagedPages) -> None:
+    def release_damaged(self) -> None:
         """End all retentions of paths with damaged pages."""
-        self.num_lost += self._end(*[each for each in self._by_id.values() if damaged.are(pages_to(each.end)).any()])
+        are = self._parts.damaged.are
+        self.num_lost += self._end(*[each for each in self._by_id.values() if are(pages_to(each.end)).any()])
 
-    def expire(self, now: float | None = None) -> int:
-        now = self._parts.seconds() if now is None else now
-        num_ended = 0
+    def expire(self) -> int:
+        now, num_ended = self._parts.seconds(), 0
         while self._expiries.first_key(math.inf) <= now:
             if (entry := self._expiries.pop()) is not None:
                 num_ended += self._end(entry.item)

@@ -1,14 +1,22 @@
-"""Settings of the tiers below the device."""
+"""Settings of the tiers below the device, and their counters since the start."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
+from typing import Any
 
+from quire.spec.ids import Tier
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
 from quire.tiers.store_health import StoreHealth
+from quire.tiers.transfer import LANES, UNDAMAGED, Lane, Transfer
+
+_BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 class WritePolicy(StrEnum):
@@ -55,3 +63,67 @@ class TierSettings:
     def num_bytes(self, counts: Iterable[int]) -> int:
         """Bytes of the records of so many frames, by group."""
         return sum(count * size for count, size in zip(counts, self.record_bytes, strict=True))
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Ended transfers of one lane, with failed ones, the bytes that moved, and seconds of work."""
+
+    moves: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS_S) + 1))
+
+    def add(self, move: Transfer) -> None:
+        """Count a transfer that has ended."""
+        self.moves += 1
+        self.bytes += move.moved_bytes
+        self.seconds += move.seconds
+        self.counts[bisect_left(_BOUNDS_S, move.seconds)] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """`at_most` has pairs: seconds, and how many moves took at most that long."""
+        at_most = list(zip(_BOUNDS_S, accumulate(self.counts[:-1]), strict=True))
+        return {"moves": self.moves, "bytes": self.bytes, "seconds": self.seconds, "at_most": at_most}
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Frames, bytes, prompt tokens and transfers, and what went wrong.
+
+    `host_hit_tokens` were reused from host memory; `storage_hit_tokens` were reused for the first time after a fetch.
+    `unsaved_frames` found no room on the host, the store refused `unstored_frames`, and had lost `lost_frames` when
+    they were touched. `defects` counts bad records by tier and kind.
+    """
+
+    saved_frames: int = 0
+    saved_bytes: int = 0
+    unsaved_frames: int = 0
+    loaded_frames: int = 0
+    loaded_bytes: int = 0
+    archived_frames: int = 0
+    archived_bytes: int = 0
+    unstored_frames: int = 0
+    lost_frames: int = 0
+    fetched_frames: int = 0
+    fetched_bytes: int = 0
+    demoted_pages: int = 0
+    host_evicted_pages: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    declined_tokens: int = 0
+    failed_moves: int = 0
+    refused_moves: int = 0
+    defects: Counter[tuple[str, str]] = field(default_factory=Counter)
+    links: dict[Lane, LinkCounters] = field(default_factory=lambda: {link: LinkCounters() for link in LANES})
+
+    def corrupt(self, tier: Tier, defects: Iterable[str]) -> None:
+        """Count defects of records; a record that did not arrive has none."""
+        self.defects.update((tier.name.lower(), defect) for defect in defects if defect not in UNDAMAGED)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: `defects` by `tier:defect`, `links` by lane."""
+        return asdict(replace(self, links={})) | {
+            "defects": {f"{tier}:{defect}": count for (tier, defect), count in self.defects.items()},
+            "links": {link.name: counters.to_dict() for link, counters in self.links.items()},
+        }

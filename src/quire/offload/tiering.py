@@ -26,8 +26,7 @@ from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
 from quire.offload.deletion import StoreDeletion
 from quire.offload.host_groups import GroupPages, HostGroup
-from quire.offload.tier_counters import TierCounters
-from quire.offload.tier_settings import TierSettings, WritePolicy
+from quire.offload.tier_settings import TierCounters, TierSettings, WritePolicy
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
@@ -222,7 +221,7 @@ class Tiering:
             host.drop(host.unpinned(pages))
         self.table.went(Tier.HOST, pages)
 
-    def keep(self, node: Node) -> int:
+    def write_back(self, node: Node) -> int:
         """Before eviction from the device: save the pages of an unleased node, and return how many of its first pages
         have copies now."""
         if self._tree.num_copies(node) < node.num_pages:

@@ -1,4 +1,4 @@
-"""The laws of the tiers below the device, which `quire.cache.audit` checks.
+"""What must be true of the tiers below the device: `quire.cache.audit` checks it too.
 
 a node is on the device as a whole, with its parents; if it is not, it has copies; copies are of its first pages
 host frames out = those of pages + those of transfers + quarantined + still read
@@ -21,8 +21,8 @@ from quire.spec.ids import Tier
 from quire.tiers.transfer import Lane
 
 
-def tier_laws(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Iterator[str]:
-    """A line for each law that is broken."""
+def tier_faults(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Iterator[str]:
+    """A line for each thing that is not as it must be."""
     yield from _nodes(snapshot, snapshot.cache.tree.queued(Tier.HOST))
     saved = [part for move, moving in tiers.moving.items() if move.lane is Lane.SAVE for part in moving.parts]
     for host in tiers.hosts:
