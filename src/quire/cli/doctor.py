@@ -24,7 +24,7 @@ from quire.errors import InvalidInput
 
 KV_ERROR = "What a KV dtype costs a model"
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi", "triton")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
@@ -211,8 +211,6 @@ def _warnings(
         )
     if not devices and "+cpu" not in (versions["torch"] or "") and sys.platform == "linux":
         warnings.append("this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.")
-    if devices and versions["triton"] is None:
-        warnings.append("there is a CUDA device but no triton; install quire[gpu].")
     if not devices and not cpu["isa"]:
         warnings.append("no vector instructions were recognised; steps will be slow.")
     absent = [name for name, folder in BUNDLED_MODELS.items() if not (folder / "config.json").exists()]

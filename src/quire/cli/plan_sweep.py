@@ -90,7 +90,9 @@ def draw(path: Path, title: str, what: str, rows: Sequence[Sequence[Any]]) -> No
         mpl.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise InvalidInput("--plot draws with matplotlib.", fix="pip install 'quire[plot]'.") from error
+        raise InvalidInput(
+            "--plot draws with matplotlib.", fix="in the checkout of Quire: pip install '.[plot]'."
+        ) from error
     names = [str(row[0]) for row in rows]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, column, label in ((axes[0], 1, "tokens"), (axes[1], 3, "requests at once")):

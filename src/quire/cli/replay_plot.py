@@ -18,7 +18,9 @@ def check_picture(path: Path) -> None:
         mpl.use("Agg")
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise InvalidInput("--plot draws with matplotlib.", fix="pip install 'quire[plot]'.") from error
+        raise InvalidInput(
+            "--plot draws with matplotlib.", fix="in the checkout of Quire: pip install '.[plot]'."
+        ) from error
     if not path.absolute().parent.is_dir():
         raise InvalidInput(f"{path} cannot be written: there is no such folder.", fix="make it, or name another.")
     if path.suffix[1:].lower() not in FigureCanvasBase.filetypes:

@@ -62,7 +62,7 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: s
     monkeypatch.setitem(sys.modules, f"quire.tiers.stores.{module}", None)
     with pytest.raises(StoreError) as caught:
         open_store(url)
-    assert f'pip install "quire[{extra}]"' in caught.value.fix
+    assert f"pip install '.[{extra}]'" in caught.value.fix
 
 
 def test_a_store_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

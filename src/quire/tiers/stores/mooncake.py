@@ -101,7 +101,7 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
     except (ImportError, OSError) as error:
         raise StoreError(
             f"the Mooncake store needs its client library, which cannot be imported: {error}.",
-            fix="pip install 'quire[mooncake]', and apt-get install libibverbs1.",
+            fix="in the checkout of Quire: pip install '.[mooncake]', and apt-get install libibverbs1.",
         ) from error
     fix = "start mooncake_master, or correct the address."
     try:  # the library would retry for long

@@ -85,6 +85,6 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
     except ImportError as error:
         raise StoreError(
             f"a store at {scheme}:// needs a package that is not installed: {error}.",
-            fix=f'pip install "quire[{backend}]".',
+            fix=f"in the checkout of Quire: pip install '.[{backend}]'.",
         ) from error
     return store
