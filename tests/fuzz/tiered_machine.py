@@ -201,7 +201,7 @@ class TieredMachine(CacheMachine):
         else:
             raise AssertionError("a request waits for storage for ever")
         if len(self.model.live) < self.cache.plan.max_requests:
-            self.happened["fetched"] += prefetch.limit > prefetch.start
+            self.happened["fetched"] += prefetch.limit > prefetch.prefix.start
             try:
                 self.cache.begin(self.names.tokens(name), self.names.namespaces[name])
             except OutOfPages:

@@ -73,11 +73,11 @@ class PendingPaths:
         """Of the oldest paths: the key for `remove`, the node at which the path ends now, and its ends. The caller may
         add and remove paths meanwhile."""
         for node, ends in list(islice(self._ends.items(), count)):
-            living = self._living(node)
-            if living is None:
+            end = self._cached_end(node)
+            if end is None:
                 self.remove(node)
             else:
-                yield node, living, ends
+                yield node, end, ends
 
     def remove(self, node: Node) -> None:
         """Remove a path, if it is still pending."""
@@ -93,7 +93,7 @@ class PendingPaths:
             for node, ends in left:
                 self.add(node, ends)
 
-    def _living(self, node: Node) -> Node | None:
+    def _cached_end(self, node: Node) -> Node | None:
         """The node or its last cached ancestor; None if no prompt finds it any more."""
         while not node.run and node.parent is not None:
             node = node.parent
@@ -201,13 +201,13 @@ class Archiver:
         """Try pending paths now, without the pause after a refusal."""
         self._due_at = -math.inf
 
-    def go_on(self, *, hurries: bool = False) -> None:
-        """Submit archives of pending paths. A caller that `hurries` is about to evict host frames: there is no limit on
-        archives under way then."""
-        while self._may_submit if hurries else self.is_due:
+    def go_on(self, *, urgent: bool = False) -> None:
+        """Submit archives of pending paths. `urgent`: the caller is about to evict host frames, so as many as the lane
+        takes."""
+        while self._may_submit if urgent else self.is_due:
             batch = self._gather()
             if not batch.nodes:
-                # Paths that are still pending wait for a deletion in their scope.
+                # Paths that are pending now wait for a deletion in their scope.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.pending) else self._due_at
                 return
             move = transfer_of(Lane.ARCHIVE, batch.parts, batch.scope, self._names, self._settings)
@@ -298,7 +298,7 @@ class Archiver:
     # -- what has ended
 
     def ended(self, move: Transfer) -> None:
-        """Take note that an archive has ended. Pages that were not stored are pending again."""
+        """Process an ended archive. Pages that were not stored are pending again."""
         counters, batch = self._counters, self.moves.pop(move)
         self._is_full = False
         self._settings.break_even.moved(Lane.ARCHIVE, move.moved_bytes, move.seconds)
@@ -334,7 +334,7 @@ class Archiver:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _take_lost(self, move: Transfer, batch: _Batch) -> int:
-        """Take note of touched records that the store has lost, and return how many."""
+        """Unmark touched records that the store has lost, and return how many."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
             lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_)

@@ -105,7 +105,7 @@ class StoreDeletion:
                 scope.move = move
 
     def ended(self, move: Transfer) -> None:
-        """Take note that a deletion has ended. One that failed is tried again."""
+        """Process an ended deletion. One that failed is tried again."""
         scope = self._scopes.get(move.scope)
         if scope is None or scope.move is not move:
             return  # `begin` has started it again

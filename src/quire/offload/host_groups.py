@@ -123,8 +123,10 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def end_reading(self, frames: Ids) -> None:
         """The transfer has ended."""
-        self._reads.subtract(frames.tolist())
-        self._reads = +self._reads
+        for frame in frames.tolist():
+            self._reads[frame] -= 1
+            if not self._reads[frame]:
+                del self._reads[frame]
         free = [frame for frame in frames.tolist() if frame in self.still_read and frame not in self._reads]
         bad = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
         self.give_back(np.array(free, dtype=np.int32), bad)

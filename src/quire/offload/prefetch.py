@@ -75,7 +75,7 @@ class RequestedPrefix:
         return [Units(group, NO_PAGES, NO_PAGES, self.keys(places)) for group, places in self._asked]
 
     def answered(self, answers: Answers) -> None:
-        """Take note of the store's answers to `units`."""
+        """Record the store's answers to `units`."""
         path = self.path
         for (group, places), found in zip(self._asked, answers, strict=True):
             self._stored[group][places] = [answer is Answer.HIT for answer in found]
@@ -83,7 +83,7 @@ class RequestedPrefix:
             self._tiers.table.of(Tier.STORAGE, group).unmark(path[missing[missing < len(path)]], State.RESIDENT)
 
     def lost(self, group: int, place: int) -> None:
-        """Take note that the store lacks this page after all."""
+        """Record that the store lacks this page after all."""
         self._stored[group][place] = False
         self._tiers.table.of(Tier.STORAGE, group).unmark(self.path[place : place + 1], State.RESIDENT)
 
@@ -147,9 +147,9 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """What requests with one prompt wait for, in pages of the prompt: they could begin behind `start` at first, can
-    begin behind `limit` now, and shall begin behind `wanted`. `hold` holds the path, and host frames that they need in
-    groups that are read in part.
+    """A fetch of one prompt's stored pages, for all requests with this prompt. In pages of the prompt: requests could
+    begin behind `prefix.start` at first, can begin behind `limit` now, and will begin behind `wanted`. `hold` holds
+    the path, and host frames that they need in groups that are read in part.
 
     running      until the store has answered and all pieces have ended
     stopped      fetches no more pieces; those that arrive are cached
@@ -169,7 +169,6 @@ class Prefetch:
     since: float
     stop_at: float  # when computing would have been quicker
 
-    start: int = field(init=False)
     limit: int = field(init=False)
     wanted: int = field(init=False)
     num_waiting: int = 1  # requests
@@ -192,7 +191,7 @@ class Prefetch:
     _num_retries: int = 0
 
     def __post_init__(self) -> None:
-        self.start = self.limit = self.wanted = self.last = self.prefix.start
+        self.limit = self.wanted = self.last = self.prefix.start
 
     @property
     def moves(self) -> list[Transfer]:
@@ -204,7 +203,7 @@ class Prefetch:
         """Whether another prefetch may find more for a request that waited for this one."""
         if not self.shared or not self.done:
             return False
-        return self.limit > self.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
+        return self.limit > self.prefix.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
     def stop(self) -> None:
         """Fetch no more pieces. Those that still arrive are cached, and the answer to `look` still teaches patience."""
@@ -274,7 +273,7 @@ class Prefetch:
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
         elif any(not host.whole for host in self.tiers.hosts):  # a path fetched in part counts as fetched
-            self.tiers.on_host.mark(self.prefix.path[self.start : self.limit], State.FETCHED)
+            self.tiers.on_host.mark(self.prefix.path[self.prefix.start : self.limit], State.FETCHED)
 
     def _cache(self, end: int) -> int:
         """Cache the first `end` pages of the prompt; returns the first page that is new to the tree."""
@@ -343,7 +342,7 @@ class ReadAhead:
         return False
 
     def settle_moves(self) -> bool:
-        """Take note of transfers that have ended, without waiting; whether there were any."""
+        """Process transfers that have ended, without waiting; whether there were any."""
         return False
 
     def wait_moves(self, seconds: float) -> bool:
@@ -351,7 +350,7 @@ class ReadAhead:
         return False
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Take note that a step with prompts computed so many tokens in this time, without waiting for bytes."""
+        """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """Start to fetch the pages of a prompt that are stored and not cached. None: there is nothing to wait for. Call

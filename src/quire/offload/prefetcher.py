@@ -272,7 +272,7 @@ class Prefetcher(ReadAhead):
         if answers:
             prefix = prefetch.prefix
             prefix.answered(move.answers)
-            share = max(0, prefix.far() - prefetch.start) / (prefix.limit - prefetch.start)
+            share = max(0, prefix.far() - prefix.start) / (prefix.limit - prefix.start)
             self._found += _LEARNS * (share - self._found)
             self._decide(prefetch)
 
@@ -289,13 +289,13 @@ class Prefetcher(ReadAhead):
 
     def _go_on(self, prefetch: Prefetch) -> None:
         """Bind pieces that have arrived, and fetch more; or finish."""
-        self._take(prefetch)
-        while (piece := prefetch.next_piece()) is not None and self._bring(prefetch, piece):
-            self._take(prefetch)
+        self._bind_arrived(prefetch)
+        while (piece := prefetch.next_piece()) is not None and self._submit(prefetch, piece):
+            self._bind_arrived(prefetch)
         if prefetch.look is None and not prefetch.pieces and prefetch not in self._refused:
             self._finish(prefetch)
 
-    def _take(self, prefetch: Prefetch) -> None:
+    def _bind_arrived(self, prefetch: Prefetch) -> None:
         """Bind pieces that have arrived with all before them."""
         while prefetch.pieces and prefetch.pieces[0].move not in self._running:
             piece = prefetch.pieces.popleft()
@@ -307,7 +307,7 @@ class Prefetcher(ReadAhead):
             prefetch.lost, prefetch.last = False, prefetch.limit
             self._decide(prefetch)
 
-    def _bring(self, prefetch: Prefetch, piece: Piece) -> bool:
+    def _submit(self, prefetch: Prefetch, piece: Piece) -> bool:
         """Submit a piece; False if the lane refuses."""
         move = piece.move
         if move is not None:
@@ -331,10 +331,10 @@ class Prefetcher(ReadAhead):
             self._tiers.break_even.untried(Lane.FETCH)
         if self._named.get(prefetch.name) is prefetch:
             del self._named[prefetch.name]
-        has_come = not prefetch.hold.released and prefetch.limit > prefetch.start
-        if has_come:
+        has_arrived = not prefetch.hold.released and prefetch.limit > prefetch.prefix.start
+        if has_arrived:
             self._tiers.archiver.archive(prefetch.hold.path.node)  # this touches its ancestors
-        if has_come and prefetch.num_waiting and not prefetch.cancelled:
+        if has_arrived and prefetch.num_waiting and not prefetch.cancelled:
             prefetch.hold_frames(resume_point(self._partial, prefetch.prefix.path, self._tiers.hosts)[0])
         else:
             self._release(prefetch)

@@ -201,7 +201,7 @@ class Tiering:
         """Make room for host frames, and return how many of the `wanted` ones are free."""
         short = wanted - host.num_free
         if short > 0:
-            self.archiver.go_on(hurries=True)
+            self.archiver.go_on(urgent=True)
             if host.whole:
                 self.evict_host(short)
             else:
@@ -279,11 +279,9 @@ class Tiering:
     def have_copies(self, lease: Lease, first: int, pages: Ids, new: int) -> None:
         """Pages of a path from page `first` on are below the device now; those from page `new` on are new to it."""
         if not self.table.anchored:
-            known = pages[: new - first]
-            lacking = ~self.on_host.present(known)
-            self.table.came(known[lacking], Tier.HOST)
-            self.table.came(pages[new - first :], Tier.HOST)
-            self.copied(lease, first + np.flatnonzero(lacking))
+            lacking = ~self.on_host.present(pages)
+            self.table.came(pages[lacking], Tier.HOST)
+            self.copied(lease, first + np.flatnonzero(lacking[: new - first]))
 
     def copied(self, lease: Lease, places: np.ndarray) -> None:
         """Tell the tree that pages at these places of a path, ascending, have host copies now."""
@@ -309,7 +307,7 @@ class Tiering:
         return bool(self._delete_damaged() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
-        """Take note of ended transfers; `fetched` is called with those of the prefetcher. Returns how many there were,
+        """Process ended transfers; `fetched` is called with those of the prefetcher. Returns how many there were,
         plus the number of damaged paths deleted."""
         ended = self._ended + self.mover.finished()
         self._ended = []
