@@ -38,10 +38,10 @@ test: $(READY)   ## checks and tests, under 10 minutes on 2 cores
 	@echo "==> Checks: format, lint, types, import layers"
 	@$(MAKE) --no-print-directory check
 	@echo "==> Tests"
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(WORKERS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS)
 
 test-all: $(READY)  ## everything, the long stateful runs and the soak test included
-	@$(BIN)/python -m pytest -m "not gpu" --timeout 1800 $(WORKERS)
+	@$(BIN)/python -m pytest -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
 
 fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks after each; SEEDS=1000 for so many lives
 	@$(BIN)/python -m tests.fuzz $(LIVES)

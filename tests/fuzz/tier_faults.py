@@ -93,6 +93,7 @@ class WatchedStore(WrappedStore):
         self._faulty = FaultyStore(inner, seed=seed, kinds=kinds, percent=percent)
         super().__init__(self._faulty)
         self._keys = keys
+        self._prepared: dict[StoreKey, int] = {}
         self._put: set[StoreKey] = set()
         self._lies: dict[tuple[int, bytes], str] = {}  # about what was read last
         self._torn: set[tuple[int, bytes]] = set()
@@ -116,12 +117,18 @@ class WatchedStore(WrappedStore):
             end = self._keys.end_of.get(key.page)
             if end is None or self._keys.scope(self._keys.names.namespaces[end]) != key.scope:
                 self.wrong.append("a record was stored under a key or in a scope that is not its page's")
-        return super().prepare(keys, sizes)
+        answers = super().prepare(keys, sizes)
+        self._prepared.update(
+            {key: size for key, size, answer in zip(keys, sizes, answers, strict=True) if answer is Answer.MISS}
+        )
+        return answers
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Remembers what was taken, and how."""
-        for key in keys:
+        """What is put was prepared, in that size. Remembers what was taken, and how."""
+        for key, record in zip(keys, records, strict=True):
             self._torn.discard((key.part, key.page))
+            if self._prepared.get(key) != memoryview(record).nbytes:
+                self.wrong.append("a record was put that was not prepared in its size")
         before = len(self._faulty.keys)
         answers = super().put(keys, records)
         self._put.update(key for key, answer in zip(keys, answers, strict=True) if answer is Answer.HIT)
@@ -131,7 +138,11 @@ class WatchedStore(WrappedStore):
         return answers
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Only what was put is completed."""
+        """Only what was put is completed, and only what was prepared is dropped."""
+        if not self._prepared.keys() >= set(keys):
+            self.wrong.append("a record was completed that was not prepared")
+        for key in keys:
+            self._prepared.pop(key, None)
         missing = [key for key, good in zip(keys, ok, strict=True) if good and key not in self._put]
         if missing:
             self.wrong.append("a record was made visible whose bytes the store never took")

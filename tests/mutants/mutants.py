@@ -69,21 +69,6 @@ def mutant(killer: str, wrong: str) -> Callable[[Callable[[Patch], None]], Calla
     return register
 
 
-# -- leases
-
-
-# -- steps in flight
-
-
-# -- duplicates and tails
-
-
-# -- matching
-
-
-# -- running out
-
-
 # -- allocators
 
 
@@ -331,9 +316,6 @@ def priority_is_not_recorded(patch: Patch) -> None:
     patch.setattr(RadixCache, "lease", lambda tree, match, num_pages=None, *, priority=0: real(tree, match, num_pages))
 
 
-# -- scheduling
-
-
 # -- stored rows
 
 
@@ -556,7 +538,7 @@ def what_waits_does_not_expire(patch: Patch) -> None:
 # -- what is worth moving
 
 
-@mutant("never slower", "a link that loses is on again because another one is fast, time after time")
+@mutant("links", "a link that loses is on again because another one is fast, time after time")
 def a_trial_is_won_by_a_save(patch: Patch) -> None:
     real = BreakEven._begin_trial
 
@@ -568,8 +550,8 @@ def a_trial_is_won_by_a_save(patch: Patch) -> None:
     patch.setattr(BreakEven, "_begin_trial", begin_trial)
 
 
-@mutant("never slower", "a request that only waits uses up the trials of a link, which stays off for ever")
-def whoever_looks_decides(patch: Patch) -> None:
+@mutant("looks", "a request that only waits uses up the trials of a link, which stays off for ever")
+def a_look_counts_as_a_trial(patch: Patch) -> None:
     def pays(offload: Tiered, tokens: int, num_bytes: int) -> bool:
         tiers = offload.tiers
         return tiers.break_even.decide(Lane.LOAD, tokens, num_bytes, tiers.mover.in_flight(Lane.LOAD))
@@ -577,6 +559,6 @@ def whoever_looks_decides(patch: Patch) -> None:
     patch.setattr(Tiered, "_pays", pays)
 
 
-@mutant("never slower", "every request waits for a store that brings nothing")
+@mutant("empty stores", "every request waits for a store that brings nothing")
 def what_brings_nothing_is_not_counted(patch: Patch) -> None:
     patch.setattr(BreakEven, "failed", lambda even, link, seconds: None)

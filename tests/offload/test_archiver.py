@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.offload import archiver
 from quire.offload.archiver import Archiver, PendingPaths
 from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
@@ -173,17 +174,19 @@ def test_of_what_left_the_cache_the_rest_is_owed() -> None:
     world.close()
 
 
-def test_what_is_owed_is_bounded() -> None:
+def test_what_is_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert archiver._MOST_PATHS == 4_096
+    monkeypatch.setattr(archiver, "_MOST_PATHS", 64)
     world = TieredCache(12, 24, seconds=0.0)
     tree = world.cache.tree
-    owed = PendingPaths(tree)
-    for number in range(4_300):
+    pending = PendingPaths(tree)
+    for number in range(80):
         world.compute(tokens_of((number, number)))
-        owed.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
+        pending.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
         world.drain()
-    assert len(owed) == 4_096
-    owed.removed(5_000)
-    assert len(owed) <= 24
+    assert len(pending) == 64
+    pending.removed(100)
+    assert len(pending) <= 24
     world.close()
 
 
@@ -240,7 +243,7 @@ def test_who_was_fetched_behind_something_tells_of_that_too() -> None:
     world.now += 1_000
     assert world.fetch(tokens_of(range(1, 7))) == 6 * PAGE
     world.drain()
-    assert list(store.visible) == keys[::-1], "the head of a prefix was used last"
+    assert store.by_use() == keys[::-1], "the head of a prefix was used last"
     world.close()
 
 

@@ -11,9 +11,9 @@ from quire.testing.choices import Choices
 from quire.testing.contracts.records import make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.testing.contracts.store_model import StoreModel
-from quire.testing.stores import Fault, FaultyStore, SlowStore
+from quire.testing.stores import DictStore, Fault, FaultyStore, SlowStore
 from quire.testing.stores.faulty_store import LIES
-from quire.tiers.store import Answer, Store
+from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from tests.tiers.stores.directory_medium import DirectoryMedium
 
@@ -36,6 +36,42 @@ class TestAllOfThemAround(StoreContract):
 
     def medium(self) -> DirectoryMedium:
         return DirectoryMedium(self.path)
+
+
+class DictMedium:
+    """The dictionary of a store."""
+
+    def __init__(self, store: DictStore) -> None:
+        self.records = store.visible
+
+    def read(self, key: StoreKey) -> bytes | None:
+        return self.records.get(key)
+
+    def write(self, key: StoreKey, record: bytes) -> None:
+        self.records[key] = record
+
+    def delete(self, key: StoreKey) -> None:
+        del self.records[key]
+
+    def keys(self) -> set[StoreKey]:
+        return set(self.records)
+
+
+class TestDictStore(StoreContract):
+    """The smallest store keeps the contract."""
+
+    survives_restart = False
+    shared = False
+
+    def make_store(self, capacity: int | None) -> Store:
+        self.store = DictStore() if capacity is None else DictStore(capacity)
+        return self.store
+
+    def open_again(self) -> Store:
+        return self.make_store(self.capacity)
+
+    def medium(self) -> DictMedium:
+        return DictMedium(self.store)
 
 
 @pytest.fixture

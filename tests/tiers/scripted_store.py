@@ -38,6 +38,7 @@ class ScriptedStore(DictStore):
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         self._note("put", keys)
+        assert all(self.prepared[key] == memoryview(record).nbytes for key, record in zip(keys, records, strict=True))
         answers = super().put(keys, records)
         for key in self._refused("put", keys, answers, Answer.HIT):
             del self.taken[key]
@@ -45,6 +46,7 @@ class ScriptedStore(DictStore):
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         self._note("complete", keys)
+        assert all(key in (self.taken if good else self.prepared) for key, good in zip(keys, ok, strict=True))
         wanted = [good and key not in self.refused["complete"] for key, good in zip(keys, ok, strict=True)]
         answers = super().complete(keys, wanted)
         return [Answer.RETRY if good != kept else said for good, kept, said in zip(ok, wanted, answers, strict=True)]
@@ -58,6 +60,15 @@ class ScriptedStore(DictStore):
     def remove(self, keys: Sequence[StoreKey]) -> int:
         self._note("remove", keys)
         return super().remove(keys)
+
+    def close(self) -> None:
+        """What is visible stays, as in a store that is opened again."""
+        self.prepared.clear()
+        self.taken.clear()
+
+    def by_use(self) -> list[StoreKey]:
+        """The visible records, the least recently used first."""
+        return sorted(self.visible, key=self._used.__getitem__)
 
     def spoil(self, key: StoreKey, at: int = -1) -> None:
         """Damage a byte of a visible record."""

@@ -7,7 +7,7 @@ from threading import RLock
 
 from typing_extensions import Buffer
 
-from quire.tiers.store import Answer, Entry, Store, StoreKey
+from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of
 
 
 class DictStore(Store):
@@ -16,10 +16,12 @@ class DictStore(Store):
     `complete`, `taken` the buffers of those that were put."""
 
     def __init__(self, most_bytes: int = 1 << 30) -> None:
-        self.visible: dict[StoreKey, bytes] = {}  # least recently used first
+        self.visible: dict[StoreKey, bytes] = {}
         self.version = 0
         self.prepared: dict[StoreKey, int] = {}
         self.taken: dict[StoreKey, Buffer] = {}
+        self._used: dict[StoreKey, int] = {}
+        self._uses = 0
         self._most_bytes = most_bytes
         self._lock = RLock()
 
@@ -35,31 +37,20 @@ class DictStore(Store):
             return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Keeps the buffers as they are until `complete`."""
+        """RETRY for what was not prepared in this size. Keeps the buffers as they are until `complete`."""
         with self._lock:
-            for key, record in zip(keys, records, strict=True):
-                assert memoryview(record).nbytes == self.prepared[key], "a record of another size than was prepared"
-                self.taken[key] = record
-            return [Answer.HIT] * len(keys)
+            return [self._put(key, record) for key, record in zip(keys, records, strict=True)]
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Never RETRY."""
+        """Never RETRY. MISS for what was not put."""
         with self._lock:
-            for key, good in zip(keys, ok, strict=True):
-                del self.prepared[key]
-                record = self.taken.pop(key, None)
-                if good:
-                    assert record is not None, "a record was completed and never put"
-                    self.visible[key] = bytes(record)
-                    self.version += 1
-            self._use(keys)
-            return [Answer.HIT if good else Answer.MISS for good in ok]
+            return [self._complete(key, good) for key, good in zip(keys, ok, strict=True)]
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """RETRY for a record of another size than its buffer."""
+        """Never RETRY."""
         with self._lock:
             self._use(keys)
-            return [self._get(key, memoryview(record)) for key, record in zip(keys, records, strict=True)]
+            return [self._get(key, record) for key, record in zip(keys, records, strict=True)]
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         """At once."""
@@ -74,9 +65,11 @@ class DictStore(Store):
             return iter([Entry(key, len(record)) for key, record in self.visible.items() if scope in (None, key.scope)])
 
     def close(self) -> None:
-        """Drops what was prepared."""
-        self.prepared.clear()
-        self.taken.clear()
+        """Drops everything, and takes nothing any more."""
+        with self._lock:
+            for held in (self.visible, self.prepared, self.taken):
+                held.clear()
+            self._most_bytes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -86,27 +79,40 @@ class DictStore(Store):
     def _use(self, keys: Sequence[StoreKey]) -> None:
         """The first counts as used last."""
         for key in reversed(keys):
-            if key in self.visible:
-                self.visible[key] = self.visible.pop(key)
+            self._uses += 1
+            self._used[key] = self._uses
 
     def _prepare(self, key: StoreKey, size: int) -> Answer:
         if key in self.visible:
             return Answer.HIT
         if key in self.prepared:
             return Answer.PENDING
-        while self.visible and self.num_bytes + size > self._most_bytes:
-            del self.visible[next(iter(self.visible))]
-            self.version += 1
-        if self.num_bytes + size > self._most_bytes:
+        if sum(self.prepared.values()) + size > self._most_bytes:
             return Answer.RETRY
+        while self.num_bytes + size > self._most_bytes:
+            del self.visible[min(self.visible, key=self._used.__getitem__)]
+            self.version += 1
         self.prepared[key] = size
         return Answer.MISS
 
-    def _get(self, key: StoreKey, record: memoryview) -> Answer:
-        if key not in self.visible:
-            return Answer.MISS
-        found = self.visible[key]
-        if len(found) != record.nbytes:
+    def _put(self, key: StoreKey, record: Buffer) -> Answer:
+        if self.prepared.get(key) != memoryview(record).nbytes:
             return Answer.RETRY
-        record[:] = found
+        self.taken[key] = record
+        return Answer.HIT
+
+    def _complete(self, key: StoreKey, good: bool) -> Answer:
+        self.prepared.pop(key, None)
+        record = self.taken.pop(key, None)
+        if not good or record is None:
+            return Answer.MISS
+        self.visible[key] = bytes(record)
+        self.version += 1
+        return Answer.HIT
+
+    def _get(self, key: StoreKey, record: Buffer) -> Answer:
+        found = self.visible.get(key)
+        if found is None or len(found) != memoryview(record).nbytes:
+            return Answer.MISS
+        bytes_of(record)[:] = found
         return Answer.HIT
