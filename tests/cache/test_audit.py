@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from quire.cache import KVCache
-from quire.cache.audit import audit
 from quire.errors import AuditFailure
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Tier
@@ -29,7 +28,7 @@ def a_cache() -> tuple[KVCache, Any]:
     kv = cache.begin(np.array([1, 2, 3, 4, 7], dtype=np.int32))
     cache.extend([kv], [5 - kv.num_cached])
     run(cache, kv, 5)
-    audit(cache)
+    cache.audit()
     return cache, kv
 
 
@@ -184,4 +183,4 @@ def test_a_broken_law_is_named(breaks: Callable[[KVCache, Any], None], message: 
     cache, kv = a_cache()
     breaks(cache, kv)
     with pytest.raises(AuditFailure, match=message):
-        audit(cache)
+        cache.audit()

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from quire.cache import KVCache, RequestKV
-from quire.cache.audit import audit
 from quire.errors import InvalidInput, LeaseError, OutOfPages
 from quire.spec.events import Namespace
 from quire.testing import small_plan
@@ -32,7 +31,7 @@ def test_a_second_request_reuses_the_first_ones_pages() -> None:
     assert cache.rows.page_ids(second).tolist() == cache.rows.page_ids(first)[:2].tolist()
     found = cache.statistics()
     assert (found.prompt_tokens, found.hit_tokens, found.shared_pages, found.peak_shared_pages) == (10, 4, 2, 2)
-    audit(cache)
+    cache.audit()
 
 
 @pytest.mark.parametrize(("length", "cached"), [(1, 0), (2, 0), (3, 2), (4, 2), (5, 4)])
@@ -56,7 +55,7 @@ def test_finishing_keeps_whole_pages_and_frees_the_tail() -> None:
     cache.extend([kv], [18])
     cache.finish(kv, tokens)
     assert (cache.tree.num_pages, cache.pages.num_free_pages) == (2, 6)
-    audit(cache)
+    cache.audit()
 
 
 def test_an_abort_keeps_what_was_committed_before() -> None:
@@ -74,7 +73,7 @@ def test_a_finished_request_is_dead() -> None:
     for use in (cache.finish, cache.rows.allocated, cache.rows.page_ids, lambda kv: cache.extend([kv], [1])):
         with pytest.raises(LeaseError, match="finished"):
             use(kv)
-    audit(cache)
+    cache.audit()
 
 
 def test_eviction_makes_room_only_as_far_as_needed() -> None:
@@ -97,7 +96,7 @@ def test_out_of_pages_names_numbers_and_holders_and_changes_nothing() -> None:
         cache.extend([kv], [5])
     assert (caught.value.group, caught.value.wanted, caught.value.free, caught.value.evictable) == ("full", 5, 2, 2)
     assert cache.statistics() == before
-    audit(cache)
+    cache.audit()
 
 
 def test_a_request_beyond_its_row_is_refused_and_nothing_leaks() -> None:
@@ -107,7 +106,7 @@ def test_a_request_beyond_its_row_is_refused_and_nothing_leaks() -> None:
     with pytest.raises((AssertionError, InvalidInput)):
         cache.extend([kv], [5])
     assert cache.rows.allocated(kv) == 0
-    audit(cache)
+    cache.audit()
 
 
 def test_a_shrinking_extension_changes_nothing() -> None:
@@ -118,7 +117,7 @@ def test_a_shrinking_extension_changes_nothing() -> None:
     with pytest.raises((AssertionError, InvalidInput)):
         cache.extend([first, second], [3, -1])
     assert cache.statistics().evicted_pages == 0
-    audit(cache)
+    cache.audit()
 
 
 def test_extending_nobody_is_nothing() -> None:
@@ -135,7 +134,7 @@ def test_rows_run_out_by_name() -> None:
     with pytest.raises(OutOfPages, match=r"'rows'.*1 running requests") as caught:
         cache.begin(ids(2))
     assert (caught.value.group, caught.value.wanted, caught.value.free) == ("rows", 1, 0)
-    audit(cache)
+    cache.audit()
 
 
 @pytest.mark.parametrize("length", [1, 7])
@@ -158,7 +157,7 @@ def test_two_requests_that_compute_one_prefix_end_on_one_copy() -> None:
     assert cache.rows.page_ids(second)[:2].tolist() == cache.rows.page_ids(first)[:2].tolist()
     assert cache.rows.page_ids(second)[2] != cache.rows.page_ids(first)[2]
     assert (cache.statistics().duplicate_pages, cache.statistics().shared_pages) == (2, 2)
-    audit(cache)
+    cache.audit()
 
 
 def test_what_is_given_up_in_flight_moves_until_the_step_settles() -> None:
@@ -170,7 +169,7 @@ def test_what_is_given_up_in_flight_moves_until_the_step_settles() -> None:
     frames = cache.statistics().frames["full"]
     assert (frames.free, frames.private, frames.cached, frames.moving) == (0, 0, 3, 1)
     assert cache.evict(9) == 0
-    audit(cache)
+    cache.audit()
     cache.close_fence(fence)
     assert cache.evict(9) == 3
     assert cache.pages.num_free_pages == 4
@@ -189,7 +188,7 @@ def test_an_error_in_one_of_what_waited_keeps_none_of_the_others() -> None:
     assert cache.pages.num_free_pages == 2
     assert cache.evict(11) == 9
     assert cache.pages.num_free_pages == 11
-    audit(cache)
+    cache.audit()
 
 
 def test_without_sharing_nothing_is_cached() -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.groups import Pieces
 from quire.cache.request_kv import RequestKV
+from quire.cache.states import Pieces
 from quire.spec.ids import Ids
 from tests.fuzz.names import Names, Page
 from tests.fuzz.plans import tokens_read

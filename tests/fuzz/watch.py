@@ -30,13 +30,13 @@ class Watch:
         self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
         self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
         self._executed = 0
-        self.snapshot = audit(cache)
+        self.snapshot = audit(cache.parts)
         self._read_tree(self.snapshot)
 
     def check(self) -> None:
         """All of it. O(pages) in small numbers, and less where little has changed since the last check."""
         before, model, executed = self.snapshot, self._model, self._device.num_executed
-        snapshot = audit(self._cache, before)
+        snapshot = audit(self._cache.parts, before)
         self.snapshot = snapshot
         tree = snapshot.tree is not before.tree
         rows = snapshot.requests is not before.requests

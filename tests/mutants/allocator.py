@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.cache.carried import CarriedGroup
-from quire.cache.groups import WholeGroup
+from quire.cache.groups import PagedGroup
+from quire.cache.states import StateGroup
 from quire.memory.allocator import BaseTokenToKVPoolAllocator, PageFrames
 from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
@@ -76,5 +76,5 @@ def the_free_list_loses_its_place(patch: Patch) -> None:
 @mutant("cache", field.LEAK)
 def a_failed_allocation_keeps_what_it_has(patch: Patch) -> None:
     """When a group runs out half way, the pages of the others are lost."""
-    patch.setattr(WholeGroup, "untake", lambda group, pages: None)
-    patch.setattr(CarriedGroup, "untake", lambda group, pages: None)
+    patch.setattr(PagedGroup, "untake", lambda group, pages: None)
+    patch.setattr(StateGroup, "untake", lambda group, pages: None)

@@ -8,9 +8,9 @@ import numpy as np
 
 from quire.cache import kv_cache
 from quire.cache.fences import Fences
-from quire.cache.groups import NO_PAGES, WholeGroup
+from quire.cache.groups import NO_PAGES, PagedGroup
+from quire.cache.growth import Growth
 from quire.cache.kv_cache import KVCache
-from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch, RunningTables
 from quire.errors import OutOfPages
@@ -25,10 +25,10 @@ def finish_frees_protected_pages(patch: Patch) -> None:
     """A request that ends releases what it shared twice over, once by itself and once with its pages."""
     real = KVCache._retire
 
-    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
+    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, released: Any = ()) -> None:
         if lease is not None:
             pages = np.concatenate((pages_to(lease.node)[-1:], pages))
-        real(cache, pages, lease, given)
+        real(cache, pages, lease, released)
 
     patch.setattr(KVCache, "_retire", retire)
 
@@ -69,8 +69,8 @@ def tail_page_leaks(patch: Patch) -> None:
     """The last page of every request, full or in part, is lost."""
     real = KVCache._retire
 
-    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, given: Any = ()) -> None:
-        real(cache, pages if lease is None else pages[:-1], lease, given)
+    def retire(cache: KVCache, pages: Any = NO_PAGES, lease: Any = None, released: Any = ()) -> None:
+        real(cache, pages if lease is None else pages[:-1], lease, released)
 
     patch.setattr(KVCache, "_retire", retire)
 
@@ -112,36 +112,36 @@ def extend_stops_half_way(patch: Patch) -> None:
 @mutant("cache", field.LEAK)
 def pages_leak_when_frames_run_out(patch: Patch) -> None:
     """A refused allocation still took its page ids; only the frames were missing."""
-    real = Reclaim.for_rows
+    real = Growth._reclaim
 
-    def for_rows(reclaim: Reclaim, rows: Any, wanted: int, cause: str) -> None:
+    def reclaim(growth: Growth, rows: Any, wanted: int, cause: str) -> None:
         try:
-            real(reclaim, rows, wanted, cause)
+            real(growth, rows, wanted, cause)
         except OutOfPages:
-            pages = reclaim._parts.pages
+            pages = growth._parts.pages
             pages.alloc_pages(min(1, pages.num_free_pages))
             raise
 
-    patch.setattr(Reclaim, "for_rows", for_rows)
+    patch.setattr(Growth, "_reclaim", reclaim)
 
 
 @mutant("cache", field.STUCK)
 def evict_before_refusing(patch: Patch) -> None:
     """Everything cached is thrown away for a request that is refused anyway."""
-    real = Reclaim.for_rows
+    real = Growth._reclaim
 
-    def for_rows(reclaim: Reclaim, rows: Any, wanted: int, cause: str) -> None:
-        evicted = reclaim._offload.evict(max(0, wanted - reclaim._parts.pages.num_free_pages), 0, cause)
-        reclaim._counters.evicted(len(evicted.removed))
-        real(reclaim, rows, wanted, cause)
+    def reclaim(growth: Growth, rows: Any, wanted: int, cause: str) -> None:
+        evicted = growth._offload.evict(max(0, wanted - growth._parts.pages.num_free_pages), 0, cause)
+        growth._counters.evicted(len(evicted.removed))
+        real(growth, rows, wanted, cause)
 
-    patch.setattr(Reclaim, "for_rows", for_rows)
+    patch.setattr(Growth, "_reclaim", reclaim)
 
 
 @mutant("cache", field.STUCK)
 def evictable_pages_do_not_count(patch: Patch) -> None:
     """A request that would fit after eviction is refused."""
-    patch.setattr(WholeGroup, "num_evictable", property(lambda group: 0))
+    patch.setattr(PagedGroup, "num_evictable", property(lambda group: 0))
 
 
 @mutant("cache", field.STALE)

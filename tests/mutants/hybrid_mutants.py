@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.cache.carried import CarriedGroup
-from quire.cache.groups import PassingGroup
+from quire.cache.groups import PagedGroup
 from quire.cache.request_kv import RequestKV
+from quire.cache.states import StateGroup
 from quire.memory.residency import Column
 from quire.scheduler.followers import Leaders
 from quire.spec.rank import Rank
@@ -27,7 +27,7 @@ def all_windows_are_worth_the_same(patch: Patch) -> None:
 
 @mutant("reuse", "a window pool that is full of cached windows admits nobody")
 def cached_windows_count_as_taken(patch: Patch) -> None:
-    patch.setattr(PassingGroup, "num_evictable", property(lambda group: 0))
+    patch.setattr(PagedGroup, "num_evictable", property(lambda group: 0))
 
 
 # -- states
@@ -35,17 +35,17 @@ def cached_windows_count_as_taken(patch: Patch) -> None:
 
 @mutant("reuse", "checkpoints take the frames that requests need to run")
 def checkpoints_take_the_last_frame(patch: Patch) -> None:
-    def spare(group: CarriedGroup, rank: Rank) -> int:
+    def spare(group: StateGroup, rank: Rank) -> int:
         if not group.num_free and not group._drop(1, rank):
             return 0
         return int(group.frames.allocator.alloc(1)[0])
 
-    patch.setattr(CarriedGroup, "_spare", spare)
+    patch.setattr(StateGroup, "_spare", spare)
 
 
 @mutant("reuse", "the one state there is stays pinned by the request that would begin on it, and it waits for ever")
 def no_state_is_taken_over(patch: Patch) -> None:
-    patch.setattr(CarriedGroup, "_takeable", lambda self, rows: rows[:0])
+    patch.setattr(StateGroup, "_takeable", lambda self, rows: rows[:0])
 
 
 @mutant("reuse", "prompts that share a prefix compute it again and again, since nobody leaves a state where they part")
@@ -66,4 +66,4 @@ def a_leader_does_not_hear_who_waits(patch: Patch) -> None:
 
 @mutant("reuse", "no test would see that checkpoints are skipped")
 def skipped_checkpoints_are_not_counted(patch: Patch) -> None:
-    patch.setattr(CarriedGroup, "skipped", property(lambda self: 0, lambda self, value: None), raising=False)
+    patch.setattr(StateGroup, "skipped", property(lambda self: 0, lambda self, value: None), raising=False)

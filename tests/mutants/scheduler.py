@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.admission import Admission
-from quire.cache.carried import CarriedGroup
+from quire.cache.states import StateGroup
 from quire.errors import OutOfPages
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.scheduler import Scheduler
@@ -81,12 +81,12 @@ def chunks_are_not_cut_to_the_window_pool(patch: Patch) -> None:
 @mutant("scheduler", field.STUCK)
 def a_checkpoint_is_not_optional(patch: Patch) -> None:
     """A request dies because there is no frame for an optional checkpoint."""
-    real = CarriedGroup._spare
+    real = StateGroup._spare
 
-    def spare(group: CarriedGroup, rank: Rank) -> int:
+    def spare(group: StateGroup, rank: Rank) -> int:
         found = real(group, rank)
         if not found:
             raise OutOfPages(group=group.name, wanted=1, free=0)
         return found
 
-    patch.setattr(CarriedGroup, "_spare", spare)
+    patch.setattr(StateGroup, "_spare", spare)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.carried import CarriedGroup
+from quire.cache.states import StateGroup
 from quire.scheduler import rows
 from quire.scheduler.request import Request
 from quire.scheduler.rows import RunningRows
@@ -58,18 +58,18 @@ def a_row_is_whoever_has_it(patch: Patch) -> None:
 
 @mutant("steps", "what a request carries has gone on with drafts that did not come true")
 def a_state_goes_on_with_all_drafts(patch: Patch) -> None:
-    real = CarriedGroup.settle
+    real = StateGroup.settle
 
-    def settle(self: CarriedGroup, row: int, num_tokens: int) -> None:
+    def settle(self: StateGroup, row: int, num_tokens: int) -> None:
         real(self, row, num_tokens)
         self._frame[row], self._draft_frames[row, -1] = self._draft_frames[row, -1], self._frame[row]
 
-    patch.setattr(CarriedGroup, "settle", settle)
+    patch.setattr(StateGroup, "settle", settle)
 
 
 @mutant("steps", "what a request carries does not hear which drafts came true")
 def a_state_stays_where_it_was(patch: Patch) -> None:
-    patch.setattr(CarriedGroup, "settle", lambda self, row, num_tokens: None)
+    patch.setattr(StateGroup, "settle", lambda self, row, num_tokens: None)
 
 
 @mutant("steps", "drafts that were computed once are computed again, behind what came true")

@@ -8,8 +8,7 @@ import numpy as np
 
 from quire.cache import offload
 from quire.cache.admission import Admission
-from quire.cache.groups import NO_PAGES, PassingGroup
-from quire.cache.resuming import resume_point
+from quire.cache.groups import NO_PAGES, PagedGroup, resume_point
 from quire.prefix.reach import Chunk, Window
 from tests.mutants import field
 from tests.mutants.registry import Patch, mutant
@@ -43,26 +42,26 @@ def any_group_is_enough(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def a_pinned_window_is_dropped(patch: Patch) -> None:
     """Windows that running requests read are dropped for others."""
-    patch.setattr(PassingGroup, "begin", lambda self, row, pages: self.first.__setitem__(row, 0))
+    patch.setattr(PagedGroup, "begin", lambda self, row, pages: self.first.__setitem__(row, 0))
 
 
 @mutant("cache", field.PINS)
 def passed_windows_stay_pinned(patch: Patch) -> None:
     """The pool of windows fills with what was passed, and requests fail beside frames that nobody reads."""
     nothing = NO_PAGES, NO_PAGES
-    patch.setattr(PassingGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
+    patch.setattr(PagedGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
 
 
 @mutant("cache", field.STUCK)
 def eviction_ignores_windows(patch: Patch) -> None:
     """Only whole pages are evicted, and a full pool of windows never gets a frame back."""
-    patch.setattr(PassingGroup, "evict", lambda self, num_frames: 0)
+    patch.setattr(PagedGroup, "evict", lambda self, num_frames: 0)
 
 
 @mutant("cache", field.DEAD)
 def a_window_is_not_revived(patch: Patch) -> None:
     """A page computed again keeps its cached twin without a window, and nobody resumes there ever after."""
-    patch.setattr(PassingGroup, "_revive", lambda self, ours, theirs: None)
+    patch.setattr(PagedGroup, "_revive", lambda self, ours, theirs: None)
 
 
 @mutant("cache", field.TWICE)
@@ -73,20 +72,20 @@ def a_revived_frame_is_freed_with_its_old_page(patch: Patch) -> None:
         missing = ~group.table.present(theirs)
         group.table.frame[theirs[missing]] = group.table.frame[ours[missing]]
 
-    patch.setattr(PassingGroup, "_revive", revive)
+    patch.setattr(PagedGroup, "_revive", revive)
 
 
 @mutant("cache", field.PINS)
 def a_window_is_unpinned_twice(patch: Patch) -> None:
     """A window is dropped between two pins of it, and the second unpin frees what is another's."""
-    real = PassingGroup.give_back
+    real = PagedGroup.release
 
-    def give_back(group: PassingGroup, given: Any) -> None:
-        again = given.unpinned[group.table.pins[given.unpinned] > 1]
-        real(group, given)
-        group.table.unpin(again, given.rank)
+    def release(group: PagedGroup, released: Any) -> None:
+        again = released.unpinned[group.table.pins[released.unpinned] > 1]
+        real(group, released)
+        group.table.unpin(again, released.rank)
 
-    patch.setattr(PassingGroup, "give_back", give_back)
+    patch.setattr(PagedGroup, "release", release)
 
 
 @mutant("cache", field.EVICTED)

@@ -8,7 +8,6 @@ from itertools import count
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.audit import audit
 from quire.cache.statistics import FrameCounts
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
@@ -75,7 +74,7 @@ class HybridServer:
         """Serve all that is queued to its end."""
         while self.scheduler.has_requests:
             self.step()
-        audit(self.cache)
+        self.cache.audit()
         while self._open:
             request = self._open.pop()
             assert request.output_tokens.tolist() == self.model.solo(request)

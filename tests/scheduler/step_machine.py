@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.audit import audit
 from quire.cache.request_kv import RequestKV
 from quire.plan.reserve import Speculation
 from quire.scheduler.policy import scheduling_policy
@@ -192,7 +191,7 @@ class StepMachine:
             self.turn(Choices(lambda n: 0))
             self.check()
         assert not self.lives, f"they never end: {[life.request.wait_reason for life in self.lives]}"
-        audit(self.cache)
+        self.cache.audit()
         found = self.cache.pages.num_free_pages + self.cache.tree.num_evictable
         assert found == self.plan.num_pages, "memory is held for nobody"
 
@@ -207,7 +206,7 @@ class StepMachine:
                 committed, allocated = self.cache.rows.committed(life.kv), self.cache.rows.allocated(life.kv)
                 assert committed <= life.settled and life.launched <= allocated
         self.model.oracle.check_cached()
-        audit(self.cache)
+        self.cache.audit()
 
     # -- the device
 

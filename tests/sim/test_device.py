@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.cache.fences import Fences
-from quire.cache.groups import Pieces
+from quire.cache.states import Pieces
 from quire.errors import WrongContent
 from quire.sim.names import NameChain
 from quire.sim.replay import Replay

@@ -9,7 +9,8 @@ import numpy as np
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import NO_ROWS, Lengths, Rows, RunningTables
+from quire.cache.running import NO_ROWS, Lengths, Rows
+from quire.cache.states import StateGroup
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
 from quire.prefix.divergence import find_divergence
 from quire.spec.events import Namespace
@@ -20,15 +21,17 @@ from quire.spec.rank import Rank
 class Admission:
     """What a scheduler asks before a request begins or grows. It takes nothing."""
 
-    def __init__(self, parts: CacheParts, rows: RunningTables, retention: RetentionPort) -> None:
+    def __init__(self, parts: CacheParts, retention: RetentionPort) -> None:
         self._pages = parts.pages
         self._tree = parts.tree
         self._groups = parts.groups
         self._seconds = parts.seconds
-        self._rows = rows
+        self._rows = parts.rows
         self._retention = retention
         self._size = parts.plan.page_size
         self._partial = [group for group in parts.groups if not group.reach.whole]
+        self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
+        self._windows = [group for group in self._partial if group not in self._states]
         self.gives_back_early = bool(self._partial)
         """Whether a commit may free frames before its request ends."""
 
@@ -94,12 +97,8 @@ class Admission:
         """How many of `count` tokens, at least one, to `extend` at once where a window's frames are short. The rest
         fits when these tokens have settled and their window has moved on."""
         slack = -self._rows.allocated(kv) % self._size
-        passing = [
-            g.num_free + g.num_evictable + self._retention.num_soft_frames(g.index)
-            for g in self._groups
-            if not g.reach.whole and not g.reach.carried
-        ]
-        return max(1, min(count, slack + min(passing) * self._size)) if passing else count
+        room = [g.num_free + g.num_evictable + self._retention.num_soft_frames(g.index) for g in self._windows]
+        return max(1, min(count, slack + min(room) * self._size)) if room else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
         """Whether a running request will still compute its first `num_pages` pages, or leave a resume point after them.
@@ -108,7 +107,7 @@ class Admission:
         if not kv.shares:
             return False
         kv.marks.setdefault(num_pages, Rank.USED)
-        return num_pages > kv.lease.num_pages or any(group.is_pending(row, num_pages) for group in self._groups)
+        return num_pages > kv.lease.num_pages or any(group.is_pending(row, num_pages) for group in self._states)
 
     def why_not(
         self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0

@@ -15,17 +15,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from quire.cache.snapshot import Audited, GroupSnapshot, Snapshot
+from quire.cache.offload import CacheParts
+from quire.cache.snapshot import GroupSnapshot, Snapshot
 from quire.errors import AuditFailure
 from quire.prefix.node import TOKEN_BYTES, Node
 
 
-def audit(cache: Audited, before: Snapshot | None = None) -> Snapshot:
+def audit(parts: CacheParts, before: Snapshot | None = None) -> Snapshot:
     """Check every law, and return the snapshot. Raises AuditFailure that names each broken law. O(pages + nodes).
 
     Parts that are equal in `before`, a snapshot that has passed, are not checked again.
     """
-    snapshot = Snapshot(cache, before)
+    snapshot = Snapshot(parts, before)
     if broken := list(_broken(snapshot, before)):
         raise AuditFailure("; ".join(broken) + ".")
     return snapshot
@@ -52,14 +53,14 @@ def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
             yield from _idle(found, now.tree.cached)
         if not found.group.reach.whole and (group or rows):
             yield from _reads(now, found)
-    for law in now.cache.parts.laws:
+    for law in now.parts.laws:
         yield from law(now)
 
 
 def _page_owners(now: Snapshot) -> Iterator[str]:
     """Every page id is either free, private, cached or moving."""
     cached, private, moving = now.tree.cached, now.requests.private, now.waits.pages
-    owned, num_pages = sorted(cached + private + moving), now.cache.pages.num_pages
+    owned, num_pages = sorted(cached + private + moving), now.parts.pages.num_pages
     if owned != now.out:
         out = set(now.out)
         free = [page for page in range(1, num_pages + 1) if page not in out]
@@ -94,7 +95,7 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
             yield f"{name}: page {min(extra)} is free and has a frame"
         missing = set(now.out) - set(resident)
         if now.is_tiered:
-            here = now.cache.tree.is_here
+            here = now.parts.tree.is_here
             gone = {page for node, pages in now.tree.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
@@ -105,7 +106,7 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
 
 def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """The pages that a request reads of a window have frames."""
-    group, size = found.group, now.cache.page_size
+    group, size = found.group, now.parts.plan.page_size
     for row in now.requests.rows if not group.reach.carried else ():
         first = group.reach.needed(row.committed // size).start
         if 0 in [found.column[page] for page in row.pages[first:]]:
@@ -133,7 +134,7 @@ def _requests(now: Snapshot) -> Iterator[str]:
     """protected <= committed <= allocated, and the protected pages are the leased path."""
     pages = dict(now.tree.edges)
     for row in now.requests.rows:
-        name, protected = f"row {row.kv.row}", row.shared * now.cache.page_size
+        name, protected = f"row {row.kv.row}", row.shared * now.parts.plan.page_size
         if not 0 <= protected <= row.committed <= row.allocated:
             lengths = f"protected {protected}, committed {row.committed}, allocated {row.allocated}"
             yield f"{name}: {lengths} are out of order"
@@ -151,7 +152,7 @@ def _requests(now: Snapshot) -> Iterator[str]:
 
 def _tree(now: Snapshot) -> Iterator[str]:
     """Edges hold whole pages, children hang under their first page, parents point back; counters are sums."""
-    tree, page_bytes = now.cache.tree, now.cache.page_size * TOKEN_BYTES
+    tree, page_bytes = now.parts.tree, now.parts.plan.page_size * TOKEN_BYTES
     sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
     num_children = sum(len(root.children) for root in now.tree.roots)
     for node, pages in now.tree.edges:
@@ -180,7 +181,7 @@ def _tree(now: Snapshot) -> Iterator[str]:
 
 def _queue(now: Snapshot) -> Iterator[str]:
     """Every unleased leaf has its entry in the eviction queue."""
-    tree, queued = now.cache.tree, now.cache.tree.queued()
+    tree, queued = now.parts.tree, now.parts.tree.queued()
     for node, pages in now.tree.edges:
         leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
         if not node.level and leaf and node not in queued:

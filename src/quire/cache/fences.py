@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.cache.groups import NO_PAGES, Given
+from quire.cache.groups import NO_PAGES, GroupRelease
 from quire.prefix.node import Lease
 from quire.spec.ids import Ids
 
@@ -20,7 +20,7 @@ class Retired:
 
     pages: Ids = field(default_factory=lambda: NO_PAGES)
     lease: Lease | None = None
-    given: tuple[Given, ...] = ()
+    released: tuple[GroupRelease, ...] = ()
 
 
 class Fences:

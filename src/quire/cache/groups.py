@@ -2,9 +2,9 @@
 
 `KVCache` calls the same methods of every group. The class of a group follows from its reach:
 
-    WholeGroup     a cached page always has its frame
-    PassingGroup   a request reads a window; frames that the window has passed may go while their pages stay
-    CarriedGroup   a request rewrites its own frame, and leaves older ones to pages (`quire.cache.carried`)
+    PagedGroup    each page of a request has a frame; where the reach is a part of the pages, frames before that part
+                  are idle, and may be reclaimed while their pages stay cached
+    StateGroup    a request updates its own frame in place, and stores older ones with pages (`quire.cache.states`)
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
-from quire.memory.allocator import PageFrames, SlotFrames
+from quire.memory.allocator import GroupFrames, PageFrames, SlotFrames
 from quire.memory.residency import Column
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
@@ -30,30 +31,14 @@ NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a request gives up in one group, once no launched step touches it any more."""
+class GroupRelease:
+    """What a request releases in one group, once no launched step touches it any more."""
 
     group: int
     unpinned: Ids = field(default_factory=lambda: NO_PAGES)  # cached pages that it no longer reads
     rank: Rank = Rank.PASSED  # of their frames, once idle
     dropped: Ids = field(default_factory=lambda: NO_PAGES)  # private pages whose frames it no longer reads
     frames: Ids = field(default_factory=lambda: NO_PAGES)  # its own frames
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Work of one step in one carried group: consecutive runs of tokens, request by request, in order.
-
-    Piece i has `lengths[i]` tokens. It starts from frame `sources[i]` (0: from nothing) and writes frame `targets[i]`.
-    """
-
-    lengths: Ids
-    sources: Ids
-    targets: Ids
-
-
-Launched = tuple[Pieces, list[Given]]
-"""The pieces of a step, and what its requests give up by launching it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +52,10 @@ class NewPages:
     ends: Lengths
     table: Ids
 
-    def pages(self) -> Ids:
-        """Their ids, request by request."""
-        return pages_between(self.table, self.rows, self.starts, self.ends)[0]
-
 
 class GroupCache(ABC):
     """One group. `row` is a request's row, `pages` are its pages from the first on. Counters are explained in
     `quire.cache.statistics.FrameCounts`."""
-
-    frames: PageFrames | SlotFrames
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames, tree: RadixCache) -> None:
         self.index = index
@@ -104,6 +83,11 @@ class GroupCache(ABC):
         table = self.table
         return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
 
+    def needed_pages(self, pages: Ids) -> Ids:
+        """The pages that a request that begins after all of `pages` reads; a view."""
+        needed = self.reach.needed(len(pages))
+        return pages[needed.start : needed.stop]
+
     @abstractmethod
     def would_pin(self, pages: Ids, evictable: int) -> int:
         """Evictable frames that a request that begins after `pages` will pin. `evictable` of these pages can go now."""
@@ -117,14 +101,15 @@ class GroupCache(ABC):
         """The most frames that these rows, which have `have[i]` pages, will take until they have `reached[i]`."""
 
     @abstractmethod
+    def reserve(self, num_pages: int) -> int:
+        """Frames to reserve for running requests that may take `num_pages` new pages in the next step."""
+
+    @abstractmethod
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Frames that these rows take next, with `num_new` new pages in all."""
 
-    def reserve(self, num_pages: int) -> int:
-        """Frames to reserve for running requests that may take `num_pages` new pages in the next step."""
-        return num_pages
-
-    def begin(self, row: int, pages: Ids) -> None:  # noqa: B027 - only what is read in part is pinned
+    @abstractmethod
+    def begin(self, row: int, pages: Ids) -> None:
         """A request begins after these cached pages."""
 
     @abstractmethod
@@ -136,45 +121,28 @@ class GroupCache(ABC):
     def untake(self, new_pages: Ids) -> None:
         """Free what `take` took."""
 
-    def grow(self, rows: Rows, new_pages: Ids) -> None:  # noqa: B027 - frames of pages are theirs when taken
-        """Give what `take` took to these pages or rows."""
-
-    def launch(
-        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
-    ) -> Launched | None:
-        """The work of a step, up to `ends[i]` tokens, on the frames that requests carry; None where they carry none.
-
-        The step draws `draws[i]` tokens, by default one at most: all but the first after drafts, its last tokens.
-        `table` holds all rows of pages. `leaves`: frames may be left for others.
-        """
-        return None
-
-    def settle(self, row: int, num_tokens: int) -> None:  # noqa: B027 - only frames that are carried hear of it
-        """The first `num_tokens` tokens have settled; some of them may have been drafts."""
-
-    def is_pending(self, row: int, num_pages: int) -> bool:
-        """Whether others cannot yet begin after the row's first `num_pages` pages, which are settled, but will."""
-        return False
-
-    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
-        return np.zeros(len(rows), dtype=np.bool_)
+    def grow(self, rows: Rows, new_pages: Ids) -> None:  # noqa: B027 - `take` binds frames to pages
+        """Give what `take` took to these rows."""
 
     @abstractmethod
-    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
+
+    @abstractmethod
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         """These pages are cached. The cached pages `theirs` replaced the private duplicates `ours`."""
 
-    def passed(self, new: NewPages) -> list[Given]:
+    def commit_private(self, new: NewPages) -> list[GroupRelease]:
         """As `commit` for requests that share nothing: only the pages that they began on are cached."""
         return []
 
-    def finish(self, row: int, pages: Ids, protected: int) -> list[Given]:
+    @abstractmethod
+    def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
         """A request with these pages ends. The first `protected` are whole and settled."""
-        return []
 
-    def give_back(self, given: Given) -> None:
-        """Free what a request has given up."""
-        raise AssertionError("nothing is given up in a group that is read as a whole")
+    @abstractmethod
+    def release(self, released: GroupRelease) -> None:
+        """Free what a request has released."""
 
     @abstractmethod
     def restore(self, pages: Ids) -> Ids:
@@ -184,67 +152,31 @@ class GroupCache(ABC):
         """Free the frames of pages that leave the cache."""
         self.frames.drop(pages)
 
+    @abstractmethod
     def evict(self, num_frames: int) -> int:
         """Free up to `num_frames` frames of cached pages, which stay. Returns how many."""
-        return 0
 
+    @abstractmethod
     def pinned(self, row: int, pages: Ids) -> Ids:
-        """The pages among a row's cached `pages` that it pins."""
-        return NO_PAGES
+        """The pages among a row's cached `pages` that it pins, in a group that is read in part."""
 
+    @abstractmethod
     def frames_of(self, row: int) -> Ids:
         """Frames that a row owns beside those of its pages, unordered."""
-        return NO_PAGES
 
+    @abstractmethod
     def books(self) -> tuple[object, ...]:
         """All data about rows, for comparison by snapshots."""
-        return ()
 
 
-class WholeGroup(GroupCache):
-    """Every page of a prefix is read by all later tokens: a frame goes with its page."""
+class PagedGroup(GroupCache):
+    """A frame for each page. A request pins the cached frames that it reads, where it does not read all of them.
+
+    |-- passed: idle, may be reclaimed --|-- read: pinned --|-- read: private --|
+    0                                    first[row]         protected           allocated
+    """
 
     frames: PageFrames
-
-    def would_pin(self, pages: Ids, evictable: int) -> int:
-        return evictable
-
-    def needs(self, num_pages: int, num_cached: int) -> int:
-        return num_pages - num_cached
-
-    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        return int((reached - have).sum())
-
-    def wanted(self, rows: Rows, num_new: int) -> int:
-        return num_new
-
-    def take(self, rows: Rows, new_pages: Ids) -> None:
-        self.frames.take(new_pages)
-
-    def untake(self, new_pages: Ids) -> None:
-        self.frames.drop(new_pages)
-
-    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
-        self._revive(ours, theirs)
-        return []
-
-    def restore(self, pages: Ids) -> Ids:
-        return self.frames.take(pages)
-
-    def _revive(self, ours: Ids, theirs: Ids) -> None:
-        """Cached pages without a frame take over the frames of the request's duplicates."""
-        if len(ours):
-            missing = ~self.table.present(theirs)
-            self.table.move(ours[missing], theirs[missing])
-            self.revived_frames += int(np.count_nonzero(missing))
-
-
-class PassingGroup(WholeGroup):
-    """A request reads only its last pages. It pins the cached frames that it reads; frames it has passed are idle.
-
-    |-- passed: may be dropped --|-- read: pinned --|-- read: private --|
-    0                            first[row]         protected           allocated
-    """
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames, tree: RadixCache, max_requests: int) -> None:
         super().__init__(index, reach, frames, tree)
@@ -252,27 +184,43 @@ class PassingGroup(WholeGroup):
         self.first = np.zeros(max_requests, dtype=np.int64)  # the first page that each row still reads
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        return self.table.num_idle_of(pages[self.reach.first(len(pages)) :])
+        return evictable if self.reach.whole else self.table.num_idle_of(self.needed_pages(pages))
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         read = num_cached - self.reach.first(num_cached)  # pinned from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
     def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
+        if self.reach.whole:
+            return int((reached - have).sum())
         most = np.minimum(reached, self._held)
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
+
+    def reserve(self, num_pages: int) -> int:
+        return num_pages
+
+    def wanted(self, rows: Rows, num_new: int) -> int:
+        return num_new
 
     def begin(self, row: int, pages: Ids) -> None:
         first = self.first[row] = self.reach.first(len(pages))
         self.table.pin(pages[first:], Rank.USED)
 
+    def take(self, rows: Rows, new_pages: Ids) -> None:
+        self.frames.take(new_pages)
+
+    def untake(self, new_pages: Ids) -> None:
+        self.frames.drop(new_pages)
+
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         passes: Bools = self.reach.first(num_pages) > self.first[rows]
         return passes
 
-    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         self._revive(ours, theirs)
-        pages = new.pages()
+        if self.reach.whole:
+            return []
+        pages = pages_between(new.table, new.rows, new.starts, new.ends)[0]
         for part in _distinct(pages) if len(ours) else (pages,):
             self.table.pin(part)
         firsts, passed, _ = self._advance(new)
@@ -280,31 +228,36 @@ class PassingGroup(WholeGroup):
             return []
         ranks = self._ranks(new.kvs, firsts, self.first[new.rows])
         if ranks is None:
-            return [Given(self.index, part) for part in _distinct(passed)]
+            return [GroupRelease(self.index, part) for part in _distinct(passed)]
         by_rank = [(rank, passed[ranks == value]) for value, rank in enumerate(Rank)]
-        return [Given(self.index, part, rank) for rank, some in by_rank for part in _distinct(some)]
+        return [GroupRelease(self.index, part, rank) for rank, some in by_rank for part in _distinct(some)]
 
-    def passed(self, new: NewPages) -> list[Given]:
+    def commit_private(self, new: NewPages) -> list[GroupRelease]:
         firsts, passed, owners = self._advance(new)
         if not len(passed):
             return []
         cached = np.array([kv.lease.num_pages for kv in new.kvs])
         places = firsts[owners] + np.arange(len(passed)) - owners.searchsorted(owners)
         shared = places < cached[owners]
-        given = [Given(self.index, part) for part in _distinct(passed[shared])]
-        return [*given, Given(self.index, dropped=passed[~shared])]
+        released = [GroupRelease(self.index, part) for part in _distinct(passed[shared])]
+        return [*released, GroupRelease(self.index, dropped=passed[~shared])]
 
-    def finish(self, row: int, pages: Ids, protected: int) -> list[Given]:
+    def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
         read = pages[self.first[row] : protected]
-        return [Given(self.index, read.copy(), Rank.USED)] if len(read) else []
+        return [GroupRelease(self.index, read.copy(), Rank.USED)] if len(read) else []
 
-    def give_back(self, given: Given) -> None:
-        if len(given.unpinned):
-            self.table.unpin(given.unpinned, given.rank)
-        if len(given.dropped):
-            self.frames.vacate(given.dropped)
+    def release(self, released: GroupRelease) -> None:
+        if len(released.unpinned):
+            self.table.unpin(released.unpinned, released.rank)
+        if len(released.dropped):
+            self.frames.vacate(released.dropped)
+
+    def restore(self, pages: Ids) -> Ids:
+        return self.frames.take(pages)
 
     def evict(self, num_frames: int) -> int:
+        if self.reach.whole:
+            return 0
         pages = self.table.reclaim(num_frames)
         self.frames.vacate(pages)
         self.dropped_frames += len(pages)
@@ -313,8 +266,18 @@ class PassingGroup(WholeGroup):
     def pinned(self, row: int, pages: Ids) -> Ids:
         return pages[int(self.first[row]) :]
 
+    def frames_of(self, row: int) -> Ids:
+        return NO_PAGES
+
     def books(self) -> tuple[object, ...]:
         return (self.first.tobytes(),)
+
+    def _revive(self, ours: Ids, theirs: Ids) -> None:
+        """Cached pages without a frame take over the frames of the request's duplicates."""
+        if len(ours):
+            missing = ~self.table.present(theirs)
+            self.table.move(ours[missing], theirs[missing])
+            self.revived_frames += int(np.count_nonzero(missing))
 
     def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:
         """Move `first` to where requests with `new.ends` whole pages need it. Returns where it was, the pages passed,
@@ -339,6 +302,26 @@ class PassingGroup(WholeGroup):
                         ranks[place] = max(ranks[place], rank)
             at += end - first
         return np.frombuffer(ranks, dtype=np.int8)
+
+
+def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> tuple[int, str]:
+    """The most of `pages` after which a request can begin, and the name of a group that allows no more, or "".
+
+    `groups` are those that are read in part: in the others a cached page has its frame. `hosts`, one for each group of
+    the cache, add frames on the host. O(pages read) where a request can begin after all pages.
+    """
+    if all(resident(group, group.needed_pages(pages), hosts).all() for group in groups):
+        return len(pages), ""
+    masks = [group.reach.resumable(resident(group, pages, hosts)) for group in groups]
+    ends = np.flatnonzero(np.logical_and.reduce(masks))
+    num_pages = int(ends[-1]) + 1 if len(ends) else 0
+    return num_pages, next((group.name for group, mask in zip(groups, masks, strict=True) if not mask[-1]), "")
+
+
+def resident(group: GroupCache, pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> Bools:
+    """Per page: whether it has a frame on the device or in `hosts`."""
+    found = group.table.present(pages)
+    return found | hosts[group.index].table.present(pages) if hosts else found
 
 
 def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tuple[Ids, Rows]:

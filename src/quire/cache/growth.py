@@ -1,16 +1,24 @@
-"""Growth: page ids and frames for more tokens of running requests, in every group or in none."""
+"""Growth: page ids and frames for more tokens of running requests, in every group or in none.
+
+Where too few are free, room is made in this order:
+
+soft retentions           end, the lowest priority first, until enough is evictable
+transfers                 are waited for: their pages are evictable when they have arrived
+prompts read ahead        are abandoned, the newest first
+cached pages              are evicted where page ids or frames of a whole group are short
+frames of other groups    are reclaimed where these are short; their pages stay cached
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.offload import CacheParts, Offload
-from quire.cache.reclaim import Reclaim
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows, RunningBatch, RunningTables
+from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, PageFrames, growing_allocator
@@ -24,10 +32,12 @@ class Growth:
     `allocators` are the one that grows sequences, and those of the groups that it does not serve.
     """
 
-    def __init__(self, parts: CacheParts, rows: RunningTables, offload: Offload, counters: CacheCounters) -> None:
-        self.reclaim = Reclaim(parts, offload, counters, rows.live)
-        self._rows = rows
-        self._table = rows.table
+    def __init__(self, parts: CacheParts, offload: Offload, counters: CacheCounters) -> None:
+        self._parts = parts
+        self._offload = offload
+        self._counters = counters
+        self._rows = parts.rows
+        self._table = parts.rows.table
         self._frames = parts.frames
         self._context = parts.plan.context
         self._size = parts.plan.page_size
@@ -36,7 +46,7 @@ class Growth:
         self._others = tuple(group for group in parts.groups if group.frames is not sides)
         others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
         self.allocators: tuple[GrowingAllocator, ...] = (self._growing, *others)
-        self._carried = tuple(group for group in parts.groups if group.reach.carried)
+        self._states = tuple(group for group in parts.groups if group.reach.carried)
         self._scarce = tuple(g for g in parts.groups if g.reach.carried or g.num_frames < parts.pages.num_pages)
 
     def by(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, counts: int | Sequence[int] | Lengths) -> None:
@@ -59,7 +69,7 @@ class Growth:
             raise self._beyond_context(self._context + 1)
         crossing = (lengths % size == 0).nonzero()[0]  # the others have a free slot in their last page
         num_new, pages = len(crossing), NO_PAGES
-        if num_new or self._carried:
+        if num_new or self._states:
             self._make_room(rows, num_new, batch)
             before, grown = lengths[crossing], rows[crossing]
             if num_new and size == 1:
@@ -106,11 +116,47 @@ class Growth:
         if num_new * self._size > self._growing.available_size() or any(
             (group.wanted(rows, num_new) if group.reach.carried else num_new) > group.num_free for group in self._scarce
         ):
-            self.reclaim.for_rows(rows, num_new, _names_of(kvs, self._table.allocated[rows] % self._size == 0))
+            self._reclaim(rows, num_new, _names_of(kvs, self._table.allocated[rows] % self._size == 0))
+
+    def _reclaim(self, rows: Rows, num_new: int, cause: str) -> None:
+        """Evict until these rows can take `num_new` pages."""
+        self._offload.retention.expire()
+        self._until(lambda: [g.wanted(rows, num_new) for g in self._parts.groups], num_new, cause, waits=True)
+
+    def reclaim(self, wanted: Sequence[int], cause: str) -> None:
+        """Evict until each group has `wanted[i]` free frames. Does not wait for transfers."""
+        self._until(lambda: wanted, 0, cause, waits=False)
+
+    def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
+        """Release holds until `ask()`, which that may change, is evictable; then evict. Raises OutOfPages before."""
+        wanted = ask()
+        while (refusal := self._short(wanted, num_new)) is not None:
+            if not (self._offload.retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
+                raise refusal
+            wanted = ask()
+        short = [(group, n) for group, n in zip(self._parts.groups, wanted, strict=True) if n > group.num_free]
+        whole = [n - group.num_free for group, n in short if group.reach.whole]
+        missing = max(num_new - self._parts.pages.num_free_pages, *whole, 0)
+        if missing > 0:
+            self._counters.evicted(len(self._offload.evict(missing, num_new, cause).removed))
+        for group, n in short:
+            if n > group.num_free:
+                group.evict(n - group.num_free)
+
+    def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
+        """The refusal where evicting everything would not do."""
+        parts, tree = self._parts, self._parts.tree
+        found = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(parts.groups, wanted, strict=True)]
+        found.append(("pages", num_new, parts.pages.num_free_pages, tree.num_evictable + tree.num_below))
+        for name, n, have, more in found:
+            if n > have + more:
+                held_by = parts.holds.summary(self._offload.retention.num_pinned)
+                return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=held_by)
+        return None
 
     def _take(self, rows: Rows, pages: Ids) -> None:
         """Take frames in the other groups for new pages of these rows. Frees the pages where that raises OutOfPages."""
-        groups = self._others if len(pages) else self._carried
+        groups = self._others if len(pages) else self._states
         taken: list[GroupCache] = []
         try:
             for group in groups:

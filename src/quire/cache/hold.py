@@ -4,19 +4,22 @@
     frames                    of groups whose frames may go before their pages: that tier does not reclaim them
     private pages             of a running request: pages that it gives up stay until the hold is released
 
-Running requests hold pages by their own lease and rows, launched steps by `Fences`; everything else by a hold.
+A running request is a hold of its own kind: it has a lease and, in its row, private pages. What launched steps may
+still touch waits in `Fences`. `Holds` lists and counts all of them; the others are made by `Holds.add`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
+from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES
+from quire.cache.request_kv import RequestKV
 from quire.errors import LeaseError
 from quire.memory.residency import Residency
 from quire.prefix.node import Lease
@@ -65,11 +68,21 @@ class Hold:
 
 
 class Holds:
-    """The live holds of one cache. `give_back` takes private pages that were given up and are held no longer."""
+    """The live holds of one cache, beside its running `requests` and what waits in `fences`. `give_back` takes private
+    pages that were given up and are held no longer."""
 
-    def __init__(self, tree: RadixCache, table: Residency, give_back: Callable[[Ids], None]) -> None:
+    def __init__(
+        self,
+        tree: RadixCache,
+        table: Residency,
+        requests: Mapping[int, RequestKV],
+        fences: Fences,
+        give_back: Callable[[Ids], None],
+    ) -> None:
         self._tree = tree
         self._table = table
+        self._requests = requests
+        self._fences = fences
         self._give_back = give_back
         self._live: dict[Hold, None] = {}
         self._private: Counter[int] = Counter()  # holds of each private page
@@ -129,9 +142,6 @@ class Holds:
         free: Ids = pages[~held]
         return free
 
-    def __iter__(self) -> Iterator[Hold]:
-        return iter(self._live)
-
     def __len__(self) -> int:
         return len(self._live)
 
@@ -141,8 +151,9 @@ class Holds:
         return sorted(self._waiting)
 
     def leases(self) -> list[Lease]:
-        """The leases of all live holds."""
-        return [hold.lease for hold in self._live if hold.lease is not None]
+        """The leases of running requests, of what waits for launched steps, and of live holds."""
+        holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self._fences.waiting, *self._live)
+        return [holder.lease for holder in holders if holder.lease is not None]
 
     def readers(self, group: int, tier: Tier) -> Ids:
         """Pages of a group whose frames are held in a tier, once for each hold; empty where no frame is reclaimed."""
@@ -151,10 +162,16 @@ class Holds:
         runs = [each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier]
         return np.concatenate(runs) if runs else NO_PAGES
 
-    def summary(self) -> str:
-        """The number of live holds of each reason, in words; "" where there is none."""
-        counts = Counter(hold.reason for hold in self._live)
-        return ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
+    def summary(self, num_pinned: int = 0) -> str:
+        """What holds pages, in words: running requests, and the number of holds of each reason and of launched steps
+        that something waits for. Callers have pinned `num_pinned` pages."""
+        counts = Counter[str](hold.reason for hold in self._live)
+        if self._fences.waiting:
+            counts["launched step"] = self._fences.num_open
+        others = ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
+        beside = f", beside {others}" if others else ""
+        pinned = f", but for {num_pinned} pages that callers have pinned" if num_pinned else ""
+        return f"{len(self._requests)} running requests hold the rest{beside}{pinned}"
 
     def _pin(self, hold: Hold, frames: Sequence[HeldFrames], rank: Rank) -> None:
         hold.frames = tuple(frames)

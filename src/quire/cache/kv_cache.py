@@ -10,16 +10,16 @@ import numpy as np
 
 from quire.cache.admission import Admission
 from quire.cache.audit import audit
-from quire.cache.carried import CarriedGroup
 from quire.cache.damaged import DamagedPages
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, Given, GroupCache, NewPages, PassingGroup, Pieces, WholeGroup
+from quire.cache.groups import NO_PAGES, GroupCache, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, RunningBatch, RunningTables
+from quire.cache.states import Pieces, StateGroup
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import (
@@ -116,7 +116,8 @@ class KVCache:
         self.pages = token_allocator(num_pages * plan.page_size, plan.page_size, name="pages")
         self.groups = _groups_of(plan, table, self.pages, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
-        firsts = {group.index: group.first for group in self.groups if isinstance(group, PassingGroup)}
+        self._partial = tuple(group for group in self.groups if not group.reach.whole)
+        firsts = {group.index: group.first for group in self._partial if isinstance(group, PagedGroup)}
         self.rows = RunningTables(plan, table, following, firsts=firsts, follows=page_tables)
         self.fences = Fences(seconds)
         self.counters = CacheCounters(explained_tokens=dict.fromkeys(map(str, Cause), 0) if explains else {})
@@ -127,23 +128,23 @@ class KVCache:
             pages=self.pages,
             groups=self.groups,
             tree=self.tree,
+            rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
-            holds=Holds(self.tree, table, self._give_back),
+            holds=Holds(self.tree, table, self.rows.live, self.fences, self._give_back),
             fences=self.fences,
             seconds=seconds,
             give_back=self._give_back,
             sweep=self._sweep,
-            reclaim=lambda wanted, cause: self._growth.reclaim.frames(wanted, cause),
+            reclaim=lambda wanted, cause: self._growth.reclaim(wanted, cause),
             changed=self._changed,
             step_seconds=lambda: self.fences.step_seconds if self.rows.live else 0.0,
         )
         self.offload = offload.make(self.parts)
-        self.admission = Admission(self.parts, self.rows, self.offload.retention)
-        self._growth = Growth(self.parts, self.rows, self.offload, self.counters)
+        self.admission = Admission(self.parts, self.offload.retention)
+        self._growth = Growth(self.parts, self.offload, self.counters)
         self._table = self.rows.table
-        self._partial = tuple(group for group in self.groups if not group.reach.whole)
         self._settling = self.groups if offload.below else self._partial  # whole groups commit only with tiers
-        self._carried = tuple(group for group in self.groups if group.reach.carried)
+        self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
         """How much of a prompt can be reused: whole pages up to where every group can resume.
@@ -262,7 +263,7 @@ class KVCache:
             self._committed(fresh, NO_PAGES)
         if private and self._partial:
             new = self._new_pages(private)
-            self._retire(given=[part for group in self._partial for part in group.passed(new)])
+            self._retire(released=[part for group in self._partial for part in group.commit_private(new)])
 
     def _check_settled(self, kv: RequestKV, tokens: Ids) -> None:
         row = self.rows.row_of(kv)
@@ -276,7 +277,7 @@ class KVCache:
         before = int(committed[row])
         committed[row] = len(tokens)
         if self.plan.speculation is not None:
-            for group in self._carried:
+            for group in self._states.values():
                 group.settle(row, len(tokens))
         return before // self.page_size, len(tokens) // self.page_size
 
@@ -297,14 +298,14 @@ class KVCache:
         """These pages are in the tree. `ours` are the duplicates of the first pages of the last request."""
         self.num_changes += 1
         kv, start, _ = fresh[-1]
-        given: list[Given] = []
+        released: list[GroupRelease] = []
         if self._settling:
             new, theirs = self._new_pages(fresh), self._table.pages[kv.row, start : start + len(ours)]
-            given = [part for group in self._settling for part in group.commit(new, ours, theirs)]
+            released = [part for group in self._settling for part in group.commit(new, ours, theirs)]
         for each, first, end in fresh:
             new_from = first + (len(ours) if each is kv else 0)
             self.offload.committed(each, self._table.pages[each.row, :end], first, new_from)
-        self._retire(ours, given=given)
+        self._retire(ours, released=released)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:
         rows, starts, ends = np.array([(kv.row, start, end) for kv, start, end in settled], dtype=np.int64).T
@@ -323,14 +324,14 @@ class KVCache:
                 self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
         first, last = kv.lease.num_pages, pages_for(int(self._table.allocated[row]), self.page_size)
         private = self._table.pages[row, first:last].copy()
-        given: list[Given] = []
+        released: list[GroupRelease] = []
         if self._partial:
             pages = self._table.pages[row, :last].copy()
-            given = [part for group in self._partial for part in group.finish(row, pages, first)]
+            released = [part for group in self._partial for part in group.finish(row, pages, first)]
         if first and tokens is not None and kv.shares:
             self.offload.finished(kv, self._table.pages[row, :first], returns=returns)
         self.rows.leave(kv)
-        self._retire(private, kv.lease, given)
+        self._retire(private, kv.lease, released)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
         """Forget up to `num_pages` cached pages that nothing holds, with the pages after them below the device. Returns
@@ -349,37 +350,35 @@ class KVCache:
         ready = self.fences.close(fence)
         if len(ready) < 2:
             for retired in ready:
-                self._release(retired.pages, retired.lease, retired.given)
+                self._release(retired.pages, retired.lease, retired.released)
             return
         with ExitStack() as last_first:
             for each in self._growth.allocators:
                 each.free_group_begin()
                 last_first.callback(each.free_group_end)
             for retired in reversed(ready):
-                last_first.callback(self._release, retired.pages, retired.lease, retired.given)
+                last_first.callback(self._release, retired.pages, retired.lease, retired.released)
 
     def launch(
         self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths, draws: Lengths | None = None
     ) -> Pieces | None:
-        """What a step does with the frames that its requests carry in a group, up to `ends[i]` tokens; None where they
-        carry none. Once per step and group, after `open_fence`.
+        """What a step does with the states of its requests in a group, up to `ends[i]` tokens; None where the group has
+        none. Once per step and group, after `open_fence`.
 
         The step draws `draws[i]` tokens, all but the first after drafts. `commit` says how many drafts were right,
         before the next step of the request is launched."""
-        if not self.groups[group].reach.carried:
+        states = self._states.get(group)
+        if states is None:
             return None
         rows = self.rows.rows_of(kvs)
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        launched = self.groups[group].launch(asking, rows, ends, draws, self._table.pages, leaves=self.share_prefixes)
-        if launched is None:
-            return None
-        pieces, given = launched
-        self._retire(given=given)
+        pieces, released = states.launch(asking, rows, ends, draws, self._table.pages, stores=self.share_prefixes)
+        self._retire(released=released)
         return pieces
 
     def audit(self) -> None:
         """Check every law (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
-        audit(self)
+        audit(self.parts)
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of counters and gauges."""
@@ -395,17 +394,17 @@ class KVCache:
             frames={group.name: count_frames(group, waiting) for group in self.groups},
         )
 
-    def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, given: Sequence[Given] = ()) -> None:
-        """Give these up, at once or when no launched step can touch them any more."""
-        if not len(pages) and lease is None and not given:
+    def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, released: Sequence[GroupRelease] = ()) -> None:
+        """Release these, at once or when no launched step can touch them any more."""
+        if not len(pages) and lease is None and not released:
             return
-        if not self.fences.num_open or self.fences.retire(Retired(pages, lease, tuple(given))):
-            self._release(pages, lease, given)
+        if not self.fences.num_open or self.fences.retire(Retired(pages, lease, tuple(released))):
+            self._release(pages, lease, released)
 
-    def _release(self, pages: Ids, lease: Lease | None, given: Sequence[Given]) -> None:
+    def _release(self, pages: Ids, lease: Lease | None, released: Sequence[GroupRelease]) -> None:
         self.num_changes += 1
-        for part in given:
-            self.groups[part.group].give_back(part)
+        for part in released:
+            self.groups[part.group].release(part)
         if lease is not None:
             self.tree.release(lease)
         self._give_back(pages)
@@ -427,7 +426,7 @@ class KVCache:
 
 
 def _groups_of(
-    plan: MemoryPlan, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, grid: int
+    plan: MemoryPlan, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, interval: int
 ) -> tuple[GroupCache, ...]:
     """One for each group of the plan; the class follows from the reach."""
     size, rows, drafts = plan.page_size, plan.max_requests, plan.tokens_per_step - 1
@@ -436,13 +435,11 @@ def _groups_of(
         num_frames, column, reach = plan.frames_of(index), table.of(Tier.DEVICE, index), reach_of(group.reach, size)
         if reach.carried:
             own = carried_frames(column, num_frames)
-            groups.append(
-                CarriedGroup(index, reach, own, tree, page_size=size, max_requests=rows, grid=grid, drafts=drafts)
-            )
-        elif reach.whole:
-            groups.append(WholeGroup(index, reach, whole_frames(column, num_frames, pages), tree))
+            sizes = {"page_size": size, "max_requests": rows, "interval": interval, "drafts": drafts}
+            groups.append(StateGroup(index, reach, own, tree, **sizes))
         else:
-            groups.append(PassingGroup(index, reach, passing_frames(column, num_frames, pages), tree, rows))
+            make = whole_frames if reach.whole else passing_frames
+            groups.append(PagedGroup(index, reach, make(column, num_frames, pages), tree, rows))
     return tuple(groups)
 
 

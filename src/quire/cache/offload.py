@@ -5,17 +5,17 @@ The classes here do nothing: the cache has the device alone and retains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.cache.damaged import DamagedPages
 from quire.cache.fences import Fences
-from quire.cache.groups import GroupCache
+from quire.cache.groups import GroupCache, resume_point
 from quire.cache.hold import Holds
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.resuming import resume_point
-from quire.cache.snapshot import Law
+from quire.cache.running import RunningTables
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
@@ -33,7 +33,7 @@ class CacheParts:
     `give_back` takes pages that have left the tree. `sweep` gives back flushed pages that nothing holds any more.
     `reclaim(frames of each group, cause)` does not wait; where it raises OutOfPages it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
-    runs. The audit also checks `laws`.
+    runs. The audit also checks `laws`, which yield what is broken in a `quire.cache.snapshot.Snapshot`.
     """
 
     plan: MemoryPlan
@@ -41,6 +41,7 @@ class CacheParts:
     pages: BaseTokenToKVPoolAllocator
     groups: tuple[GroupCache, ...]
     tree: RadixCache
+    rows: RunningTables
     damaged: DamagedPages
     holds: Holds
     fences: Fences
@@ -50,7 +51,7 @@ class CacheParts:
     reclaim: Callable[[Sequence[int], str], None]
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
-    laws: list[Law] = field(default_factory=list)
+    laws: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
 
 
 class RetentionPort:

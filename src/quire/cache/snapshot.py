@@ -9,53 +9,18 @@ share the part, and the audit does not check it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from quire.cache.fences import Fences
 from quire.cache.groups import GroupCache
-from quire.cache.hold import Holds
+from quire.cache.offload import CacheParts
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import RunningTables
-from quire.memory.allocator import BaseTokenToKVPoolAllocator
-from quire.memory.residency import Residency
 from quire.prefix.node import Lease, Node
-from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Tier
 
 _ALL = slice(None)
 
-Law = Callable[["Snapshot"], Iterator[str]]
-"""Yields what is broken in a snapshot."""
-
-GivenSnapshot = tuple[int, list[int], list[int], list[int]]
-"""`quire.cache.groups.Given`: group, pages to unpin, pages that lose their frames, frames to free."""
-
-
-class _Parts(Protocol):
-    @property
-    def laws(self) -> list[Law]: ...
-
-    @property
-    def holds(self) -> Holds: ...
-
-    @property
-    def frames(self) -> Residency: ...
-
-
-class Audited(Protocol):
-    """The parts of a cache that a snapshot reads."""
-
-    page_size: int
-    tree: RadixCache
-    pages: BaseTokenToKVPoolAllocator
-    groups: tuple[GroupCache, ...]
-    rows: RunningTables
-    fences: Fences
-
-    @property
-    def parts(self) -> _Parts: ...
+ReleaseSnapshot = tuple[int, list[int], list[int], list[int]]
+"""`quire.cache.groups.GroupRelease`: group, pages to unpin, pages that lose their frames, frames to free."""
 
 
 @dataclass(slots=True)
@@ -84,7 +49,7 @@ class Waits:
 
     books: object
     pages: list[int]
-    given: list[GivenSnapshot]
+    given: list[ReleaseSnapshot]
     leases: list[Lease]
 
 
@@ -119,18 +84,18 @@ class GroupSnapshot:
 class Snapshot:
     """See above. `out` are the page ids handed out, ascending; `num_free` is the count of the free list."""
 
-    def __init__(self, cache: Audited, before: Snapshot | None = None) -> None:
-        self.cache = cache
-        self.is_tiered = bool(cache.parts.laws)
+    def __init__(self, parts: CacheParts, before: Snapshot | None = None) -> None:
+        self.parts = parts
+        self.is_tiered = bool(parts.laws)
         self.waits = self._waits(before)
         self.requests = self._requests(before)
         self.tree = self._tree(before)
-        self.num_free = cache.pages.num_free_pages
-        out = cache.pages.ids.is_out(_ALL)
+        self.num_free = parts.pages.num_free_pages
+        out = parts.pages.ids.is_out(_ALL)
         self.out_books = out.tobytes()
         same = before is not None and before.out_books == self.out_books
         self.out: list[int] = before.out if before is not None and same else out.nonzero()[0].tolist()
-        self.groups = [self._group(group, before) for group in cache.groups]
+        self.groups = [self._group(group, before) for group in parts.groups]
 
     def held(self) -> tuple[object, ...]:
         """All books, to check that an operation changed nothing; without clocks and counters."""
@@ -138,12 +103,12 @@ class Snapshot:
         return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
 
     def _waits(self, before: Snapshot | None) -> Waits:
-        retired = self.cache.fences.waiting
-        pages = [*self.cache.parts.holds.waiting, *(page for each in retired for page in each.pages.tolist())]
+        retired = self.parts.fences.waiting
+        pages = [*self.parts.holds.waiting, *(page for each in retired for page in each.pages.tolist())]
         given = [
             (part.group, part.unpinned.tolist(), part.dropped.tolist(), part.frames.tolist())
             for each in retired
-            for part in each.given
+            for part in each.released
         ]
         leases = [each.lease for each in retired if each.lease is not None]
         books = (pages, given, leases)
@@ -152,7 +117,7 @@ class Snapshot:
         return Waits(books, pages, given, leases)
 
     def _requests(self, before: Snapshot | None) -> Requests:
-        live, table = list(self.cache.rows.live.values()), self.cache.rows.table
+        live, table = list(self.parts.rows.live.values()), self.parts.rows.table
         shared = [kv.lease.num_pages for kv in live]
         books = (live, shared, table.pages.tobytes(), table.allocated.tobytes(), table.committed.tobytes())
         if before is not None and before.requests.books == books:
@@ -160,15 +125,14 @@ class Snapshot:
         rows = []
         for kv in live:
             allocated = int(table.allocated[kv.row])
-            pages = table.pages[kv.row, : -(-allocated // self.cache.page_size)].tolist()
+            pages = table.pages[kv.row, : -(-allocated // self.parts.plan.page_size)].tolist()
             rows.append(RequestSnapshot(kv, allocated, int(table.committed[kv.row]), pages, kv.lease.num_pages))
         return Requests(books, rows, [page for row in rows for page in row.pages[row.shared :]])
 
     def _tree(self, before: Snapshot | None) -> Tree:
-        tree = self.cache.tree
+        tree = self.parts.tree
         nodes, roots = list(tree.nodes()), tree.all_roots()
-        leases = [row.kv.lease for row in self.requests.rows] + self.waits.leases + self.cache.parts.holds.leases()
-        ends = [lease.node for lease in leases]
+        ends = [lease.node for lease in self.parts.holds.leases()]
         edges = [
             (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,) if n.children else None)
             for n in nodes
@@ -182,7 +146,7 @@ class Snapshot:
         return Tree(books, found, [page for _, pages in found for page in pages], roots, ends)
 
     def _group(self, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
-        frames, table, holds = group.frames, self.cache.rows.table, self.cache.parts.holds
+        frames, table, holds = group.frames, self.parts.rows.table, self.parts.holds
         out = frames.allocator.ids.is_out(_ALL)
         held = holds.readers(group.index, Tier.DEVICE).tolist()
         counts = frames.num_free, group.num_evictable

@@ -68,10 +68,10 @@ class CacheStatistics(CacheCounters):
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     """A group's frames by owner. `retired` waits for steps in flight."""
-    given = [part for item in retired for part in item.given if part.group == group.index]
-    pages = [item.pages for item in retired] + [part.dropped for part in given]
+    released = [part for item in retired for part in item.released if part.group == group.index]
+    pages = [item.pages for item in retired] + [part.dropped for part in released]
     waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
-    moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in given)
+    moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in released)
     return FrameCounts(
         total=group.num_frames,
         free=group.num_free,

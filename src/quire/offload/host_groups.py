@@ -10,7 +10,6 @@ import numpy as np
 
 from quire.cache.groups import GroupCache
 from quire.cache.hold import HeldFrames
-from quire.cache.resuming import needed_pages
 from quire.memory.allocator import GroupFrames
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State
@@ -136,7 +135,7 @@ def frames_behind(groups: Iterable[GroupCache], pages: Ids) -> list[HeldFrames]:
     """Frames, on the device or else on the host, that a request needs in these groups to begin behind `pages`."""
     found = []
     for group in groups:
-        needed = needed_pages(group, pages)
+        needed = group.needed_pages(pages)
         here = group.table.present(needed)
         found.append(HeldFrames(group.index, Tier.DEVICE, needed[here]))
         if not here.all():

@@ -22,7 +22,7 @@ import numpy as np
 from quire.cache.groups import NO_PAGES, GroupCache
 from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts, RetentionPort
-from quire.cache.resuming import needed_pages, resume_point
+from quire.cache.groups import resume_point
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.offload.host_groups import HostGroup, frames_behind
@@ -255,7 +255,7 @@ class Retention(RetentionPort):
         only = frames_only_held_by(self._soft, self._groups[group])
         if not len(only) or self._groups[group].reach.carried:
             return 0
-        return len(np.intersect1d(needed_pages(self._groups[group], pages), only, assume_unique=True))
+        return len(np.intersect1d(self._groups[group].needed_pages(pages), only, assume_unique=True))
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
         if not self._by_id:
@@ -354,7 +354,7 @@ class Retention(RetentionPort):
     def _has_frame_room(self, pages: Ids) -> bool:
         """Whether the longest request finds frames if those that a request needs behind `pages` are pinned too."""
         return all(
-            len(np.union1d(frames_of(self._pinned, group.index), needed_pages(group, pages))) <= room
+            len(np.union1d(frames_of(self._pinned, group.index), group.needed_pages(pages))) <= room
             for group, room in zip(self._partial, self._frame_room, strict=True)
         )
 

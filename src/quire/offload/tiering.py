@@ -20,7 +20,6 @@ import numpy as np
 from quire.cache.groups import GroupCache
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
-from quire.cache.resuming import needed_pages
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
@@ -101,7 +100,7 @@ class Tiering:
 
     def missing(self, pages: Ids) -> list[Ids]:
         """By group, pages that a request that begins behind this path reads and the device lacks."""
-        needed = [needed_pages(group, pages) for group in self._groups]
+        needed = [group.needed_pages(pages) for group in self._groups]
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Iterable[int]) -> bool:

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache import KVCache, RunningBatch
-from quire.cache.groups import Pieces
+from quire.cache.states import Pieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import RequestState

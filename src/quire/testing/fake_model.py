@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.groups import Pieces
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
+from quire.cache.states import Pieces
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
 from quire.spec.events import Namespace

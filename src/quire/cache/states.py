@@ -1,13 +1,13 @@
-"""CarriedGroup: a group in which each request carries one frame, and leaves older ones as resume points.
+"""StateGroup: a group in which each request updates one frame in place, and stores older ones as checkpoints.
 
-No frame is copied. To leave its frame at the end of a page, a request continues in another one: the next piece of work
-reads the old frame and writes the new one. The old frame goes to the page when the page has settled. A request that
+No frame is copied. To store its frame with the page that ends there, a request continues in another one: the next piece
+of work reads the old frame and writes the new one. The page gets the old frame when it has settled. A request that
 begins on a cached prefix reads the frame of the prefix's last page and writes its own.
 
-    position      0 ........ n1 ........ n2 ...... end            n1, n2: ends of pages where it leaves its frame
-    pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: left behind; C: the request's own
+    position      0 ........ n1 ........ n2 ...... end            n1, n2: ends of pages where it stores its frame
+    pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: checkpoints; C: the request's own
 
-Resume points serve other requests. They take a frame only where one is to spare; `skipped` counts the others.
+Checkpoints serve other requests. They take a frame only where one is to spare; `skipped` counts the others.
 
 Where steps compute drafts, a request has one more frame per draft. Each draft is a piece that writes one of them, and
 the request's own frame holds the last sure token. When the step has settled, the frame of the last accepted draft
@@ -16,13 +16,14 @@ becomes its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, Given, GroupCache, Launched, NewPages, Pieces
+from quire.cache.groups import NO_PAGES, GroupCache, GroupRelease, NewPages
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.memory.allocator import SlotFrames
@@ -32,17 +33,29 @@ from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Work of one step in one group of states: consecutive runs of tokens, request by request, in order.
+
+    Piece i has `lengths[i]` tokens. It starts from frame `sources[i]` (0: from nothing) and writes frame `targets[i]`.
+    """
+
+    lengths: Ids
+    sources: Ids
+    targets: Ids
+
+
 @dataclass(slots=True)
-class _Trail:
-    """A frame with what a request held at the end of page `num_pages - 1`."""
+class Checkpoint:
+    """A frame with the state of a request after `num_pages` pages."""
 
     num_pages: int
     frame: int
     rank: Rank
 
 
-class CarriedGroup(GroupCache):
-    """See the module. `grid` is the distance of unmarked resume points, in tokens."""
+class StateGroup(GroupCache):
+    """See the module. `interval` is the distance of unmarked checkpoints, in tokens."""
 
     frames: SlotFrames
 
@@ -55,22 +68,23 @@ class CarriedGroup(GroupCache):
         *,
         page_size: int,
         max_requests: int,
-        grid: int,
+        interval: int,
         drafts: int = 0,
     ) -> None:
         super().__init__(index, reach, frames, tree)
         self._page_size = page_size
-        self._grid = max(page_size, grid - grid % page_size)
+        self._interval = max(page_size, interval - interval % page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the frame of each row; 0: none yet
         self._position = np.zeros(max_requests, dtype=np.int64)  # tokens in that frame, without drafts
         self._drafts = drafts
         self._draft_frames = np.zeros((max_requests, drafts), dtype=np.int32)  # after each draft of a step
         self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
-        self._trail_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
-        self._trail_pages = np.zeros(max_requests, dtype=np.int64)
-        self._trail_rank = np.zeros(max_requests, dtype=np.int8)
+        self._previous_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
+        self._previous_pages = np.zeros(max_requests, dtype=np.int64)
+        self._previous_rank = np.zeros(max_requests, dtype=np.int8)
+        self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]  # by row, at pages not settled
+        self._oldest = np.full(max_requests, sys.maxsize)  # pages of the first of them
         self._is_taking = False  # between `take` and `grow` or `untake`
-        self._behind: dict[int, list[_Trail]] = {}  # by row: left at ends of pages that have not settled
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
         return 0  # the request can take an idle frame as its own: see `wanted`
@@ -85,9 +99,9 @@ class CarriedGroup(GroupCache):
         return 0
 
     def frames_of(self, row: int) -> Ids:
-        frames = [trail.frame for trail in self._behind.get(row, ())]
-        if self._trail_frame[row]:
-            frames.append(int(self._trail_frame[row]))
+        frames = [each.frame for each in self._unsettled[row]]
+        if self._previous_frame[row]:
+            frames.append(int(self._previous_frame[row]))
         if self._frame[row]:
             frames += [int(self._frame[row]), *self._draft_frames[row].tolist()]
         return np.array(frames, dtype=np.int32)
@@ -97,9 +111,9 @@ class CarriedGroup(GroupCache):
         return source[:0] if source[0] == 0 else source
 
     def books(self) -> tuple[object, ...]:
-        trails = (self._trail_frame.tobytes(), self._trail_pages.tobytes())
-        behind = [(row, trail.num_pages, trail.frame) for row, some in self._behind.items() for trail in some]
-        return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), trails, behind
+        previous = (self._previous_frame.tobytes(), self._previous_pages.tobytes())
+        unsettled = [(row, each.num_pages, each.frame) for row, some in enumerate(self._unsettled) for each in some]
+        return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), previous, unsettled
 
     def wanted(self, rows: Rows, num_new: int) -> int:
         """A frame for each row without one. Where too few are left, rows take the frame of the page they begin on."""
@@ -147,8 +161,13 @@ class CarriedGroup(GroupCache):
         self._draft_frames[began] = frames[len(missing) :].reshape(len(began), self._drafts)
 
     def launch(
-        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, leaves: bool
-    ) -> Launched:
+        self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, stores: bool
+    ) -> tuple[Pieces, list[GroupRelease]]:
+        """The work of a step, up to `ends[i]` tokens, and what its requests release by launching it.
+
+        The step draws `draws[i]` tokens, by default one at most: all but the first after drafts, its last tokens.
+        `table` holds all rows of pages. `stores`: frames may be stored for others.
+        """
         starts = self._position[rows]
         drafts = np.maximum(draws - 1, 0) if self._drafts and draws is not None else None
         if drafts is not None:
@@ -162,44 +181,46 @@ class CarriedGroup(GroupCache):
         self._position[rows] = ends
         targets = sources.copy()
         exchange = NO_ROWS
-        if leaves:
+        if stores:
             filled = starts % self._page_size
             within = filled + (ends - starts) <= self._page_size
             exchange = self._exchanges(kvs, rows, starts, plain & within & (filled == 0))
             plain &= within & (filled > 0)
         if len(exchange):
             at_end = rows[exchange]
-            targets[exchange] = self._frame[at_end] = self._trail_frame[at_end]
-            self._trail_frame[at_end] = sources[exchange]
-            self._trail_pages[at_end] = starts[exchange] // self._page_size
-            self._trail_rank[at_end] = Rank.USED
+            targets[exchange] = self._frame[at_end] = self._previous_frame[at_end]
+            self._previous_frame[at_end] = sources[exchange]
+            self._previous_pages[at_end] = starts[exchange] // self._page_size
+            self._previous_rank[at_end] = Rank.USED
             plain[exchange] = True
         if np.count_nonzero(plain) == len(rows):
             return Pieces((ends - starts).astype(np.int32), sources, targets), []
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
-        given: list[Given] = []
+        released: list[GroupRelease] = []
         for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
             kv = kvs[at]
-            pieces, settled = self._pieces(kv, int(starts[at]), int(ends[at]), leaves and kv.shares)
+            pieces = self._pieces(kv, int(starts[at]), int(ends[at]), stores=stores and kv.shares)
             if drafts is not None:
                 chain = [int(self._frame[kv.row]), *self._draft_frames[kv.row, : drafts[at]].tolist()]
                 pieces += [(1, source, target) for source, target in pairwise(chain)]
             counts[at] = len(pieces)
             cut += pieces
-            given += self._leave(table[kv.row], settled)
+            if self._oldest[kv.row] <= kv.lease.num_pages:
+                released += self._store(table[kv.row], self._pop_settled(kv.row, kv.lease.num_pages))
             page = self.pinned(kv.row, NO_PAGES)
             if len(page):
-                given.append(Given(self.index, page.copy(), Rank.USED))
+                released.append(GroupRelease(self.index, page.copy(), Rank.USED))
                 self._source[kv.row] = 0
         found = np.empty((3, int(counts.sum())), dtype=np.int32)
         uncut = np.repeat(plain, counts)
         found[:, uncut] = (ends - starts)[plain], sources[plain], targets[plain]
         if cut:
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
-        return Pieces(*found), given
+        return Pieces(*found), released
 
     def settle(self, row: int, num_tokens: int) -> None:
+        """The first `num_tokens` tokens have settled; some of them may have been drafts."""
         accepted = num_tokens - int(self._position[row])
         if accepted > 0:
             frames = self._draft_frames[row]
@@ -212,55 +233,46 @@ class CarriedGroup(GroupCache):
         return frames
 
     def is_pending(self, row: int, num_pages: int) -> bool:
+        """Whether others cannot yet begin after the row's first `num_pages` pages, which are settled, but will."""
         if self._position[row] <= num_pages * self._page_size:
-            return True  # the next step leaves the frame there
-        return any(trail.num_pages == num_pages for trail in self._behind.get(row, ()))
+            return True  # the next step stores the frame there
+        return any(each.num_pages == num_pages for each in self._unsettled[row])
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        found = np.zeros(len(rows), dtype=np.bool_)
-        for row, behind in self._behind.items():
-            found |= (rows == row) & (num_pages >= behind[0].num_pages)
-        return found
+        settled: Bools = num_pages >= self._oldest[rows]
+        return settled
 
-    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[Given]:
-        given: list[Given] = []
+    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
+        released: list[GroupRelease] = []
         for kv, end in zip(new.kvs, new.ends.tolist(), strict=True):
-            behind = self._behind.get(kv.row)
-            if behind and behind[0].num_pages <= end:
-                settled = [trail for trail in behind if trail.num_pages <= end]
-                self._behind[kv.row] = [trail for trail in behind if trail.num_pages > end]
-                if not self._behind[kv.row]:
-                    del self._behind[kv.row]
-                given += self._leave(new.table[kv.row], settled)
-        return given
+            if self._oldest[kv.row] <= end:
+                released += self._store(new.table[kv.row], self._pop_settled(kv.row, end))
+        return released
 
-    def finish(self, row: int, pages: Ids, protected: int) -> list[Given]:
+    def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
         """Of the last two frames, the later one at the end of a settled page goes to that page; the other is free."""
-        last: list[_Trail] = []
-        if self._trail_frame[row]:
-            frame, rank = int(self._trail_frame[row]), Rank(self._trail_rank[row])
-            last.append(_Trail(int(self._trail_pages[row]), frame, rank))
-        self._trail_frame[row] = 0
+        settled, unused = self._pop_settled(row, protected), self._pop_settled(row, sys.maxsize)
+        last: list[Checkpoint] = []
+        if self._previous_frame[row]:
+            frame, rank = int(self._previous_frame[row]), Rank(self._previous_rank[row])
+            last.append(Checkpoint(int(self._previous_pages[row]), frame, rank))
         num_pages, rest = divmod(int(self._position[row]), self._page_size)
+        drafts = []
         if self._frame[row]:
-            last.append(_Trail(-1 if rest else num_pages, int(self._frame[row]), Rank.USED))
-        settled = [trail for trail in last if 0 < trail.num_pages <= protected and not self._source[row]]
-        keep = max(settled, key=lambda trail: trail.num_pages, default=None)
-        behind = self._behind.pop(row, [])
-        left = [trail for trail in behind if trail.num_pages <= protected] + ([keep] if keep else [])
-        given = self._leave(pages, left)
-        frames = [t.frame for t in (*behind, *last) if not any(t is kept for kept in left)]
-        if self._frame[row]:
-            frames += self._draft_frames[row].tolist()
+            last.append(Checkpoint(-1 if rest else num_pages, int(self._frame[row]), Rank.USED))
+            drafts = self._draft_frames[row].tolist()
+        usable = [each for each in last if 0 < each.num_pages <= protected and not self._source[row]]
+        latest = max(usable, key=lambda each: each.num_pages, default=None)
+        released = self._store(pages, [*settled, latest] if latest else settled)
+        frames = [each.frame for each in (*unused, *last) if each is not latest] + drafts
         source = self.pinned(row, NO_PAGES).copy()
-        given.append(Given(self.index, source, Rank.USED, frames=np.array(frames, dtype=np.int32)))
-        self._frame[row] = self._source[row] = 0
-        self._position[row] = 0
-        return given
+        released.append(GroupRelease(self.index, source, Rank.USED, frames=np.array(frames, dtype=np.int32)))
+        self._frame[row] = self._source[row] = self._previous_frame[row] = self._position[row] = 0
+        return released
 
-    def give_back(self, given: Given) -> None:
-        self.table.unpin(given.unpinned, given.rank)
-        self.frames.allocator.free(given.frames)
+    def release(self, released: GroupRelease) -> None:
+        self.table.unpin(released.unpinned, released.rank)
+        self.frames.allocator.free(released.frames)
 
     def evict(self, num_frames: int) -> int:
         return self._drop(num_frames, max(Rank))
@@ -272,7 +284,7 @@ class CarriedGroup(GroupCache):
         if not len(places):
             return places
         there = starts[places]
-        usual = (there % self._grid != 0) & (self._trail_frame[rows[places]] != 0)
+        usual = (there % self._interval != 0) & (self._previous_frame[rows[places]] != 0)
         pages = (there // self._page_size).tolist()
         marked = [page in kvs[at].marks or not kvs[at].shares for at, page in zip(places.tolist(), pages, strict=True)]
         found: Rows = places[usual & ~np.array(marked, dtype=np.bool_)]
@@ -284,31 +296,21 @@ class CarriedGroup(GroupCache):
         found: Rows = rows[(sources != 0) & (self.table.pins[sources] == 1)]
         return found
 
-    def _pieces(
-        self, kv: RequestKV, start: int, end: int, leaves: bool
-    ) -> tuple[list[tuple[int, int, int]], list[_Trail]]:
-        """(length, source, target) of each piece of one request's tokens `start..end`, and the frames it leaves to
-        settled pages."""
+    def _pieces(self, kv: RequestKV, start: int, end: int, *, stores: bool) -> list[tuple[int, int, int]]:
+        """(length, source, target) of each piece of one request's tokens `start..end`."""
         row, current = kv.row, int(self._frame[kv.row])
         page = self._source[row : row + 1]
         source = int(self.table.frames(page)[0]) if page[0] else current * (start > 0)
         pieces: list[tuple[int, int, int]] = []
-        settled: list[_Trail] = []
-        for at, rank in self._stops(kv, start, end) if leaves else ():
+        for at, rank in self._stops(kv, start, end) if stores else ():
             if at > start:
                 pieces.append((at - start, source, current))
                 start, source = at, current
-            if source != current:
-                continue  # it has written nothing yet: the page it begins on has that frame
-            current = self._leave_here(row, at // self._page_size, current, rank) or current
-            behind = self._behind.get(row)
-            if behind and behind[-1].num_pages <= kv.lease.num_pages:
-                settled.append(behind.pop())
-                if not behind:
-                    del self._behind[row]
+            if source == current:  # else it has written nothing yet: the page it begins on has that frame
+                current = self._checkpoint(row, at // self._page_size, current, rank) or current
         pieces.append((end - start, source, current))
         self._frame[row] = current
-        return pieces, settled
+        return pieces
 
     def _stops(self, kv: RequestKV, start: int, end: int) -> list[tuple[int, Rank | None]]:
         """Where in `start..end - 1` tokens to leave the frame, in order, with the rank: at marks and on the grid. None:
@@ -317,27 +319,36 @@ class CarriedGroup(GroupCache):
         stops: dict[int, Rank | None] = {}
         if start and start % size == 0:
             stops[start] = None
-        first = -(-max(start, 1) // self._grid) * self._grid
-        stops |= dict.fromkeys(range(first, end, self._grid), Rank.PASSED)
+        first = -(-max(start, 1) // self._interval) * self._interval
+        stops |= dict.fromkeys(range(first, end, self._interval), Rank.PASSED)
         stops |= {
             num_pages * size: rank for num_pages, rank in kv.marks.items() if max(start, 1) <= num_pages * size < end
         }
         return sorted(stops.items(), key=lambda stop: stop[0])
 
-    def _leave_here(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
-        """Leave `frame` after `num_pages` pages. Returns the frame to continue in; 0 where there is none."""
-        trail = _Trail(num_pages, frame, Rank.USED if rank is None else rank)
-        following = 0 if rank is None and self._trail_frame[row] else self._spare(trail.rank)
+    def _checkpoint(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
+        """Keep `frame` for after `num_pages` pages. Returns the frame to continue in; 0 where there is none."""
+        checkpoint = Checkpoint(num_pages, frame, Rank.USED if rank is None else rank)
+        following = 0 if rank is None and self._previous_frame[row] else self._spare(checkpoint.rank)
         if following and rank is not None:
-            self._behind.setdefault(row, []).append(trail)
+            self._unsettled[row].append(checkpoint)
+            self._oldest[row] = self._unsettled[row][0].num_pages
             return following
-        if not following:  # reuse the frame left at an earlier page
-            following = int(self._trail_frame[row])
+        if not following:  # reuse the frame of an earlier page's end
+            following = int(self._previous_frame[row])
         if following:
-            self._trail_frame[row], self._trail_pages[row], self._trail_rank[row] = frame, num_pages, trail.rank
+            self._previous_frame[row], self._previous_pages[row] = frame, num_pages
+            self._previous_rank[row] = checkpoint.rank
         if not following or rank is not None:
             self.skipped += 1
         return following
+
+    def _pop_settled(self, row: int, num_pages: int) -> list[Checkpoint]:
+        """Remove the checkpoints of a row's first `num_pages` pages, and return them."""
+        checkpoints = self._unsettled[row]
+        rest = self._unsettled[row] = [each for each in checkpoints if each.num_pages > num_pages]
+        self._oldest[row] = rest[0].num_pages if rest else sys.maxsize
+        return checkpoints[: len(checkpoints) - len(rest)]
 
     def _spare(self, rank: Rank) -> int:
         """A frame that no request will need, for a resume point of this rank; 0 where there is none."""
@@ -354,17 +365,17 @@ class CarriedGroup(GroupCache):
         self.dropped_frames += len(pages)
         return len(pages)
 
-    def _leave(self, pages: Ids, trails: Sequence[_Trail]) -> list[Given]:
+    def _store(self, pages: Ids, checkpoints: Sequence[Checkpoint]) -> list[GroupRelease]:
         """Give these frames to their pages. A page that has a frame keeps its own."""
-        given = []
-        for trail in trails:
-            page = pages[trail.num_pages - 1 : trail.num_pages].copy()
-            frame = np.array([trail.frame], dtype=np.int32)
+        released = []
+        for each in checkpoints:
+            page = pages[each.num_pages - 1 : each.num_pages].copy()
+            frame = np.array([each.frame], dtype=np.int32)
             if self.table.present(page)[0]:
-                given.append(Given(self.index, frames=frame))
+                released.append(GroupRelease(self.index, frames=frame))
             else:
                 self.table.bind(page, frame)
                 self.left += 1
-            self.table.pin(page, trail.rank)  # a step in flight may still read the frame
-            given.append(Given(self.index, page, trail.rank))
-        return given
+            self.table.pin(page, each.rank)  # a step in flight may still read the frame
+            released.append(GroupRelease(self.index, page, each.rank))
+        return released
