@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.cache import KVCache, RequestKV
-from quire.cache.groups import GroupCache
-from quire.cache.states import Pieces
+from quire.cache.states import GroupCache, Pieces
 from quire.errors import OutOfPages
 from quire.offload import offload_of
 from quire.offload.flush import Flushed, change_model, flush

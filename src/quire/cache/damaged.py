@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.cache.groups import GroupCache
+from quire.cache.states import GroupCache
 from quire.memory.residency import Column, State
 from quire.spec.ids import Bools, Ids
 

@@ -1,6 +1,6 @@
 """GroupCache: the frames of one group, as requests begin, grow, settle and end.
 
-`KVCache` calls the same methods of every group. The class of a group follows from its reach:
+Both classes have the same methods, which `PagedGroup` explains. The class of a group follows from its reach:
 
     PagedGroup    each page of a request has a frame; where the reach is a part of the pages, frames before that part
                   are idle, and may be reclaimed while their pages stay cached
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,9 +52,8 @@ class NewPages:
     table: Ids
 
 
-class GroupCache(ABC):
-    """One group. `row` is a request's row, `pages` are its pages from the first on. Counters are explained in
-    `quire.cache.statistics.FrameCounts`."""
+class GroupBase:
+    """One group. Counters are explained in `quire.cache.statistics.FrameCounts`."""
 
     def __init__(self, index: int, reach: Reach, frames: PageFrames | SlotFrames, tree: RadixCache) -> None:
         self.index = index
@@ -83,94 +81,19 @@ class GroupCache(ABC):
         table = self.table
         return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
 
+    def forget(self, pages: Ids) -> None:
+        """Free the frames of pages that leave the cache."""
+        self.frames.drop(pages)
+
     def needed_pages(self, pages: Ids) -> Ids:
         """The pages that a request that begins after all of `pages` reads; a view."""
         needed = self.reach.needed(len(pages))
         return pages[needed.start : needed.stop]
 
-    @abstractmethod
-    def would_pin(self, pages: Ids, evictable: int) -> int:
-        """Evictable frames that a request that begins after `pages` will pin. `evictable` of these pages can go now."""
 
-    @abstractmethod
-    def needs(self, num_pages: int, num_cached: int) -> int:
-        """The most frames that a request of `num_pages` pages takes at once, where `num_cached` of them are cached."""
-
-    @abstractmethod
-    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        """The most frames that these rows, which have `have[i]` pages, will take until they have `reached[i]`."""
-
-    @abstractmethod
-    def reserve(self, num_pages: int) -> int:
-        """Frames to reserve for running requests that may take `num_pages` new pages in the next step."""
-
-    @abstractmethod
-    def wanted(self, rows: Rows, num_new: int) -> int:
-        """Frames that these rows take next, with `num_new` new pages in all."""
-
-    @abstractmethod
-    def begin(self, row: int, pages: Ids) -> None:
-        """A request begins after these cached pages."""
-
-    @abstractmethod
-    def take(self, rows: Rows, new_pages: Ids) -> None:
-        """Take the frames that `wanted` counts. Raises OutOfPages and changes nothing. `grow`, which cannot fail, or
-        `untake` follows with the same pages."""
-
-    @abstractmethod
-    def untake(self, new_pages: Ids) -> None:
-        """Free what `take` took."""
-
-    def grow(self, rows: Rows, new_pages: Ids) -> None:  # noqa: B027 - `take` binds frames to pages
-        """Give what `take` took to these rows."""
-
-    @abstractmethod
-    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
-
-    @abstractmethod
-    def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
-        """These pages are cached. The cached pages `theirs` replaced the private duplicates `ours`."""
-
-    def commit_private(self, new: NewPages) -> list[GroupRelease]:
-        """As `commit` for requests that share nothing: only the pages that they began on are cached."""
-        return []
-
-    @abstractmethod
-    def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
-        """A request with these pages ends. The first `protected` are whole and settled."""
-
-    @abstractmethod
-    def release(self, released: GroupRelease) -> None:
-        """Free what a request has released."""
-
-    @abstractmethod
-    def restore(self, pages: Ids) -> Ids:
-        """Give a frame, to be loaded, to each of these cached pages without one; there is room. Returns the frames."""
-
-    def forget(self, pages: Ids) -> None:
-        """Free the frames of pages that leave the cache."""
-        self.frames.drop(pages)
-
-    @abstractmethod
-    def evict(self, num_frames: int) -> int:
-        """Free up to `num_frames` frames of cached pages, which stay. Returns how many."""
-
-    @abstractmethod
-    def pinned(self, row: int, pages: Ids) -> Ids:
-        """The pages among a row's cached `pages` that it pins, in a group that is read in part."""
-
-    @abstractmethod
-    def frames_of(self, row: int) -> Ids:
-        """Frames that a row owns beside those of its pages, unordered."""
-
-    @abstractmethod
-    def books(self) -> tuple[object, ...]:
-        """All data about rows, for comparison by snapshots."""
-
-
-class PagedGroup(GroupCache):
+class PagedGroup(GroupBase):
     """A frame for each page. A request pins the cached frames that it reads, where it does not read all of them.
+    `row` is a request's row, `pages` are its pages from the first on.
 
     |-- passed: idle, may be reclaimed --|-- read: pinned --|-- read: private --|
     0                                    first[row]         protected           allocated
@@ -184,39 +107,53 @@ class PagedGroup(GroupCache):
         self.first = np.zeros(max_requests, dtype=np.int64)  # the first page that each row still reads
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
+        """Evictable frames that a request that begins after `pages` will pin. `evictable` of these pages can go now."""
         return evictable if self.reach.whole else self.table.num_idle_of(self.needed_pages(pages))
 
     def needs(self, num_pages: int, num_cached: int) -> int:
+        """The most frames that a request of `num_pages` pages takes at once, where `num_cached` of them are cached."""
         read = num_cached - self.reach.first(num_cached)  # pinned from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
     def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
+        """The most frames that these rows, which have `have[i]` pages, will take until they have `reached[i]`."""
         if self.reach.whole:
             return int((reached - have).sum())
         most = np.minimum(reached, self._held)
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
     def reserve(self, num_pages: int) -> int:
+        """Frames to reserve for running requests that may take `num_pages` new pages in the next step."""
         return num_pages
 
     def wanted(self, rows: Rows, num_new: int) -> int:
+        """Frames that these rows take next, with `num_new` new pages in all."""
         return num_new
 
     def begin(self, row: int, pages: Ids) -> None:
+        """A request begins after these cached pages. Not called where the group is read as a whole."""
         first = self.first[row] = self.reach.first(len(pages))
         self.table.pin(pages[first:], Rank.USED)
 
     def take(self, rows: Rows, new_pages: Ids) -> None:
+        """Take the frames that `wanted` counts. Raises OutOfPages and changes nothing. `grow`, which cannot fail, or
+        `untake` follows with the same pages."""
         self.frames.take(new_pages)
 
     def untake(self, new_pages: Ids) -> None:
+        """Free what `take` took."""
         self.frames.drop(new_pages)
 
+    def grow(self, rows: Rows, new_pages: Ids) -> None:
+        """Give what `take` took to these rows. Here the pages have it."""
+
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
         passes: Bools = self.reach.first(num_pages) > self.first[rows]
         return passes
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
+        """These pages are cached. The cached pages `theirs` replaced the private duplicates `ours`."""
         self._revive(ours, theirs)
         if self.reach.whole:
             return []
@@ -233,6 +170,7 @@ class PagedGroup(GroupCache):
         return [GroupRelease(self.index, part, rank) for rank, some in by_rank for part in _distinct(some)]
 
     def commit_private(self, new: NewPages) -> list[GroupRelease]:
+        """As `commit` for requests that share nothing: only the pages that they began on are cached."""
         firsts, passed, owners = self._advance(new)
         if not len(passed):
             return []
@@ -243,19 +181,23 @@ class PagedGroup(GroupCache):
         return [*released, GroupRelease(self.index, dropped=passed[~shared])]
 
     def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
+        """A request with these pages ends. The first `protected` are whole and settled."""
         read = pages[self.first[row] : protected]
         return [GroupRelease(self.index, read.copy(), Rank.USED)] if len(read) else []
 
     def release(self, released: GroupRelease) -> None:
+        """Free what a request has released."""
         if len(released.unpinned):
             self.table.unpin(released.unpinned, released.rank)
         if len(released.dropped):
             self.frames.vacate(released.dropped)
 
     def restore(self, pages: Ids) -> Ids:
+        """Give a frame, to be loaded, to each of these cached pages without one; there is room. Returns the frames."""
         return self.frames.take(pages)
 
     def evict(self, num_frames: int) -> int:
+        """Free up to `num_frames` frames of cached pages, which stay. Returns how many."""
         if self.reach.whole:
             return 0
         pages = self.table.reclaim(num_frames)
@@ -264,12 +206,15 @@ class PagedGroup(GroupCache):
         return len(pages)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
+        """The pages among a row's cached `pages` that it pins, in a group that is read in part."""
         return pages[int(self.first[row]) :]
 
     def frames_of(self, row: int) -> Ids:
+        """Frames that a row owns beside those of its pages, unordered."""
         return NO_PAGES
 
     def books(self) -> tuple[object, ...]:
+        """All data about rows, for comparison by snapshots."""
         return (self.first.tobytes(),)
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
@@ -304,7 +249,7 @@ class PagedGroup(GroupCache):
         return np.frombuffer(ranks, dtype=np.int8)
 
 
-def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> tuple[int, str]:
+def resume_point(groups: Sequence[GroupBase], pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> tuple[int, str]:
     """The most of `pages` after which a request can begin, and the name of a group that allows no more, or "".
 
     `groups` are those that are read in part: in the others a cached page has its frame. `hosts`, one for each group of
@@ -318,7 +263,7 @@ def resume_point(groups: Sequence[GroupCache], pages: Ids, hosts: Sequence[Group
     return num_pages, next((group.name for group, mask in zip(groups, masks, strict=True) if not mask[-1]), "")
 
 
-def resident(group: GroupCache, pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> Bools:
+def resident(group: GroupBase, pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> Bools:
     """Per page: whether it has a frame on the device or in `hosts`."""
     found = group.table.present(pages)
     return found | hosts[group.index].table.present(pages) if hosts else found

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.states import GroupCache
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, PageFrames, growing_allocator

@@ -12,14 +12,14 @@ from quire.cache.admission import Admission
 from quire.cache.audit import audit
 from quire.cache.damaged import DamagedPages
 from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES, GroupCache, GroupRelease, NewPages, PagedGroup
+from quire.cache.groups import NO_PAGES, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Holds
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.prefix_hit import PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, RunningBatch, RunningTables
-from quire.cache.states import Pieces, StateGroup
+from quire.cache.states import GroupCache, Pieces, StateGroup
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import (

@@ -11,11 +11,12 @@ from typing import Any
 
 from quire.cache.damaged import DamagedPages
 from quire.cache.fences import Fences
-from quire.cache.groups import GroupCache, resume_point
+from quire.cache.groups import resume_point
 from quire.cache.hold import Holds
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningTables
+from quire.cache.states import GroupCache
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.cache.groups import GroupCache
 from quire.cache.offload import CacheParts
 from quire.cache.request_kv import RequestKV
+from quire.cache.states import GroupCache
 from quire.prefix.node import Lease, Node
 from quire.spec.ids import Tier
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, GroupCache, GroupRelease, NewPages
+from quire.cache.groups import NO_PAGES, GroupBase, GroupRelease, NewPages, PagedGroup
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.memory.allocator import SlotFrames
@@ -54,7 +54,7 @@ class Checkpoint:
     rank: Rank
 
 
-class StateGroup(GroupCache):
+class StateGroup(GroupBase):
     """See the module. `interval` is the distance of unmarked checkpoints, in tokens."""
 
     frames: SlotFrames
@@ -274,6 +274,9 @@ class StateGroup(GroupCache):
         self.table.unpin(released.unpinned, released.rank)
         self.frames.allocator.free(released.frames)
 
+    def commit_private(self, new: NewPages) -> list[GroupRelease]:
+        return []  # such a request stores nothing
+
     def evict(self, num_frames: int) -> int:
         return self._drop(num_frames, max(Rank))
 
@@ -379,3 +382,6 @@ class StateGroup(GroupCache):
             self.table.pin(page, each.rank)  # a step in flight may still read the frame
             released.append(GroupRelease(self.index, page, each.rank))
         return released
+
+
+GroupCache = PagedGroup | StateGroup

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.groups import GroupCache
 from quire.cache.hold import HeldFrames
+from quire.cache.states import GroupCache
 from quire.memory.allocator import GroupFrames
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from quire.cache.groups import GroupCache
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
+from quire.cache.states import GroupCache
 from quire.memory.host_pool import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
