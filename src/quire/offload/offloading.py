@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache import KVCache
+from quire.cache.groups import resume_point
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts, Offload, OffloadFactory
 from quire.cache.prefix_hit import Choice, PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.groups import resume_point
 from quire.errors import OutOfPages
 from quire.memory.residency import State
 from quire.offload.audit import tier_faults
