@@ -23,7 +23,7 @@ from quire.tiers.transfer import Lane
 
 def tier_faults(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Iterator[str]:
     """A line for each thing that is not as it must be."""
-    yield from _nodes(snapshot, snapshot.cache.tree.queued(Tier.HOST))
+    yield from _nodes(snapshot, snapshot.parts.tree.queued(Tier.HOST))
     saved = [part for move, moving in tiers.moving.items() if move.lane is Lane.SAVE for part in moving.parts]
     for host in tiers.hosts:
         taken = [part.host for part in saved if part.group == host.index]
@@ -32,7 +32,7 @@ def tier_faults(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> I
 
 
 def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:
-    tree, table = snapshot.cache.tree, snapshot.cache.parts.frames
+    tree, table = snapshot.parts.tree, snapshot.parts.frames
     device, host = table.anchor(Tier.DEVICE).frame, table.anchor(Tier.HOST).frame
     for node, pages in snapshot.tree.edges:
         here, copies = tree.is_here(node), tree.num_copies(node)
@@ -65,11 +65,11 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.whole:
-        odd = np.flatnonzero((host.table.frame != 0) != (snapshot.cache.parts.frames.anchor(Tier.HOST).frame != 0))
+        odd = np.flatnonzero((host.table.frame != 0) != (snapshot.parts.frames.anchor(Tier.HOST).frame != 0))
         if len(odd):
             yield f"{name}: page {odd[0]} has a copy in one group and none in another"
         return
-    readers = Counter(snapshot.cache.parts.holds.readers(host.index, Tier.HOST).tolist())
+    readers = Counter(snapshot.parts.holds.readers(host.index, Tier.HOST).tolist())
     pins = host.table.pins.tolist()
     wrong = [page for page, count in enumerate(pins) if count != readers[page]]
     if wrong:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.groups import NO_PAGES, resident
 from quire.cache.hold import HeldFrames, Hold
 from quire.cache.offload import CacheParts
-from quire.cache.resuming import resident
+from quire.cache.states import GroupCache
 from quire.errors import OutOfPages
 from quire.memory.residency import State
 from quire.offload.host_groups import GroupPages, HostGroup

@@ -16,10 +16,9 @@ import math
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES
+from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
-from quire.cache.resuming import resume_point
 from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, ReadAhead, RequestedPrefix
 from quire.offload.retention import Retention
 from quire.offload.tier_settings import PrefetchPolicy

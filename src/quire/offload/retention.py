@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, GroupCache
+from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts, RetentionPort
-from quire.cache.groups import resume_point
+from quire.cache.states import GroupCache
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.offload.host_groups import HostGroup, frames_behind
