@@ -7,7 +7,7 @@ import pytest
 from quire.errors import InvalidInput
 from quire.testing.contracts.records import make_keys
 from quire.tiers.store import Answer, StoreKey
-from quire.tiers.stores.counts import Counts
+from quire.tiers.stores.calls import Counts
 from quire.tiers.stores.options import Options, without_secrets
 from quire.tiers.stores.remote import RemoteStore
 

@@ -19,8 +19,7 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from quire.errors import StoreError
-from quire.tiers.stores.counts import Counts
-from quire.tiers.stores.gate import Gate
+from quire.tiers.stores.calls import Calls, Counts
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ResponseError | None"
 Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"
@@ -41,7 +40,7 @@ class Connections:
         self.where = where
         self.failures = Counts()
         self._timeout = timeout
-        self._gate = Gate()
+        self._calls = Calls()
         self._idle: LifoQueue[_Line] = LifoQueue(count)
         for _ in range(count):
             self._idle.put(_Line(arguments, timeout))
@@ -63,7 +62,7 @@ class Connections:
         if not commands:
             return []
         replies: list[Reply] = []
-        with self._gate as is_open:
+        with self._calls as is_open:
             if not is_open:
                 return self._lost(len(commands), "Closed", "the store was closed")
             try:
@@ -84,7 +83,7 @@ class Connections:
 
     def close(self) -> None:
         """Close every connection, after calls under way. May be called twice."""
-        if self._gate.shut():
+        if self._calls.close():
             for line in self._idle.queue:
                 line.connection.disconnect()
 

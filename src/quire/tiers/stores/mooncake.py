@@ -44,8 +44,7 @@ from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
-from quire.tiers.stores.counts import Counts
-from quire.tiers.stores.gate import Gate
+from quire.tiers.stores.calls import Calls, Counts
 from quire.tiers.stores.options import Options
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
@@ -91,11 +90,14 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> M
 
 
 def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, Any]:
-    os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)  # the library reads all of these
-    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(timeout * 1000)))
-    os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(min(timeout, 1.0) * 1000)))
-    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    environment = {  # the library reads all of these
+        "MC_TCP_BIND_ADDRESS": host,
+        "MC_RPC_TIMEOUT_MS": f"{timeout * 1000:.0f}",
+        "MC_RPC_CONNECT_TIMEOUT_MS": f"{min(timeout, 1.0) * 1000:.0f}",
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    os.environ.update({name: value for name, value in environment.items() if name not in os.environ})
     try:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
     except (ImportError, OSError) as error:
@@ -129,7 +131,7 @@ class MooncakeStore(RemoteStore):
         self._where = where
         self._listing = listing
         self._rests_until = 0.0
-        self._gate = Gate()
+        self._calls = Calls()
         self._bounce = Bounce(bounce_bytes, 2)
         if client.register_buffer(self._bounce.address, self._bounce.num_bytes) != 0:
             self.close()
@@ -138,27 +140,18 @@ class MooncakeStore(RemoteStore):
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """HIT or MISS. It leases records against eviction and so counts as use. It asks from the end, so that the lease
         of the first ends last."""
-        answers: list[Answer] = []
-        names = _names(keys)[::-1]
-        for some in in_parts(names, _MOST_PIECES):
-            codes = self._ask(len(some), self._client.batch_is_exist, some)
-            answers += [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes]
-        return answers[::-1]
+        codes = self._ask_in_parts(self._client.batch_is_exist, _names(keys)[::-1])
+        return [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes][::-1]
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         return self._by_lanes(self._receive, keys, [bytes_of(record) for record in records])
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        removed = 0
-        for some in in_parts(keys, _MOST_PIECES):
-            names = list(dict.fromkeys(_names(some)))
-            codes = self._ask(len(names), self._client.batch_remove, names, True)
-            removed += codes.count(0)
-        return removed
+        return self._ask_in_parts(self._client.batch_remove, list(dict.fromkeys(_names(keys))), True).count(0)
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
         """Visible records. Raises StoreError where the master does not list them, or `metrics` is not set."""
-        if not self._listing or not self._gate.is_open:
+        if not self._listing or not self._calls.are_open:
             raise StoreError(f"{self._where} cannot be listed.", fix="add metrics=PORT, of the master's HTTP server.")
         try:
             with urllib.request.urlopen(self._listing, timeout=10) as page:
@@ -166,13 +159,20 @@ class MooncakeStore(RemoteStore):
         except (OSError, UnicodeError) as error:
             raise StoreError(f"{self._where} cannot be listed: {error}.") from error
         wanted = _PREFIX + (f"{scope.hex()}/" if scope else "")
-        ours = [name for name in names if name.startswith(wanted)]
-        for some in in_parts(ours, _MOST_PIECES):
-            yield from self._described(some)
+        for some in in_parts([name for name in names if name.startswith(wanted)], _MOST_PIECES):
+            with self._usable() as usable:
+                described = self._client.batch_get_replica_desc(some) if usable else {}
+            if not described:
+                raise StoreError(f"{self._where} lists records and does not describe them.")
+            for name in some:
+                copies = [copy for copy in described.get(name, ()) if copy.is_memory_replica()]
+                key = key_of(name.removeprefix(_PREFIX))
+                if copies and key is not None:
+                    yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
 
     def close(self) -> None:
         """Leave the pool, after calls under way. Records in memory of this process are lost."""
-        if self._gate.shut():
+        if self._calls.close():
             self._drop_announced()
             self._client.unregister_buffer(self._bounce.address)
             self._client.close()
@@ -197,21 +197,21 @@ class MooncakeStore(RemoteStore):
     @contextmanager
     def _usable(self) -> Iterator[bool]:
         """Whether the block may call the client: it is open and the master has not just failed."""
-        with self._gate as is_open:
+        with self._calls as is_open:
             yield is_open and time.monotonic() >= self._rests_until
 
-    def _ask(self, count: int, verb: Callable[..., Sequence[int]], *arguments: object) -> list[int]:
-        """The client's codes; -900 for all where it may not be called."""
+    def _ask(self, verb: Callable[..., Sequence[int]], names: Sequence[str], *arguments: object) -> list[int]:
+        """The client's code for each name; -900 for all where it may not be called."""
         with self._usable() as usable:
-            if not usable:
-                return [_NO_MASTER] * count
-            codes = list(verb(*arguments))
+            codes = list(verb(names, *arguments)) if usable and names else []
             failed = [code for code in codes if code < 0 and code not in (_UNKNOWN, _NOT_READY, _TOO_SMALL)]
-            for code in failed:
-                self.failures.add(str(code))
+            self.failures.add(*map(str, failed))
             if _NO_MASTER in failed or _NO_ANSWER in failed:
                 self._rests_until = time.monotonic() + _REST_SECONDS
-            return codes if len(codes) == count else [_NO_MASTER] * count
+            return codes if len(codes) == len(names) else [_NO_MASTER] * len(names)
+
+    def _ask_in_parts(self, verb: Callable[..., Sequence[int]], names: Sequence[str], *arguments: object) -> list[int]:
+        return [code for some in in_parts(names, _MOST_PIECES) for code in self._ask(verb, some, *arguments)]
 
     def _put(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
         with self._bounce.lane() as lane:
@@ -224,7 +224,6 @@ class MooncakeStore(RemoteStore):
                 time.sleep(wait)
                 left = [at for at, code in enumerate(codes) if code == _NO_ROOM]
                 again = self._ask(
-                    len(left),
                     self._client.batch_put_from,
                     [names[at] for at in left],
                     [addresses[at] for at in left],
@@ -248,37 +247,22 @@ class MooncakeStore(RemoteStore):
 
     def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]
-        first = {key: at for at, key in reversed(list(enumerate(keys)))}  # each key is asked for once
-        asked = [at for at in first.values() if sizes[at]]
-        if not asked:
-            return [Answer.MISS] * len(keys)
+        asked = {key: at for at, key in reversed(list(enumerate(keys))) if sizes[at]}  # each key is asked for once
         with self._bounce.lane() as lane:
             places = lane.places(sizes)
             codes = self._ask(
-                len(asked),
                 self._client.batch_get_into,
-                _names([keys[at] for at in asked]),
-                [lane.address + places[at] for at in asked],
-                [sizes[at] for at in asked],
+                _names(list(asked)),
+                [lane.address + places[at] for at in asked.values()],
+                [sizes[at] for at in asked.values()],
             )
-            got = dict.fromkeys(keys, (0, _TOO_SMALL))
-            got.update((keys[at], (places[at], code)) for at, code in zip(asked, codes, strict=True))
-            for key, buffer in zip(keys, buffers, strict=True):
-                place, code = got[key]
-                if code == buffer.nbytes:
-                    buffer[:] = lane.memory[place : place + code]
-        return [_answer(got[key][1], size) for key, size in zip(keys, sizes, strict=True)]
-
-    def _described(self, names: Sequence[str]) -> Iterator[Entry]:
-        with self._usable() as usable:
-            described = self._client.batch_get_replica_desc(names) if usable else {}
-        if not described:
-            raise StoreError(f"{self._where} lists records and does not describe them.")
-        for name in names:
-            copies = [copy for copy in described.get(name, ()) if copy.is_memory_replica()]
-            key = key_of(name.removeprefix(_PREFIX))
-            if copies and key is not None:
-                yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
+            code_of = dict(zip(asked, codes, strict=True))
+            answers = [_answer(code_of.get(key, _TOO_SMALL), size) for key, size in zip(keys, sizes, strict=True)]
+            for key, buffer, answer in zip(keys, buffers, answers, strict=True):
+                if answer is Answer.HIT:
+                    place = places[asked[key]]
+                    buffer[:] = lane.memory[place : place + buffer.nbytes]
+        return answers
 
 
 class Lane(NamedTuple):

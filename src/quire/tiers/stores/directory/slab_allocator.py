@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from quire.tiers.stores.counts import Counts
+from quire.tiers.stores.calls import Counts
 from quire.tiers.stores.directory.index import empty_slab, reclaim
 from quire.tiers.stores.directory.owners import Owners
 from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles, make_file

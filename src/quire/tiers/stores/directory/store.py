@@ -27,6 +27,7 @@ from typing_extensions import Buffer
 
 from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of, prepare_once
+from quire.tiers.stores.calls import Calls
 from quire.tiers.stores.directory.compaction import compact
 from quire.tiers.stores.directory.index import (
     FACTS,
@@ -44,7 +45,6 @@ from quire.tiers.stores.directory.index import (
 from quire.tiers.stores.directory.opening import TRY_AGAIN, Settings, keep_reserve, open_directory
 from quire.tiers.stores.directory.slab_allocator import slot_size
 from quire.tiers.stores.directory.slab_files import Place
-from quire.tiers.stores.gate import Gate
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 _LISTED_AT_ONCE = 2000
@@ -57,7 +57,7 @@ def _answering(verb: _Verb) -> _Verb:
     @functools.wraps(verb)
     def answer(self: DirectoryStore, keys: Sequence[StoreKey], *more: object) -> list[Answer]:
         answers = [RETRY] * len(keys)
-        with self._gate as is_open, suppress(Busy):
+        with self._calls as is_open, suppress(Busy):
             if is_open and keys:
                 answers = verb(self, keys, *more)
         self.statistics.add(retries=answers.count(RETRY))
@@ -97,7 +97,7 @@ class DirectoryStore(Store):
         """
         self.path = Path(path)
         self._counts_use = counts_use
-        self._gate = Gate()
+        self._calls = Calls()
         self._prepared: dict[StoreKey, Row] = {}
         self._written: set[int] = set()  # ids of prepared rows
         self._index, self._allocator = open_directory(
@@ -291,7 +291,7 @@ class DirectoryStore(Store):
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         visible: list[Row] = []
-        with self._gate as is_open, suppress(Busy):
+        with self._calls as is_open, suppress(Busy):
             if is_open and keys:
                 with self._index.writing() as index:
                     rows = find_rows(index, [key.pack() for key in keys]).values()
@@ -352,7 +352,7 @@ class DirectoryStore(Store):
     @contextmanager
     def _entered(self, done: str) -> Iterator[None]:
         """Raises StoreError where the store is closed, or what the block does fails."""
-        with self._gate as is_open:
+        with self._calls as is_open:
             if not is_open:
                 raise StoreError(f"the store '{self.path}' is closed.")
             try:
@@ -361,7 +361,7 @@ class DirectoryStore(Store):
                 raise StoreError(f"the store '{self.path}' cannot be {done}: {error}.", fix=TRY_AGAIN) from error
 
     def close(self) -> None:
-        if not self._gate.shut():
+        if not self._calls.close():
             return
         with suppress(Busy), self._index.writing() as index:  # else others reclaim our records when they need the room
             self._uses.flush(index)
