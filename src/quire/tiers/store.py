@@ -119,9 +119,7 @@ def bytes_of(record: Buffer) -> memoryview:
 
 
 def prepare_once(
-    keys: Sequence[StoreKey],
-    sizes: Sequence[int],
-    prepare: Callable[[list[StoreKey], list[int]], Sequence[Answer]],
+    keys: Sequence[StoreKey], sizes: Sequence[int], prepare: Callable[[list[StoreKey], list[int]], Sequence[Answer]]
 ) -> list[Answer]:
     """Answers of `prepare`, which is asked for distinct keys; the first of a repeated key is the writer."""
     first: dict[StoreKey, int] = {}

@@ -71,8 +71,7 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> M
     segment = options.size("segment", -1)
     if capacity is not None and segment >= 0:
         raise InvalidInput(
-            f"{options.where} gives {segment} bytes to the pool and the capacity is {capacity}.",
-            fix="say one of them.",
+            f"{options.where} gives {segment} bytes to the pool and the capacity is {capacity}.", fix="say one of them."
         )
     timeout, host = options.number("timeout", 2.0), options.text("host", "127.0.0.1")
     master = f"{parts.hostname}:{parts.port or 50051}"
