@@ -527,10 +527,10 @@ def what_waits_does_not_expire(patch: Patch) -> None:
     def expire(mover: ThreadMover) -> None:
         waiting = [channel.waiting for channel in mover._channels.values()]
         for channel in mover._channels.values():
-            channel.waiting = list  # type: ignore[method-assign]
+            channel.waiting = []
         real(mover)
         for channel, was in zip(mover._channels.values(), waiting, strict=True):
-            channel.waiting = was  # type: ignore[method-assign]
+            channel.waiting = was
 
     patch.setattr(ThreadMover, "_expire", expire)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from itertools import islice, pairwise
 
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
@@ -25,6 +24,7 @@ from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Trans
 PIECE_BYTES = 16 << 20  # about what moves at a time; a load waits for at most one piece of a save
 _LOOKED_UP = 128  # pages per question: most prompts miss sooner, and a store may need a request for each key
 _MOST_TOUCHED = 1024  # in one call
+_ABSENT = {Endpoint.STORE: ("storage tier", "--storage"), Endpoint.PEER: ("peer", "one to the mover")}
 
 
 class Carrier:
@@ -45,10 +45,9 @@ class Carrier:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
             return
         remote = self._remotes[lane.far]
-        if remote is None and lane.far is Endpoint.PEER:
-            raise InvalidInput("there is no peer.", fix="give the mover one, or do not ask for it.")
         if remote is None:
-            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
+            what, way = _ABSENT[lane.far]
+            raise InvalidInput(f"there is no {what}.", fix=f"give {way}, or do not ask for one.")
         if not lane.carries:
             yield from (self._look if lane.is_inward else self._forget)(transfer, remote)
         elif lane.is_inward:
@@ -122,8 +121,8 @@ class Carrier:
             places = [place for page in pages[start : start + _LOOKED_UP] for place in page]
             units = transfer.units
             keys = [StoreKey(transfer.scope, units[at].pages[place], units[at].group) for at, place in places]
-            answers = iter(store.exists([*(mark for _, mark in over), *keys]))
-            marks = list(islice(answers, len(over)))
+            answers = store.exists([*(mark for _, mark in over), *keys])
+            marks, answers = answers[: len(over)], answers[len(over) :]
             marked = [scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT]
             transfer.marked = tuple(marked)
             if marked:
@@ -327,8 +326,6 @@ def _prefix(units: Sequence[Units]) -> Sequence[bytes]:
         return longest
     order: TopologicalSorter[bytes] = TopologicalSorter()
     for group in units:
-        for page in group.pages[:1]:
-            order.add(page)
-        for before, page in pairwise(group.pages):
-            order.add(page, before)
+        for at, page in enumerate(group.pages):
+            order.add(page, *group.pages[max(0, at - 1) : at])
     return tuple(order.static_order())

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -185,8 +185,9 @@ class ThreadMover(Mover):
         channels = self._channels.values()
         with self._lock:
             self._closing = True
-            for transfer in [transfer for channel in channels for transfer in channel.running]:
-                transfer.stop()
+            for channel in channels:
+                for transfer in channel.running:
+                    transfer.stop()
             self._work.notify_all()
         until = time.monotonic() + CLOSE_S
         for thread in self._threads:
@@ -196,9 +197,8 @@ class ThreadMover(Mover):
             for transfer in left:
                 self._end(transfer, LEFT)
             for channel in channels:
-                for transfer in channel.waiting():
-                    channel.withdraw(transfer)
-                    self._end(transfer, CLOSED)
+                while channel.waiting:
+                    self._end(channel.waiting.pop(0), CLOSED)
         return left
 
     def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
@@ -220,9 +220,9 @@ class ThreadMover(Mover):
         for transfer in self._overdue(time.monotonic()):
             transfer.expire()
             self._has_news = True
-            channel = self._channels[transfer.lane.far]
-            if transfer in channel.waiting():
-                channel.withdraw(transfer)
+            waiting = self._channels[transfer.lane.far].waiting
+            if transfer in waiting:
+                waiting.remove(transfer)
                 self._end(transfer)
 
     # -- the threads' side
@@ -276,25 +276,22 @@ class _Channel:
 
     def __init__(self, is_remote: bool) -> None:
         self.running: list[Transfer] = []
+        self.waiting: list[Transfer] = []
         self._is_remote = is_remote
-        self._inward: deque[Transfer] = deque()
-        self._outward: deque[Transfer] = deque()
         self._went_outward = False  # the last one
 
     def add(self, transfer: Transfer, *, paused: bool = False) -> None:
         """Add a transfer at the end, or in front where it has `paused` and keeps its place."""
-        if paused and not self._is_remote:
-            self._side(transfer).appendleft(transfer)
-        else:
-            self._side(transfer).append(transfer)
+        self.waiting.insert(0 if paused and not self._is_remote else len(self.waiting), transfer)
 
     def take(self) -> Transfer | None:
-        may_go = self._may_go_outward()
-        if not self._inward and not may_go:
-            return None
-        self._went_outward = may_go and (not self._inward or (self._is_remote and not self._went_outward))
-        transfer = (self._outward if self._went_outward else self._inward).popleft()
-        self.running.append(transfer)
+        inward, outward = self._next(inward=True), self._next(inward=False)
+        prefers_outward = inward is None or (self._is_remote and not self._went_outward)
+        transfer = outward if outward is not None and prefers_outward else inward
+        if transfer is not None:
+            self._went_outward = transfer is outward
+            self.waiting.remove(transfer)
+            self.running.append(transfer)
         return transfer
 
     def pauses(self, transfer: Transfer, *, closing: bool) -> bool:
@@ -302,17 +299,11 @@ class _Channel:
         the device pause, and so fail."""
         if not self._is_remote:
             return not transfer.lane.is_inward
-        others_wait = bool(self._inward) or self._may_go_outward()
+        others_wait = any(self._next(inward=inward) is not None for inward in (True, False))
         return transfer.lane.is_inward and others_wait and not closing
 
-    def waiting(self) -> list[Transfer]:
-        return [*self._inward, *self._outward]
-
-    def withdraw(self, transfer: Transfer) -> None:
-        self._side(transfer).remove(transfer)
-
-    def _side(self, transfer: Transfer) -> deque[Transfer]:
-        return self._inward if transfer.lane.is_inward else self._outward
-
-    def _may_go_outward(self) -> bool:
-        return bool(self._outward) and all(transfer.lane.is_inward for transfer in self.running)
+    def _next(self, *, inward: bool) -> Transfer | None:
+        """The first waiting transfer of a direction, if it may begin."""
+        if not inward and not all(transfer.lane.is_inward for transfer in self.running):
+            return None
+        return next((transfer for transfer in self.waiting if transfer.lane.is_inward is inward), None)
