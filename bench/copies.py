@@ -36,7 +36,7 @@ from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.record_size import record_stride
-from quire.tiers.carrier import PIECE_BYTES
+from quire.tiers.executor import PIECE_BYTES
 
 SEED = 20
 PAGES = "16KiB,64KiB,256KiB,1MiB,4MiB"

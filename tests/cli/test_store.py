@@ -13,9 +13,9 @@ import pytest
 
 from quire.memory.record import RecordFormat
 from quire.testing.contracts.records import make_key, make_keys, write
-from quire.tiers.forgotten import forget_scope, mark_of
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.tombstones import delete_scope, tombstone_of
 from quire.tiers.transfer import Lane, Transfer
 from tests.cli.conftest import Run
 from tests.tiers.stores.directory_medium import DirectoryMedium
@@ -372,7 +372,7 @@ def test_gc_does_not_drop_all_for_a_scope_that_was_mistyped(run: Run, store: Pat
 def flushed(store: Path) -> Path:
     move = Transfer(Lane.FORGET, (), make_key(0).scope)
     with closing(DirectoryStore(store, None)) as opened:
-        next(forget_scope(opened, move))
+        next(delete_scope(opened, move))
     assert move.hidden and len(keys_of(store)) == 7
     return store
 
@@ -405,4 +405,4 @@ def test_gc_keeps_the_mark_while_something_is_left_under_it(
     error = json.loads(done.stderr)["error"]
     assert (done.exit_code, error["code"]) == (2, "QUIRE-STORE-01") and "could be removed" in error["message"]
     monkeypatch.undo()
-    assert mark_of(make_key(0).scope) in keys_of(flushed)
+    assert tombstone_of(make_key(0).scope) in keys_of(flushed)

@@ -14,9 +14,9 @@ import pytest
 from quire.engine import tiers as engine_tiers
 from quire.engine.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
-from quire.tiers import forgotten
-from quire.tiers.forgotten import marked_by
+from quire.tiers import tombstones
 from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.tombstones import tombstone_scope
 from tests.serve.tiny_model import make_tiny_model
 
 PROMPTS = [[first, *range(1, 100)] for first in range(1, 7)]
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 KILLED = """
 import sys, threading
 from quire.engine import llm as engine_llm
-from quire.tiers import forgotten
+from quire.tiers import tombstones
 from quire.tiers.stores.directory import DirectoryStore
 from tests.engine.test_flush_killed import tiered, ask
 
@@ -35,7 +35,7 @@ for salt in ("alice", "bob"):
 while llm.engine.has_moves():
     llm.engine.offload.ahead.wait_moves(1.0)
     llm.engine.step()
-forgotten._AT_ONCE, engine_llm.FLUSH_S, real, calls = 4, 0.2, DirectoryStore.remove, []
+tombstones._AT_ONCE, engine_llm.FLUSH_S, real, calls = 4, 0.2, DirectoryStore.remove, []
 
 def remove(store, keys):
     calls.append(len(keys))
@@ -82,7 +82,7 @@ def stored(directory: Path) -> tuple[int, int]:
     """Records, and marks."""
     store = DirectoryStore(directory, None)
     try:
-        marks = [marked_by(entry.key) for entry in store.entries()]
+        marks = [tombstone_scope(entry.key) for entry in store.entries()]
     finally:
         store.close()
     return marks.count(None), len(marks) - marks.count(None)
@@ -159,7 +159,7 @@ def test_to_end_does_not_wait_until_all_is_forgotten(
         assert llm.engine.offload.tiers is not None
         llm.engine.offload.tiers.deletion.end()
 
-    monkeypatch.setattr(forgotten, "_AT_ONCE", 4)
+    monkeypatch.setattr(tombstones, "_AT_ONCE", 4)
     monkeypatch.setattr(store, "remove", remove)
     assert llm.flush(salt="alice").storage == "hidden"
     assert ask(llm, "bob") == [0] * 6
@@ -192,7 +192,7 @@ def test_to_end_stops_what_takes_long(model: Path, tmp_path: Path, monkeypatch: 
         ended()
         told.set()
 
-    monkeypatch.setattr(forgotten, "_AT_ONCE", 4)
+    monkeypatch.setattr(tombstones, "_AT_ONCE", 4)
     monkeypatch.setattr(engine_tiers, "_FORGET_S", 0.0)
     monkeypatch.setattr(type(store), "remove", remove)
     monkeypatch.setattr(forgetting, "end", end)

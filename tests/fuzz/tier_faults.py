@@ -12,8 +12,8 @@ from typing_extensions import Buffer
 from quire.offload.tiering import Tiering
 from quire.testing.choices import Choices
 from quire.testing.stores import Fault, FaultyStore, WrappedStore
-from quire.tiers.forgotten import marked_by
 from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import Lane
 from tests.fuzz.host_records import HostRecords
 from tests.fuzz.tier_keys import PageKeys
@@ -112,7 +112,7 @@ class WatchedStore(WrappedStore):
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         """Nothing is stored in a scope that is not its own, or under a key that is nobody's, but marks of flushes."""
         for key in keys:
-            if marked_by(key) is not None:
+            if tombstone_scope(key) is not None:
                 continue
             end = self._keys.end_of.get(key.page)
             if end is None or self._keys.scope(self._keys.names.namespaces[end]) != key.scope:

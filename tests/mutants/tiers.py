@@ -26,8 +26,8 @@ from quire.prefix.page_names import PageNames
 from quire.prefix.placement import Whereabouts
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
-from quire.tiers import carrier
-from quire.tiers.carrier import Carrier
+from quire.tiers import executor
+from quire.tiers.executor import TransferExecutor
 from quire.tiers.store import Answer
 from quire.tiers.transfer import GOOD, Lane, Transfer
 from tests.mutants import field
@@ -99,13 +99,13 @@ def what_is_below_is_not_loaded(patch: Patch) -> None:
 @mutant("tiers", field.DAMAGED)
 def loads_are_not_checked(patch: Patch) -> None:
     """What memory has lost meanwhile is loaded and read."""
-    real = Carrier._load
+    real = TransferExecutor._load
 
-    def load(carrier: Carrier, move: Transfer) -> Any:
-        copies = carrier._copies
+    def load(executor: TransferExecutor, move: Transfer) -> Any:
+        copies = executor._copies
         patched = Patch()
         patched.setattr(copies, "defects", lambda group, host, keys: [GOOD] * len(keys))
-        work = real(carrier, move)
+        work = real(executor, move)
         try:
             next(work)
         finally:
@@ -113,18 +113,18 @@ def loads_are_not_checked(patch: Patch) -> None:
         yield
         yield from work
 
-    patch.setattr(Carrier, "_load", load)
+    patch.setattr(TransferExecutor, "_load", load)
 
 
 @mutant("tiers", field.DAMAGED)
 def fetches_are_not_checked(patch: Patch) -> None:
     """What a store returns is taken for what was asked for."""
-    real = carrier._Batch.check
+    real = executor._Batch.check
 
     def check(batch: Any, copies: Any, transfer: Transfer) -> Any:
         return [] if transfer.lane is Lane.FETCH else real(batch, copies, transfer)
 
-    patch.setattr(carrier._Batch, "check", check)
+    patch.setattr(executor._Batch, "check", check)
 
 
 @mutant("tiers", field.SHORT)
@@ -182,7 +182,7 @@ def part_of_a_page_is_stored(patch: Patch) -> None:
         for each in batch.records:
             each.page = each.page if each.defect else -1
 
-    patch.setattr(Carrier, "_complete", staticmethod(complete))
+    patch.setattr(TransferExecutor, "_complete", staticmethod(complete))
 
 
 @mutant("tiers", field.VISIBLE)
@@ -192,7 +192,7 @@ def a_failed_store_is_visible(patch: Patch) -> None:
     def complete(store: Any, batch: Any, mine: Any) -> None:
         store.complete([each.key for each in mine], [True] * len(mine))
 
-    patch.setattr(Carrier, "_complete", staticmethod(complete))
+    patch.setattr(TransferExecutor, "_complete", staticmethod(complete))
 
 
 @mutant("tiers", field.PARTIAL)

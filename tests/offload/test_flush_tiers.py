@@ -11,8 +11,8 @@ from quire.errors import StoreError
 from quire.offload.tier_settings import WritePolicy
 from quire.prefix.divergence import find_divergence
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
-from quire.tiers.forgotten import mark_of
 from quire.tiers.store import Entry, StoreKey
+from quire.tiers.tombstones import tombstone_of
 from quire.tiers.transfer import Lane
 from tests.clear import clear
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
@@ -294,7 +294,7 @@ def test_a_flush_says_what_has_become_of_what_was_stored() -> None:
     tiered.flush(BOB)
     tiered.drain()
     assert tiered.flushed(BOB, waits=True).storage == "hidden", "nobody need wait for the next try"
-    store.refused["prepare"].add(mark_of(tiered.tiers.names.edition))
+    store.refused["prepare"].add(tombstone_of(tiered.tiers.names.edition))
     tiered.flush(None)
     tiered.drain()
     assert tiered.flushed(None, waits=True) is None, "the store may take it yet"

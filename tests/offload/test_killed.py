@@ -20,10 +20,10 @@ import pytest
 from quire.cli.store_verify import check
 from quire.memory.record import HEADER_BYTES
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
-from quire.tiers.forgotten import marked_by
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store
+from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import Lane, Transfer
 from tests.forked import ForkServer
 from tests.offload.killed_cache import open_killed
@@ -92,7 +92,7 @@ class Stored:
             assert not verdict.corrupt and not verdict.gone and not verdict.unread
             assert verdict.records == len(entries) and verdict.num_bytes == sum(entry.num_bytes for entry in entries)
             for entry in entries:
-                if marked_by(entry.key) is not None:  # of a scope that was being forgotten
+                if tombstone_scope(entry.key) is not None:  # of a scope that was being forgotten
                     continue
                 name, tokens = self._known[entry.key]
                 record = bytearray(entry.num_bytes)

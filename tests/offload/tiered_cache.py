@@ -15,7 +15,7 @@ from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
-from quire.tiers.forgotten import marked_by
+from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import LANES, Lane
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, CachedBytes, Marks
 from tests.tiers.array_copies import ArrayCopies
@@ -159,7 +159,7 @@ class TieredCache(CachedBytes):
     def stored(self, namespace: Namespace = ALICE) -> int:
         """Records of a namespace in the store."""
         scope = self.tiers.names.scope(namespace)
-        return sum(key.scope == scope and marked_by(key) is None for key in self.store.visible)
+        return sum(key.scope == scope and tombstone_scope(key) is None for key in self.store.visible)
 
     def close(self) -> None:
         """Everything comes back."""

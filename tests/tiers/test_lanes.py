@@ -12,7 +12,7 @@ import pytest
 
 from quire.errors import InvalidInput, MoveFailed
 from quire.sim.virtual_mover import VirtualMover
-from quire.tiers.carrier import Carrier
+from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import LEFT, ThreadMover
 from quire.tiers.store import StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
@@ -39,7 +39,7 @@ def saved(*numbers: int) -> ArrayCopies:
     copies = ArrayCopies()
     for group in (0, 1):
         copies.fill(group, ids(*numbers), seed=group)
-    for _ in Carrier(copies, None).carry(transfer_of(copies, Lane.SAVE, *numbers)):
+    for _ in TransferExecutor(copies, None).run(transfer_of(copies, Lane.SAVE, *numbers)):
         pass
     return copies
 
@@ -140,7 +140,7 @@ def test_what_a_peer_sends_is_checked() -> None:
 def test_without_a_peer_there_is_nothing_to_send_to() -> None:
     copies = saved(1)
     with pytest.raises(InvalidInput, match="no peer"):
-        list(Carrier(copies, ScriptedStore()).carry(transfer_of(copies, SEND, 1)))
+        list(TransferExecutor(copies, ScriptedStore()).run(transfer_of(copies, SEND, 1)))
 
 
 # -- deadlines

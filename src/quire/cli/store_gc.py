@@ -90,12 +90,12 @@ def gc(
 
 def _listed(entries: Iterable[Entry]) -> tuple[list[Entry], dict[StoreKey, bytes]]:
     """Records, and the marks of scopes that were flushed and are not gone yet."""
-    from quire.tiers.forgotten import marked_by
+    from quire.tiers.tombstones import tombstone_scope
 
     records: list[Entry] = []
     marks: dict[StoreKey, bytes] = {}
     for entry in entries:
-        scope = marked_by(entry.key)
+        scope = tombstone_scope(entry.key)
         if scope is None:
             records.append(entry)
         else:

@@ -50,13 +50,13 @@ def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = 
 
 def examine(url: str, store: Store, entries: Iterable[Entry]) -> dict[str, Any]:
     """All findings, as plain values."""
-    from quire.tiers.forgotten import marked_by
     from quire.tiers.stores.options import without_secrets
+    from quire.tiers.tombstones import tombstone_scope
 
     scopes: dict[str, _Scope] = {}
     flushed: list[str] = []
     for entry in entries:
-        mark = marked_by(entry.key)
+        mark = tombstone_scope(entry.key)
         if mark is not None:
             flushed.append(mark.hex())
             continue

@@ -56,7 +56,7 @@ def verify(
     [dim]Example:[/dim] quire store verify s3://bucket/prefix --remove --json
     """
     with reported(as_json=as_json, debug=debug), opened(url) as store:
-        from quire.tiers.forgotten import marked_by
+        from quire.tiers.tombstones import tombstone_scope
 
         prefix = "" if scope is None else scope_prefix(scope)
         started = time.monotonic()
@@ -66,7 +66,7 @@ def verify(
             listed = [
                 entry
                 for entry in store.entries()
-                if entry.key.scope.hex().startswith(prefix) and marked_by(entry.key) is None
+                if entry.key.scope.hex().startswith(prefix) and tombstone_scope(entry.key) is None
             ]
             bar.update(task, description="Reading", total=sum(entry.num_bytes for entry in listed))
             verdict = check(store, listed, lambda num_bytes: bar.advance(task, num_bytes))

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from quire.tiers.carrier import Carrier
+from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import CLOSED, Mover
 from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
@@ -43,7 +43,7 @@ class VirtualMover(Mover):
         pass_until: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(lanes, most_bytes)
-        self._carrier = Carrier(copies, store, peer)
+        self._executor = TransferExecutor(copies, store, peer)
         self._seconds = seconds
         self._pass_until = pass_until
         self._bandwidths = bandwidths
@@ -57,7 +57,7 @@ class VirtualMover(Mover):
         if self._closed or not self._take(transfer, now):
             return False
         queue = self._queues[transfer.lane.queue]
-        transfer.pieces = self._carrier.carry(transfer)
+        transfer.pieces = self._executor.run(transfer)
         queue.append(_Passage(transfer, now))
         if len(queue) == 1:
             self._begin(queue[0])

@@ -52,8 +52,8 @@ class _LaneState:
     rest: float = _FIRST_REST  # seconds, until the next trial
     trial: _Trial = _Trial.NONE
     next_trial: float = 0.0
-    told_off: bool = False
-    next_word: float = 0.0
+    notified_off: bool = False
+    next_notice: float = 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -131,7 +131,7 @@ class BreakEven:
         if is_trial or (not state.why_off and state.has_failed):
             why = f"{state.failures} in a row brought less than half of what they were for, the last after"
             self._turn_off(state, f"{why} {_in_time(seconds)}")
-        self._tell(state)
+        self._notify(state)
 
     def knows(self, lane: Lane) -> bool:
         """Whether a lane was measured since its last trial began."""
@@ -164,7 +164,7 @@ class BreakEven:
             self._lose(state, tokens, num_bytes)
         elif verdict is not _Verdict.LEARN:
             state.win()
-        self._tell(state)
+        self._notify(state)
         return verdict in _MOVED
 
     def untried(self, lane: Lane) -> None:
@@ -235,9 +235,9 @@ class BreakEven:
 
     def _lose(self, state: _LaneState, tokens: int, num_bytes: int) -> None:
         state.losses += 1
-        has_to = state.trial is _Trial.MEASURED if state.why_off else state.losses >= self._losses
+        is_due = state.trial is _Trial.MEASURED if state.why_off else state.losses >= self._losses
         compute = self.compute_seconds(tokens)
-        if has_to and compute is not None:
+        if is_due and compute is not None:
             self._turn_off(state, self._why(state.lane, compute, num_bytes))
 
     def _turn_off(self, state: _LaneState, why: str) -> None:
@@ -259,18 +259,16 @@ class BreakEven:
     def _why(self, lane: Lane, compute: float, num_bytes: int) -> str:
         rate = self._rate(lane)
         others = (rate.start or 0.0) + self._seconds_around(lane, num_bytes)
-        measured = f"measured {_in_units(rate.per_second or 0.0)}"
         if others >= compute:
-            return (
-                f"recompute is cheaper at any bandwidth: {_in_time(compute)}, and {_in_time(others)} before the first "
-                f"byte counts; {measured}"
-            )
-        return f"recompute is cheaper below {_in_units(num_bytes / (compute - others))}; {measured}"
+            when = f"at any bandwidth: {_in_time(compute)}, and {_in_time(others)} before the first byte counts"
+        else:
+            when = f"below {_in_units(num_bytes / (compute - others))}"
+        return f"recompute is cheaper {when}; measured {_in_units(rate.per_second or 0.0)}"
 
-    def _tell(self, state: _LaneState) -> None:
+    def _notify(self, state: _LaneState) -> None:
         is_off, now = bool(state.why_off), self._seconds()
-        if is_off is not state.told_off and now >= state.next_word:
-            state.told_off, state.next_word = is_off, now + _QUIET
+        if is_off is not state.notified_off and now >= state.next_notice:
+            state.notified_off, state.next_notice = is_off, now + _QUIET
             if self._on_change is not None:
                 self._on_change(state.lane, state.why_off)
 

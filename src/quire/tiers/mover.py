@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from quire.tiers.carrier import PIECE_BYTES, Carrier
+from quire.tiers.executor import PIECE_BYTES, TransferExecutor
 from quire.tiers.rate import Rate
 from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
@@ -140,7 +140,7 @@ class ThreadMover(Mover):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         super().__init__(lanes, most_bytes)
-        self._carrier = Carrier(copies, store, peer, piece_bytes=piece_bytes)
+        self._executor = TransferExecutor(copies, store, peer, piece_bytes=piece_bytes)
         # The lock guards everything below, and the base's `_ended` and `_watched`.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # something to do, or closing
@@ -161,7 +161,7 @@ class ThreadMover(Mover):
         with self._lock:
             if self._closing or not self._take(transfer, time.monotonic()):
                 return False
-            transfer.pieces = self._carrier.carry(transfer)
+            transfer.pieces = self._executor.run(transfer)
             self._channels[transfer.lane.far].add(transfer)
             self._work.notify_all()
         return True

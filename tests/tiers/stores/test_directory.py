@@ -17,10 +17,10 @@ import pytest
 from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
-from quire.tiers.forgotten import forget_scope
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.directory.slab_allocator import slot_size
+from quire.tiers.tombstones import delete_scope
 from quire.tiers.transfer import Lane, Transfer
 from tests.tiers.stores.directory_medium import DirectoryMedium
 
@@ -464,7 +464,7 @@ def test_a_flush_takes_no_room_from_others(tmp_path: Path) -> None:
             write(store, [key], [make_record(number, size)])
         before, listed = store.facts().num_slabs, set(store.entries())
         move = Transfer(Lane.FORGET, (), keys[-1].scope)
-        next(forget_scope(store, move))
+        next(delete_scope(store, move))
         assert move.hidden and store.facts().num_slabs == before
         gone = {entry.key for entry in listed} - {entry.key for entry in store.entries()}
         assert len(gone) == 1

@@ -26,8 +26,8 @@ from quire.testing.choices import Choices
 from quire.testing.contracts.medium import Medium
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store_model import StoreModel
-from quire.tiers.forgotten import forget_scope, mark_of
 from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.tombstones import delete_scope, tombstone_of
 from quire.tiers.transfer import Lane, Transfer
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
@@ -443,14 +443,14 @@ class StoreContract:
             pytest.skip("nobody could go on")
         keys = [*make_keys(5), *make_keys(3, scope=1)]
         assert write(store, keys, [make_record(number, 900) for number in range(8)]) == [HIT] * 8
-        scope, mark = keys[0].scope, mark_of(keys[0].scope)
+        scope, mark = keys[0].scope, tombstone_of(keys[0].scope)
         move = Transfer(Lane.FORGET, (), scope)
-        next(forget_scope(store, move))
+        next(delete_scope(store, move))
         assert move.hidden
         store.close()
         other = self.again()
         assert other.exists([mark, *keys]) == [HIT] * 9
-        for _ in forget_scope(other, Transfer(Lane.FORGET, (), scope)):
+        for _ in delete_scope(other, Transfer(Lane.FORGET, (), scope)):
             pass
         assert other.exists([mark, *keys]) == [MISS] * 6 + [HIT] * 3
         assert write(other, keys[:1], [make_record(9, 900)]) == [HIT]

@@ -21,21 +21,17 @@ class Owners:
         """Raises OSError where files cannot be made or locked."""
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
-        self.name, self._file = self._enter()
-
-    def _enter(self) -> tuple[str, int]:
         while True:
-            name = secrets.token_hex(8)
-            file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self.name = secrets.token_hex(8)
+            self._file = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(self._file, fcntl.LOCK_EX)
             except OSError:
-                os.close(file)
-                (self._folder / name).unlink(missing_ok=True)
+                self.close()
                 raise
-            if os.fstat(file).st_nlink:
-                return name, file
-            os.close(file)
+            if os.fstat(self._file).st_nlink:
+                return
+            os.close(self._file)
 
     def is_dead(self, name: str) -> bool:
         """Whether that owner has ended or closed the store; False where this is unknown."""
@@ -60,7 +56,7 @@ class Owners:
         return sum(not self.is_dead(path.name) for path in list(self._folder.iterdir()))
 
     def close(self) -> None:
-        """Be dead for the others."""
+        """Release the lock, so that others take this owner for dead."""
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
             os.close(self._file)

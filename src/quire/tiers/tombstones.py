@@ -1,13 +1,13 @@
-"""Forgotten: deletes a scope in a store, so that it stays deleted when the process dies on the way.
+"""Tombstones: delete a scope in a store so that it stays deleted when the process dies on the way.
 
-    1  write a mark: a record under a key that no page has           no lookup finds the scope any more
+    1  write a tombstone, a record under a key that no page has      no lookup finds the scope any more
     2  remove the records, in batches
-    3  remove the mark                                               the scope is as if never used
+    3  remove the tombstone                                          the scope is as if never used
 
-Each lookup also asks for the marks over its pages. Where it finds one, it returns nothing, and its process continues
-at step 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
+Each lookup also asks for the tombstones over its pages. Where it finds one, it returns nothing, and its process
+continues at step 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
 
-A mark has the size of a record of its scope and is newer than all of them. So an LRU store evicts those first.
+A tombstone has the size of a record of its scope and is newer than all of them. So an LRU store evicts those first.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
 from quire.tiers.transfer import Transfer
 
-EDITION_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
+SCOPE_PREFIX_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
 _PART = 0xFFFF  # of no group
 _AT_ONCE = 1024
 _LEAST_BYTES = HEADER_BYTES + 1
 
 
-def mark_of(scope: bytes) -> StoreKey:
-    """The key of the mark for deleting a scope, or all scopes with this prefix."""
+def tombstone_of(scope: bytes) -> StoreKey:
+    """The key of the tombstone of a scope, or of all scopes with this prefix."""
     page = hashlib.sha256(b"quire-forgotten-1" + scope).digest()
     return StoreKey(scope.ljust(SCOPE_BYTES, b"\0"), page, _PART)
 
 
-def marks_over(scope: bytes) -> tuple[tuple[bytes, StoreKey], ...]:
-    """The marks that can hide a scope, each with the scope or prefix that it stands for."""
-    return tuple((part, mark_of(part)) for part in (scope[:EDITION_BYTES], scope))
+def tombstones_over(scope: bytes) -> tuple[tuple[bytes, StoreKey], ...]:
+    """The tombstones that can hide a scope, each with the scope or prefix that it stands for."""
+    return tuple((part, tombstone_of(part)) for part in (scope[:SCOPE_PREFIX_BYTES], scope))
 
 
-def marked_by(key: StoreKey) -> bytes | None:
-    """The scope, or the prefix of scopes, that a mark stands for; None for the key of a page."""
-    return next((part for part, mark in marks_over(key.scope) if mark == key), None)
+def tombstone_scope(key: StoreKey) -> bytes | None:
+    """The scope, or the prefix of scopes, that a tombstone stands for; None for the key of a page."""
+    return next((part for part, tombstone in tombstones_over(key.scope) if tombstone == key), None)
 
 
-def forget_scope(store: Store, transfer: Transfer) -> Iterator[None]:
+def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
     """Remove all records of `transfer.scope`, or of all scopes with this prefix. `transfer.hidden` is true once no
     lookup finds them. Raises StoreError where the store cannot be listed, records remain, or the transfer was stopped.
-    Then the mark stays, and the deletion can begin again."""
+    Then the tombstone stays, and the deletion can begin again."""
     scope = transfer.scope
     try:
         entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
         listed = (entry for entry in entries if entry.key.scope.startswith(scope))
         first = list(islice(listed, 1))
     except StoreError:
-        transfer.hidden = _write_mark(store, scope, _LEAST_BYTES)
+        transfer.hidden = _write_tombstone(store, scope, _LEAST_BYTES)
         raise
     if not first:
         return
-    transfer.hidden = _write_mark(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
+    transfer.hidden = _write_tombstone(store, scope, max(_LEAST_BYTES, first[0].num_bytes))
     yield
     total = left = 0
-    marks: set[StoreKey] = {mark_of(scope)} if transfer.hidden else set()
+    tombstones: set[StoreKey] = {tombstone_of(scope)} if transfer.hidden else set()
     rest = chain(first, listed)
     while batch := [entry.key for entry in islice(rest, _AT_ONCE)]:
         if transfer.stopping:
             raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
         pages = [key for key in batch if key.part != _PART]
-        marks.update(key for key in batch if key.part == _PART)  # of scopes with this prefix, which go too
+        tombstones.update(key for key in batch if key.part == _PART)  # of scopes with this prefix, which go too
         total += len(pages)
         if store.remove(pages) < len(pages):
             left += sum(answer is not Answer.MISS for answer in store.exists(pages))
         yield
     if left:
         raise StoreError(f"{left:,} of {total:,} records could not be removed.", fix="look at the store's log.")
-    if store.remove(list(marks)) < len(marks) and Answer.HIT in store.exists(list(marks)):
+    if store.remove(list(tombstones)) < len(tombstones) and Answer.HIT in store.exists(list(tombstones)):
         raise StoreError("the mark of what was forgotten could not be removed.", fix="look at the store's log.")
 
 
-def _write_mark(store: Store, scope: bytes, num_bytes: int) -> bool:
-    """Returns whether the mark is there. A store that takes no records may still remove some."""
-    key, form = mark_of(scope), RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES)
+def _write_tombstone(store: Store, scope: bytes, num_bytes: int) -> bool:
+    """Returns whether the tombstone is there. A store that takes no records may still remove some."""
+    key, form = tombstone_of(scope), RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES)
     (answer,) = store.prepare([key], [num_bytes])
     if answer is not Answer.MISS:
         return answer is Answer.HIT

@@ -1,12 +1,12 @@
-"""Carrier: does one transfer, piece by piece, without threads or clocks (movers have those).
+"""TransferExecutor: does one transfer, piece by piece, without threads or clocks (movers have those).
 
-The rules of transfers:
+Invariants of transfers:
 
-    records are checked before they leave the host and after they arrive; a damaged one is read again before it is
+    records are checked before they leave the host and after they arrive; a corrupt one is read again before it is
     removed from the store
-    a load copies only the pages before the first damaged record; then no step uses them until the transfer has ended
+    a load copies only the pages before the first corrupt record; then no step uses them until the transfer has ended
     a page is in a store or a peer in all of its groups or in none, and only after the pages before it
-    a lookup finds nothing that is being deleted (`quire.tiers.forgotten`)
+    a lookup finds nothing that is being deleted (`quire.tiers.tombstones`)
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from graphlib import TopologicalSorter
 
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
-from quire.tiers.forgotten import forget_scope, marks_over
 from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.tombstones import delete_scope, tombstones_over
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
 PIECE_BYTES = 16 << 20  # about what moves at a time; a load waits for at most one piece of a save
@@ -27,7 +27,7 @@ _MOST_TOUCHED = 1024  # in one call
 _ABSENT = {Endpoint.STORE: ("storage tier", "--storage"), Endpoint.PEER: ("peer", "one to the mover")}
 
 
-class Carrier:
+class TransferExecutor:
     """Does transfers with these copies, store and peer. A peer answers as a store does."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Carrier:
         self._remotes = {Endpoint.STORE: store, Endpoint.PEER: peer}
         self._piece_bytes = piece_bytes
 
-    def carry(self, transfer: Transfer) -> Iterator[None]:
+    def run(self, transfer: Transfer) -> Iterator[None]:
         """Do a transfer; each step of the iterator is one piece. It raises what the copies or the remote raise. Results
         are complete after the last piece; the caller ends the transfer."""
         lane = transfer.lane
@@ -112,8 +112,8 @@ class Carrier:
 
     def _look(self, transfer: Transfer, store: Store) -> Iterator[None]:
         """Ask for pages in the order of the prefix, until one is missing that all later ones need. Pages that were not
-        asked for are a MISS. Each question includes the marks: the scope may be deleted meanwhile."""
-        over, pages = marks_over(transfer.scope), _pages_of(transfer.units)
+        asked for are a MISS. Each question includes the tombstones: the scope may be deleted meanwhile."""
+        over, pages = tombstones_over(transfer.scope), _pages_of(transfer.units)
         found = [[Answer.MISS] * len(units) for units in transfer.units]
         for start in range(0, max(1, len(pages)), _LOOKED_UP):
             if transfer.stopping:
@@ -121,14 +121,16 @@ class Carrier:
             places = [place for page in pages[start : start + _LOOKED_UP] for place in page]
             units = transfer.units
             keys = [StoreKey(transfer.scope, units[at].pages[place], units[at].group) for at, place in places]
-            answers = store.exists([*(mark for _, mark in over), *keys])
-            marks, answers = answers[: len(over)], answers[len(over) :]
-            marked = [scope for (scope, _), answer in zip(over, marks, strict=True) if answer is Answer.HIT]
+            answers = store.exists([*(tombstone for _, tombstone in over), *keys])
+            tombstones, answers = answers[: len(over)], answers[len(over) :]
+            marked = [scope for (scope, _), answer in zip(over, tombstones, strict=True) if answer is Answer.HIT]
             transfer.marked = tuple(marked)
             if marked:
                 found = [[Answer.MISS] * len(units) for units in transfer.units]
                 break
-            hidden = Answer.MISS if Answer.PENDING in marks else Answer.RETRY if Answer.RETRY in marks else None
+            hidden = (
+                Answer.MISS if Answer.PENDING in tombstones else Answer.RETRY if Answer.RETRY in tombstones else None
+            )
             ends = False
             for (at, place), said in zip(places, answers, strict=True):
                 found[at][place] = answer = hidden or said
@@ -140,7 +142,7 @@ class Carrier:
 
     def _forget(self, transfer: Transfer, store: Store) -> Iterator[None]:
         if not transfer.units:
-            yield from forget_scope(store, transfer)
+            yield from delete_scope(store, transfer)
         for units in transfer.units:
             store.remove(units.keys(transfer.scope))
             yield
@@ -198,9 +200,9 @@ class Carrier:
                 visible.append(record)
             elif wanted:
                 batch.fail(record, REFUSED)
-        orphans = [record for record in visible if record.page >= batch.num_good]
-        if orphans:
-            remote.remove(_keys(orphans))
+        unreachable = [record for record in visible if record.page >= batch.num_good]
+        if unreachable:
+            remote.remove(_keys(unreachable))
 
     def _get_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
         records = batch.records
@@ -210,11 +212,11 @@ class Carrier:
             if answer is not Answer.HIT:
                 batch.fail(record, MISSING if answer is Answer.MISS else REFUSED)
         if damaged := batch.check(self._copies, transfer):
-            self._find_culprit(transfer, remote, damaged)
+            self._recheck(transfer, remote, damaged)
         transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
 
     @staticmethod
-    def _find_culprit(transfer: Transfer, remote: Store, damaged: Sequence[_Record]) -> None:
+    def _recheck(transfer: Transfer, remote: Store, damaged: Sequence[_Record]) -> None:
         """Read damaged records again into other memory, and once more where they differ. If these two reads agree, the
         host row is suspect and the record stays. Otherwise the record is removed: it would block a good one."""
         again = _read(remote, damaged)

@@ -9,9 +9,9 @@ import pytest
 
 from quire.errors import StoreError
 from quire.memory.record import check_record
-from quire.tiers.carrier import Carrier
-from quire.tiers.forgotten import mark_of, marked_by, marks_over
+from quire.tiers.executor import TransferExecutor
 from quire.tiers.store import Answer, Entry, StoreKey
+from quire.tiers.tombstones import tombstone_of, tombstone_scope, tombstones_over
 from quire.tiers.transfer import Lane, Transfer, Units
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.scripted_store import ScriptedStore
@@ -33,20 +33,20 @@ def filled(kind: type[ScriptedStore] = ScriptedStore) -> ScriptedStore:
 
 
 def left(store: ScriptedStore, scope: bytes) -> int:
-    return sum(key.scope == scope and marked_by(key) is None for key in store.visible)
+    return sum(key.scope == scope and tombstone_scope(key) is None for key in store.visible)
 
 
 def looked(store: ScriptedStore, scope: bytes) -> Transfer:
     """A lookup of the last page, in two groups, and of one that never was."""
     units = [Units(0, NONE, NONE, (page(COUNT - 1), page(COUNT))), Units(1, NONE, NONE, (page(COUNT - 1),))]
     move = Transfer(Lane.LOOK, units, scope)
-    list(Carrier(ArrayCopies(), store).carry(move))
+    list(TransferExecutor(ArrayCopies(), store).run(move))
     return move
 
 
 def forgetting(store: ScriptedStore, scope: bytes) -> tuple[Transfer, Iterator[None]]:
     move = Transfer(Lane.FORGET, (), scope)
-    return move, Carrier(ArrayCopies(), store).carry(move)
+    return move, TransferExecutor(ArrayCopies(), store).run(move)
 
 
 def forget(store: ScriptedStore, scope: bytes) -> None:
@@ -55,11 +55,11 @@ def forget(store: ScriptedStore, scope: bytes) -> None:
 
 def test_marks_say_what_they_stand_for() -> None:
     for part in (ALICE, ALICE[:8], bytes(16), bytes(8)):
-        assert marked_by(mark_of(part)) == part
-    assert [part for part, _ in marks_over(ALICE)] == [ALICE[:8], ALICE]
-    assert len({mark_of(part) for part in (ALICE, BOB, ALICE[:8])}) == 3
-    assert marked_by(StoreKey(ALICE, page(1), 0)) is None
-    assert marked_by(StoreKey(ALICE, page(1), 0xFFFF)) is None, "somebody else's"
+        assert tombstone_scope(tombstone_of(part)) == part
+    assert [part for part, _ in tombstones_over(ALICE)] == [ALICE[:8], ALICE]
+    assert len({tombstone_of(part) for part in (ALICE, BOB, ALICE[:8])}) == 3
+    assert tombstone_scope(StoreKey(ALICE, page(1), 0)) is None
+    assert tombstone_scope(StoreKey(ALICE, page(1), 0xFFFF)) is None, "somebody else's"
 
 
 @pytest.mark.parametrize(("scope", "hidden"), [(ALICE, [ALICE]), (ALICE[:8], [ALICE, BOB])])
@@ -83,7 +83,7 @@ def test_what_died_on_the_way_is_found_by_nobody_and_gone_on_with(
     assert [left(store, each) for each in (ALICE, BOB, OTHER)] == [
         0 if each in hidden else COUNT for each in (ALICE, BOB, OTHER)
     ]
-    assert not any(marked_by(key) for key in store.visible), "nor is the mark"
+    assert not any(tombstone_scope(key) for key in store.visible), "nor is the mark"
     store.visible[StoreKey(ALICE, page(COUNT - 1), 0)] = b"y"
     assert looked(store, ALICE).answers[0][0] is Answer.HIT, "what is stored afterwards is found"
 
@@ -108,9 +108,9 @@ def test_a_mark_is_a_sound_record_of_the_size_of_others() -> None:
     store = filled()
     _move, steps = forgetting(store, ALICE)
     next(steps)
-    record = store.visible[mark_of(ALICE)]
+    record = store.visible[tombstone_of(ALICE)]
     assert len(record) == 200 and check_record(record) == ""
-    assert list(store.visible)[-1] == mark_of(ALICE), "what is forgotten by use goes before it"
+    assert list(store.visible)[-1] == tombstone_of(ALICE), "what is forgotten by use goes before it"
 
 
 def test_all_forgets_the_marks_of_scopes_too() -> None:
@@ -149,7 +149,7 @@ def test_a_store_that_cannot_be_listed_hides_all_the_same() -> None:
 
 def test_a_store_that_takes_nothing_may_still_forget() -> None:
     store = filled()
-    store.refused["prepare"].add(mark_of(ALICE))
+    store.refused["prepare"].add(tombstone_of(ALICE))
     move, steps = forgetting(store, ALICE)
     next(steps)
     assert not move.hidden
@@ -160,7 +160,7 @@ def test_a_store_that_takes_nothing_may_still_forget() -> None:
 @pytest.mark.parametrize("verb", ["put", "complete"])
 def test_a_mark_that_was_not_taken_hides_nothing_and_says_so(verb: str) -> None:
     store = filled()
-    store.refused[verb].add(mark_of(ALICE))
+    store.refused[verb].add(tombstone_of(ALICE))
     move, steps = forgetting(store, ALICE)
     next(steps)
     assert not move.hidden and not store.prepared and not store.taken

@@ -1,4 +1,4 @@
-"""Carrier: the laws of moving, one at a time, with no thread about."""
+"""TransferExecutor: the laws of moving, one at a time, with no thread about."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.carrier import Carrier
-from quire.tiers.forgotten import mark_of
+from quire.tiers.executor import TransferExecutor
 from quire.tiers.store import Answer, StoreKey
+from quire.tiers.tombstones import tombstone_of
 from quire.tiers.transfer import LANES, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
 from tests.tiers.scripted_store import ScriptedStore
@@ -26,12 +26,12 @@ def key(page: int, group: int) -> StoreKey:
     return StoreKey(SCOPE, page_key(page), group)
 
 
-def carry(
+def run(
     copies: ArrayCopies, store: ScriptedStore | None, link: Lane, *moved: Units, piece_bytes: int = SMALL
 ) -> Transfer:
     size = sum(copies.bytes_of(item.group) * len(item) for item in moved)
     move = Transfer(link, moved, SCOPE, size)
-    for _ in Carrier(copies, store, piece_bytes=piece_bytes).carry(move):
+    for _ in TransferExecutor(copies, store, piece_bytes=piece_bytes).run(move):
         pass
     move.end()
     return move
@@ -47,20 +47,20 @@ def saved(numbers: Sequence[int]) -> ArrayCopies:
     copies = ArrayCopies()
     for group in (0, 1):
         copies.fill(group, ids(*numbers), seed=group)
-    carry(copies, None, Lane.SAVE, *both(numbers))
+    run(copies, None, Lane.SAVE, *both(numbers))
     return copies
 
 
 def test_bytes_go_round_by_device_host_and_store() -> None:
     copies, store, numbers = ArrayCopies(), ScriptedStore(), [1, 2, 3, 4, 5]
     content = [copies.fill(group, ids(*numbers), seed=group) for group in (0, 1)]
-    assert carry(copies, store, Lane.SAVE, *both(numbers)).is_whole
-    assert carry(copies, store, Lane.ARCHIVE, *both(numbers)).is_whole
+    assert run(copies, store, Lane.SAVE, *both(numbers)).is_whole
+    assert run(copies, store, Lane.ARCHIVE, *both(numbers)).is_whole
     assert set(store.visible) == {key(page, group) for page in numbers for group in (0, 1)}
     for rows in (*copies.host, *copies.device):
         rows[...] = 255
-    assert carry(copies, store, Lane.FETCH, *both(numbers, shift=7)).is_whole
-    move = carry(copies, store, Lane.LOAD, *both(numbers, shift=7))
+    assert run(copies, store, Lane.FETCH, *both(numbers, shift=7)).is_whole
+    move = run(copies, store, Lane.LOAD, *both(numbers, shift=7))
     assert move.is_whole
     assert move.moved_bytes == move.num_bytes == 5 * sum(copies.sizes)
     for group in (0, 1):
@@ -72,7 +72,7 @@ def test_bytes_go_round_by_device_host_and_store() -> None:
 def test_a_load_comes_layer_by_layer() -> None:
     copies = saved([1, 2])
     copies.log.clear()
-    carry(copies, None, Lane.LOAD, *both([1, 2]))
+    run(copies, None, Lane.LOAD, *both([1, 2]))
     assert [entry[2] for entry in copies.log if entry[0] == "to_device"] == [0, 0, 1, 1, 2, 2]
     assert [entry[0] for entry in copies.log[:2]] == ["defects", "defects"]
 
@@ -83,7 +83,7 @@ def test_a_load_of_a_damaged_record_copies_what_is_before_it() -> None:
     for device in copies.device:
         device[:] = 0
     copies.host[1][2, HEADER] ^= 1
-    move = carry(copies, None, Lane.LOAD, *both([1, 2, 3]))
+    move = run(copies, None, Lane.LOAD, *both([1, 2, 3]))
     assert move.defects == (("", "missing", "missing"), ("", "digest", "missing"))
     assert not move.checked and not move.is_whole
     for device, before in zip(copies.device, was, strict=True):
@@ -93,14 +93,14 @@ def test_a_load_of_a_damaged_record_copies_what_is_before_it() -> None:
 
 def test_a_record_under_another_key_or_in_another_group_is_a_defect() -> None:
     copies = saved([1, 2])
-    assert carry(copies, None, Lane.LOAD, units(0, [1], [1], [2])).defects == (("digest",),)
+    assert run(copies, None, Lane.LOAD, units(0, [1], [1], [2])).defects == (("digest",),)
 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_damaged_record_does_not_leave_the_host_nor_do_the_pages_behind_it(group: int) -> None:
     copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     copies.host[group][3, HEADER + 1] ^= 1
-    move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]))
+    move = run(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]))
     other = ("", "", "store", "store", "store")
     damaged = ("", "", "digest", "store", "store")
     assert move.defects == ((damaged, other) if group == 0 else (other, damaged))
@@ -113,7 +113,7 @@ def test_a_damaged_record_does_not_leave_the_host_nor_do_the_pages_behind_it(gro
 def test_a_page_that_the_store_refuses_in_one_group_is_in_none(method: str, piece_bytes: int) -> None:
     copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     store.refused[method].add(key(3, 1))
-    move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]), piece_bytes=piece_bytes)
+    move = run(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]), piece_bytes=piece_bytes)
     assert move.defects == (("", "", "store", "store", "store"),) * 2
     assert set(store.visible) == {key(page, part) for page in (1, 2) for part in (0, 1)}
     assert store.prepared == {}
@@ -123,16 +123,16 @@ def test_a_page_that_the_store_refuses_in_one_group_is_in_none(method: str, piec
 def test_what_another_writer_is_at_is_left_to_it() -> None:
     copies, store = saved([1, 2, 3]), ScriptedStore()
     store.prepare([key(2, 0)], [9])
-    move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
+    move = run(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
     assert move.defects == (("", "store", "store"),) * 2
     assert set(store.prepared) == {key(2, 0)}
 
 
 def test_what_the_store_has_is_not_put_again() -> None:
     copies, store = saved([1, 2, 3]), ScriptedStore()
-    carry(copies, store, Lane.ARCHIVE, *both([1, 2]))
+    run(copies, store, Lane.ARCHIVE, *both([1, 2]))
     store.log.clear()
-    move = carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]), piece_bytes=1 << 20)
+    move = run(copies, store, Lane.ARCHIVE, *both([1, 2, 3]), piece_bytes=1 << 20)
     assert move.is_whole
     assert ("put", 2) in store.log
     assert move.moved_bytes == sum(copies.sizes)
@@ -143,7 +143,7 @@ def test_nothing_stays_prepared_when_the_store_raises(method: str) -> None:
     copies, store = saved([1, 2]), ScriptedStore()
     store.failing.add(method)
     with pytest.raises(InvalidInput):
-        carry(copies, store, Lane.ARCHIVE, *both([1, 2]))
+        run(copies, store, Lane.ARCHIVE, *both([1, 2]))
     assert store.visible == {}
     assert method == "complete" or store.prepared == {}
 
@@ -151,9 +151,9 @@ def test_nothing_stays_prepared_when_the_store_raises(method: str) -> None:
 def test_groups_may_have_only_the_last_pages() -> None:
     copies, store = saved([1, 2, 3, 4]), ScriptedStore()
     moved = units(0, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]), units(1, [3, 4], [3, 4], [3, 4])
-    assert carry(copies, store, Lane.ARCHIVE, *moved).is_whole
+    assert run(copies, store, Lane.ARCHIVE, *moved).is_whole
     del store.visible[key(3, 1)]
-    move = carry(copies, store, Lane.FETCH, *moved)
+    move = run(copies, store, Lane.FETCH, *moved)
     assert move.defects == (("", "", "missing", "missing"), ("missing", "missing"))
 
 
@@ -161,41 +161,41 @@ def test_pages_that_no_group_has_all_of_keep_their_order() -> None:
     copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
     moved = units(0, [1, 2, 4], [1, 2, 4], [1, 2, 4]), units(1, [2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5])
     store.refused["put"].add(key(3, 1))
-    move = carry(copies, store, Lane.ARCHIVE, *moved)
+    move = run(copies, store, Lane.ARCHIVE, *moved)
     assert move.defects == (("", "", "store"), ("", "store", "store", "store"))
 
 
 def test_a_fetch_ends_at_the_first_page_that_is_not_whole() -> None:
     copies, store = saved([1, 2, 3, 4, 5]), ScriptedStore()
-    carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]))
+    run(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4, 5]))
     del store.visible[key(4, 0)]
-    move = carry(copies, store, Lane.FETCH, *both([1, 2, 3, 4, 5]), piece_bytes=1 << 20)
+    move = run(copies, store, Lane.FETCH, *both([1, 2, 3, 4, 5]), piece_bytes=1 << 20)
     assert move.defects == (("", "", "", "missing", "missing"),) * 2
     store.refused["get"].add(key(2, 1))
-    move = carry(copies, store, Lane.FETCH, *both([1, 2, 3, 4, 5]))
+    move = run(copies, store, Lane.FETCH, *both([1, 2, 3, 4, 5]))
     assert move.defects == (("", "missing", "missing", "missing", "missing"), ("", "store", *("missing",) * 3))
     assert move.moved_bytes == sum(copies.sizes)
 
 
 def test_a_damaged_record_of_the_store_is_named_and_forgotten_there() -> None:
     copies, store = saved([1, 2, 3]), ScriptedStore()
-    carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
+    run(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
     store.spoil(key(2, 1))
-    move = carry(copies, store, Lane.FETCH, *both([1, 2, 3]), piece_bytes=1 << 20)
+    move = run(copies, store, Lane.FETCH, *both([1, 2, 3]), piece_bytes=1 << 20)
     assert move.defects == (("", "missing", "missing"), ("", "digest", "missing"))
     assert key(2, 1) not in store.visible
     assert key(2, 0) in store.visible
     copies = saved([1, 2, 3])
-    assert carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3])).is_whole
-    assert carry(copies, store, Lane.FETCH, *both([1, 2, 3])).is_whole
+    assert run(copies, store, Lane.ARCHIVE, *both([1, 2, 3])).is_whole
+    assert run(copies, store, Lane.FETCH, *both([1, 2, 3])).is_whole
 
 
 def test_looking_and_forgetting() -> None:
     copies, store = saved([1, 2]), ScriptedStore()
-    carry(copies, store, Lane.ARCHIVE, *both([1]))
+    run(copies, store, Lane.ARCHIVE, *both([1]))
     looked = units(0, [], [], [1, 2]), units(1, [], [], [2])
-    assert carry(copies, store, Lane.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
-    carry(copies, store, Lane.FORGET, *looked)
+    assert run(copies, store, Lane.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
+    run(copies, store, Lane.FORGET, *looked)
     assert set(store.visible) == {key(1, 1)}
 
 
@@ -215,14 +215,14 @@ class Stuck(ScriptedStore):
 def test_a_good_record_that_was_read_into_bad_memory_stays_in_the_store() -> None:
     copies = saved([1, 2, 3])
     store = Stuck(copies.host[1][9], HEADER + 1)
-    carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
+    run(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
     fetch = [units(group, [], [8, 9, 10], [1, 2, 3]) for group in (0, 1)]
-    move = carry(copies, store, Lane.FETCH, *fetch, piece_bytes=1 << 20)
+    move = run(copies, store, Lane.FETCH, *fetch, piece_bytes=1 << 20)
     assert move.defects == (("", "missing", "missing"), ("", "digest", "missing"))
     assert move.suspect == {(1, 1)} and len(store.visible) == 6
     store.spoil(key(2, 1))
     fetch = [units(group, [], [11, 12, 13], [1, 2, 3]) for group in (0, 1)]
-    move = carry(copies, store, Lane.FETCH, *fetch, piece_bytes=1 << 20)
+    move = run(copies, store, Lane.FETCH, *fetch, piece_bytes=1 << 20)
     assert not move.suspect and len(store.visible) == 5, "this time it is the record"
 
 
@@ -245,7 +245,7 @@ def test_the_store_is_asked_for_no_more_than_could_be_used(stored: int, whole: l
         for part in (0, 1):
             store.visible[key(number, part)] = b""
     move = Transfer(Lane.LOOK, (units(0, [], [], numbers), units(1, [], [], numbers)), SCOPE, whole=whole)
-    for _ in Carrier(saved([1]), store).carry(move):
+    for _ in TransferExecutor(saved([1]), store).run(move):
         pass
     assert len(store.asked) == asked and max(store.asked) <= 256
     assert [answers.count(Answer.HIT) for answers in move.answers] == [stored] * 2
@@ -257,7 +257,7 @@ def test_looking_can_be_stopped() -> None:
     for number in numbers:
         store.visible[key(number, 0)] = b""
     move = Transfer(Lane.LOOK, (units(0, [], [], numbers),), SCOPE, whole=[0])
-    pieces = Carrier(saved([1]), store).carry(move)
+    pieces = TransferExecutor(saved([1]), store).run(move)
     next(pieces)
     move.stop()
     assert list(pieces) == [] and store.asked == [128]
@@ -269,9 +269,9 @@ def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
     for number in numbers:
         store.visible[key(number, 0)] = b""
     move = Transfer(Lane.LOOK, (units(0, [], [], numbers),), SCOPE, whole=[0])
-    pieces = Carrier(saved([1]), store).carry(move)
+    pieces = TransferExecutor(saved([1]), store).run(move)
     next(pieces)
-    store.visible[mark_of(SCOPE)] = b""
+    store.visible[tombstone_of(SCOPE)] = b""
     assert list(pieces) == []
     assert move.marked == (SCOPE,) and set(move.answers[0]) == {Answer.MISS}
 
@@ -279,16 +279,16 @@ def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
 @pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET])
 def test_without_a_store_there_is_nothing_to_ask(link: Lane) -> None:
     with pytest.raises(InvalidInput, match="no storage tier"):
-        carry(saved([1]), None, link, *both([1]))
+        run(saved([1]), None, link, *both([1]))
 
 
 @pytest.mark.parametrize("link", [Lane.FETCH, Lane.ARCHIVE])
 def test_what_was_stopped_keeps_what_it_had(link: Lane) -> None:
     copies, store = saved([1, 2, 3, 4]), ScriptedStore()
     if link is Lane.FETCH:
-        carry(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4]))
+        run(copies, store, Lane.ARCHIVE, *both([1, 2, 3, 4]))
     move = Transfer(link, both([1, 2, 3, 4]), SCOPE, 0)
-    pieces = Carrier(copies, store, piece_bytes=1).carry(move)
+    pieces = TransferExecutor(copies, store, piece_bytes=1).run(move)
     next(pieces)
     move.stop()
     assert list(pieces) == []
@@ -299,8 +299,8 @@ def test_what_was_stopped_keeps_what_it_had(link: Lane) -> None:
 def test_an_empty_move_is_whole() -> None:
     copies, store = ArrayCopies(), ScriptedStore()
     for link in LANES:
-        assert carry(copies, store, link).is_whole
-        assert carry(copies, store, link, units(0, [], [], [])).is_whole
+        assert run(copies, store, link).is_whole
+        assert run(copies, store, link, units(0, [], [], [])).is_whole
 
 
 @given(st.data())
@@ -319,7 +319,7 @@ def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataO
             store.refused[method].add(key(page, data.draw(st.sampled_from(sorted(parts[page])))))
     if data.draw(st.booleans()):
         copies.host[0][data.draw(st.sampled_from(numbers)), HEADER] ^= 1
-    move = carry(copies, store, Lane.ARCHIVE, *moved, piece_bytes=data.draw(st.sampled_from([1, 150, 1 << 20])))
+    move = run(copies, store, Lane.ARCHIVE, *moved, piece_bytes=data.draw(st.sampled_from([1, 150, 1 << 20])))
     good = [page for page in numbers if move.defects[0][page - 1] == ""]
     assert good == numbers[: len(good)]
     assert move.defects[1] == tuple("" if page in good else move.defects[1][page - tail - 1] for page in numbers[tail:])
@@ -331,7 +331,7 @@ def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataO
 
 def forget(store: ScriptedStore, scope: bytes) -> Transfer:
     move = Transfer(Lane.FORGET, (), scope)
-    for _ in Carrier(ArrayCopies(), store).carry(move):
+    for _ in TransferExecutor(ArrayCopies(), store).run(move):
         pass
     return move
 
@@ -365,4 +365,4 @@ def test_what_a_store_keeps_though_it_was_to_forget_it_is_an_error() -> None:
     with pytest.raises(StoreError, match="1 of 2 records could not be removed"):
         forget(store, SCOPE)
     with pytest.raises(InvalidInput, match="no storage"):
-        list(Carrier(ArrayCopies(), None).carry(Transfer(Lane.FORGET, (), SCOPE)))
+        list(TransferExecutor(ArrayCopies(), None).run(Transfer(Lane.FORGET, (), SCOPE)))
