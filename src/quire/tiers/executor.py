@@ -69,11 +69,11 @@ class TransferExecutor:
                 yield
 
     def _load(self, transfer: Transfer) -> Iterator[None]:
-        """Copy the pages before the first that is damaged in any group; later ones are damaged or missing."""
+        """Copy the pages before the first that is corrupt in any group; later ones are corrupt or missing."""
         copies, whole = self._copies, transfer.units
         found = [copies.defects(units.group, units.host, units.pages) for units in whole]
         is_good = transfer.are_good = not any(map(any, found))
-        ends = [len(units) for units in whole] if is_good else _ends_before_damage(whole, found)
+        ends = [len(units) for units in whole] if is_good else _ends_before_corruption(whole, found)
         transfer.defects = tuple(
             (*defects[:end], *(defect or MISSING for defect in defects[end:]))
             for defects, end in zip(found, ends, strict=True)
@@ -211,15 +211,15 @@ class TransferExecutor:
         for record, answer in zip(records, answers, strict=True):
             if answer is not Answer.HIT:
                 batch.fail(record, MISSING if answer is Answer.MISS else REFUSED)
-        if damaged := batch.check(self._copies, transfer):
-            self._recheck(transfer, remote, damaged)
+        if corrupt := batch.check(self._copies, transfer):
+            self._recheck(transfer, remote, corrupt)
         transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
 
     @staticmethod
-    def _recheck(transfer: Transfer, remote: Store, damaged: Sequence[_Record]) -> None:
-        """Read damaged records again into other memory, and once more where they differ. If these two reads agree, the
+    def _recheck(transfer: Transfer, remote: Store, corrupt: Sequence[_Record]) -> None:
+        """Read corrupt records again into other memory, and once more where they differ. If these two reads agree, the
         host row is suspect and the record stays. Otherwise the record is removed: it would block a good one."""
-        again = _read(remote, damaged)
+        again = _read(remote, corrupt)
         differs = [record for record, data in again.items() if record.data != data]
         once_more = _read(remote, differs) if differs else {}
         suspect = [record for record in differs if once_more.get(record) == again[record]]
@@ -265,8 +265,8 @@ class _Batch:
         record.defect = record.defect or defect
 
     def check(self, copies: Copies, transfer: Transfer) -> list[_Record]:
-        """Check the records of good pages, group by group; returns the damaged ones."""
-        good, damaged = self.good(), []
+        """Check the records of good pages, group by group; returns the corrupt ones."""
+        good, corrupt = self.good(), []
         for at, units in enumerate(transfer.units):
             records = [record for record in good if record.units == at]
             if not records:
@@ -276,8 +276,8 @@ class _Batch:
             for record, defect in zip(records, found, strict=True):
                 if defect != GOOD:
                     self.fail(record, defect)
-                    damaged.append(record)
-        return damaged
+                    corrupt.append(record)
+        return corrupt
 
 
 _Work = Callable[[Transfer, Store, _Batch], None]
@@ -300,8 +300,8 @@ def _runs(count: int, each: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _ends_before_damage(units: Sequence[Units], defects: Sequence[Sequence[str]]) -> list[int]:
-    """For each units, the number of pages before the first that is damaged in any of them."""
+def _ends_before_corruption(units: Sequence[Units], defects: Sequence[Sequence[str]]) -> list[int]:
+    """For each units, the number of pages before the first that is corrupt in any of them."""
     ends = [0] * len(units)
     for page in _pages_of(units):
         if any(defects[at][place] for at, place in page):

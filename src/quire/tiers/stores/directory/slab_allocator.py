@@ -164,12 +164,12 @@ class SlabAllocator:
             self.drop(index, slab, *row)
         return row is not None
 
-    def alloc_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, beside: int = -1) -> list[Slot]:
-        """Up to `count` empty slots of slabs other than `beside`, those that were given back first. They are in order,
-        so that the records of a batch are adjacent."""
+    def alloc_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, excluded: int = -1) -> list[Slot]:
+        """Up to `count` empty slots of slabs other than `excluded`, those that were used before first. They are in
+        order, so that the records of a batch are adjacent."""
         free: list[Slot] = index.execute(
             "SELECT slab, slot FROM free WHERE slot_bytes = ? AND slab != ? ORDER BY slab, slot LIMIT ?",
-            (slot_bytes, beside, count),
+            (slot_bytes, excluded, count),
         ).fetchall()
         index.executemany(
             "DELETE FROM free WHERE slot_bytes = ? AND slab = ? AND slot = ?", [(slot_bytes, *place) for place in free]
@@ -177,7 +177,7 @@ class SlabAllocator:
         while len(free) < count:
             row = index.execute(
                 "SELECT id, fresh, num_slots FROM slabs WHERE slot_bytes = ? AND id != ? AND fresh < num_slots LIMIT 1",
-                (slot_bytes, beside),
+                (slot_bytes, excluded),
             ).fetchone()
             if row is None:
                 break
@@ -224,15 +224,15 @@ class SlabAllocator:
         ).fetchone()
         if oldest is not None and 0 < self._since_look[slot_bytes] < max(slots, _LOOK_EVERY):
             return None  # the look is O(records): once per slab's worth of evictions
-        coldest = _coldest(index, beside=slot_bytes)
+        coldest = _coldest(index, excluded=slot_bytes)
         if coldest is None or (oldest is not None and coldest.used >= oldest):
             self._since_look[slot_bytes] = 1
             return None
         self._since_look[slot_bytes] = 0
-        (kept,) = index.execute(
+        (written,) = index.execute(
             "SELECT COALESCE(SUM(num_bytes), 0) FROM slabs WHERE id IN (SELECT slab FROM records WHERE owner NOT NULL)"
         ).fetchone()
-        can_help = coldest.num_bytes >= slot_bytes or capacity - kept >= slot_bytes
+        can_help = coldest.num_bytes >= slot_bytes or capacity - written >= slot_bytes
         return coldest if can_help else None
 
     def _convert(self, index: sqlite3.Connection, slab: _Slab, slot_bytes: int) -> None:
@@ -249,12 +249,12 @@ def _sum(index: sqlite3.Connection) -> int:
     return int(num_bytes)
 
 
-def _coldest(index: sqlite3.Connection, beside: int = 0) -> _Slab | None:
-    """The slab that is unused for longest and not being written, of slots other than `beside` bytes. O(records)."""
+def _coldest(index: sqlite3.Connection, excluded: int = 0) -> _Slab | None:
+    """The slab that is unused for longest and not being written, of slots other than `excluded` bytes. O(records)."""
     row = index.execute(
         "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
         " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?"
         " GROUP BY s.id HAVING COUNT(r.owner) = 0 ORDER BY used LIMIT 1",
-        (beside,),
+        (excluded,),
     ).fetchone()
     return None if row is None else _Slab(*row)
