@@ -24,7 +24,7 @@ PAGES = 6 * len(PROMPTS)
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 KILLED = """
 import sys, threading
-from quire.engine import llm as engine_llm
+from quire.engine import core
 from quire.tiers import tombstones
 from quire.tiers.stores.directory import DirectoryStore
 from tests.engine.test_flush_killed import tiered, ask
@@ -35,7 +35,7 @@ for salt in ("alice", "bob"):
 while llm.engine.has_moves():
     llm.engine.offload.ahead.wait_moves(1.0)
     llm.engine.step()
-tombstones._AT_ONCE, engine_llm.FLUSH_S, real, calls = 4, 0.2, DirectoryStore.remove, []
+tombstones._AT_ONCE, core.FLUSH_S, real, calls = 4, 0.2, DirectoryStore.remove, []
 
 def remove(store, keys):
     calls.append(len(keys))

@@ -34,6 +34,18 @@ def test_the_bytes_are_the_layouts_bytes() -> None:
     assert Pool(LAYOUT, 3).num_bytes == 4 * LAYOUT.bytes_per_frame
 
 
+def test_a_pool_that_is_in_use_is_populated_as_it_is() -> None:
+    layout = PageLayout(4, (Field(name="k", shape=(1024,), dtype=DType.FLOAT32, layers=(0,)),))
+    pool = Pool(layout, 2047, touched=False)  # 32 MiB
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool.layer("k", 0)[1000] = 3.0
+    assert process.memory_info().rss - before < pool.num_bytes // 2
+    assert len(list(pool.populate())) == 2
+    assert process.memory_info().rss - before > pool.num_bytes - 2**20
+    assert pool.layer("k", 0)[1000].eq(3.0).all() and pool.layer("k", 0).count_nonzero() == 4096
+
+
 def test_layers_are_views_that_do_not_overlap() -> None:
     pool = Pool(LAYOUT, 3)
     pool.layer("k", 2)[1, 0] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -44,7 +45,6 @@ _AUTO_SHARE_CPU = 0.25  # of the memory available at start
 _AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
 _AUTO_MOST_CPU = 4 * 2**30
 _MOVES_S = 0.005  # to wait for bytes when there is nothing to compute
-_SMALL_MODEL = 16 * 10**6  # parameters
 
 
 class EngineCore:
@@ -78,9 +78,14 @@ class EngineCore:
         self.config = config
         self.device = resolve_device(config.device)
         if model is None:
-            model = load_model(config.model, dtype=config.dtype, device=self.device, max_length=config.max_model_len)
+            model = load_model(
+                config.model,
+                dtype=config.dtype,
+                device=self.device,
+                max_length=config.max_model_len,
+                threads=config.threads,
+            )
         self.model = model
-        self._set_threads()
         self.capacity = self._plan()
         self.plan = self.capacity.memory
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
@@ -94,6 +99,9 @@ class EngineCore:
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
             self._wire()
             undo.pop_all()
+        self._closed = threading.Event()
+        if self.device.type == "cpu":
+            threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
         self._in_flight: Launched | None = None
         self._settled_at = 0.0  # when the last step did, by `time.perf_counter`
@@ -128,6 +136,13 @@ class EngineCore:
             max_tokens=config.max_num_batched_tokens,
             ahead=self.offload.ahead,
         )
+
+    def _populate(self) -> None:
+        """Take the pools' memory from the system beside the first steps: it may take seconds."""
+        for pool in self.pools:
+            for _ in pool.populate():
+                if self._closed.is_set():
+                    return
 
     # -- requests
 
@@ -170,6 +185,7 @@ class EngineCore:
     def close(self) -> None:
         """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
         twice; no request may be running."""
+        self._closed.set()
         if self.tiers is not None:
             if self.offload.tiers is not None:
                 self.offload.tiers.archiver.hasten()
@@ -429,13 +445,6 @@ class EngineCore:
             priority=message.priority,
             explain=message.explain,
         )
-
-    def _set_threads(self) -> None:
-        """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
-        elif self.device.type == "cpu" and self.model.num_parameters < _SMALL_MODEL:
-            torch.set_num_threads(1)
 
     def _plan(self) -> Plan:
         spec, config = self.model.spec, self.config

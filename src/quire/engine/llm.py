@@ -8,20 +8,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from quire.engine.config import EngineConfig, engine_config
-from quire.engine.core import EngineCore
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
 from quire.engine.tier_report import tiers_line
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.memory.mapping import Progress as OnProgress
-from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.offload.flush import Flushed
 from quire.offload.retention import Granted
 from quire.plan.plan import Plan
@@ -30,6 +28,9 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
 
 _MOVES_S = 0.02
 
@@ -53,6 +54,8 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
         self.config: EngineConfig = engine_config(model=model if model is not None else DEFAULT_MODEL, **settings)
+        from quire.engine.core import EngineCore  # torch and transformers take seconds
+
         with _host_memory_bar(shown=show_plan) as progress:
             self.engine = EngineCore(self.config, progress=progress)
         self._closing = weakref.finalize(self, self.engine.close)  # at the interpreter's end too
@@ -63,6 +66,8 @@ class LLM:
                 Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True, markup=False)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
+            from quire.models.tokenizer import load_tokenizer
+
             self.tokenizer = load_tokenizer(self.config.tokenizer or self.config.model)
         self._ids = count()
 

@@ -144,6 +144,9 @@ def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
     from quire.engine.before_load import open_tiers
 
     storage = open_tiers(config)
+    from quire.engine.lean_imports import without_compiler
+
+    without_compiler()
     from quire.engine.core import EngineCore
 
     return EngineCore(config, storage=storage, progress=progress)

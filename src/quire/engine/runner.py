@@ -57,8 +57,11 @@ class Launched:
 
 
 def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
-    """The device's memory: a pool for each group. Raises PlanError where it is not to be had."""
-    return tuple(Pool(group.layout, plan.frames_of(index), device=device) for index, group in enumerate(plan.groups))
+    """The device's memory: a pool for each group, not touched yet. Raises PlanError where it is not to be had."""
+    return tuple(
+        Pool(group.layout, plan.frames_of(index), device=device, touched=False)
+        for index, group in enumerate(plan.groups)
+    )
 
 
 class ModelRunner:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +17,8 @@ Progress = Callable[[int, int], None]
 """Called with the bytes touched so far and all bytes. An exception that it raises ends the touching."""
 
 _CHUNK = 64 * 2**20
+_POPULATE = 16 * 2**20
+_MADV_POPULATE_WRITE = 23
 _SYSTEM_PAGE = 4096
 _MOST_THREADS = 16
 
@@ -35,6 +38,17 @@ def reserve(num_bytes: int) -> mmap.mmap:
         except OSError:
             return memory  # a kernel without huge pages: only touching is slower
     return memory
+
+
+def populate(memory: npt.NDArray[np.uint8]) -> Iterator[None]:
+    """Make the system provide all of `memory`, piece by piece, whatever is in it: it may be in use. A system that has
+    no such call (Linux before 5.14) provides it as it is written."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for start in range(0, len(memory), _POPULATE):
+        piece = memory[start : start + _POPULATE]
+        if madvise(ctypes.c_void_p(piece.ctypes.data), ctypes.c_size_t(len(piece)), _MADV_POPULATE_WRITE):
+            return
+        yield
 
 
 def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: Progress | None = None) -> None:

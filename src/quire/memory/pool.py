@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import HostMemoryError, PlanError
-from quire.memory.mapping import reserve, touch
+from quire.memory.mapping import populate, reserve, touch
 from quire.spec.layout import DType, Field, PageLayout
 
 _LARGE = 4 * 2**20
@@ -34,13 +34,17 @@ class Arriving(Protocol):
 class Pool:
     """Device tensors for frames `0..num_frames` of a layout, zero at start; padded tokens write to frame 0.
 
-    `tensors` has each field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`.
+    Large host memory that is not `touched` here comes from the system as it is written, or by `populate`. `tensors`
+    has each field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`.
     """
 
-    def __init__(self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu", touched: bool = True
+    ) -> None:
         self.layout = layout
         self.num_frames = num_frames
         self.device = torch.device(device)
+        self._touched = touched
         self.arriving: Sequence[Arriving] = ()  # loads that the step being launched reads, layer by layer
         try:
             self.tensors = tuple((field, self._zeros(field)) for field in layout.fields)
@@ -65,8 +69,16 @@ class Pool:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         # Reads of scattered frames touch many system pages; huge pages cost far fewer misses of the TLB.
         memory = torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
-        touch(memory.numpy())
+        if self._touched:
+            touch(memory.numpy())
         return memory.view(dtype).view(shape)
+
+    def populate(self) -> Iterator[None]:
+        """Make the system provide the memory of the pool, also while it is in use, piece by piece. It lies in host
+        memory."""
+        for _, tensor in self.tensors:
+            if tensor.nbytes >= _LARGE:
+                yield from populate(tensor.view(torch.uint8).flatten().numpy())
 
     @property
     def num_bytes(self) -> int:

@@ -47,6 +47,8 @@ from quire.spec.model import ModelSpec, config_dtype
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
+_SMALL_MODEL = 16 * 10**6  # parameters
+
 INSTALLS = (
     install_mixers,
     install_latents,
@@ -243,12 +245,14 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     max_length: int | None = None,
+    threads: int | None = None,
     check: bool = True,
 ) -> LoadedModel:
     """Read, check and return the model in a folder or on the hub.
 
     `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
-    the model's own by default; it matters to rotary embeddings that have a short and a long form. Without `check`, a
+    the model's own by default; it matters to rotary embeddings that have a short and a long form. `threads` are those
+    that torch computes with in this process from now on, by default one for a small model on a CPU. Without `check`, a
     model that would silently be wrong is not found out. Raises ModelLoadError (unreadable), UnsupportedModel (cannot
     run), LayoutMismatch or ModelCheckFailed (would be wrong).
     """
@@ -268,6 +272,7 @@ def load_model(
                 f"the weights of '{path_or_id}' cannot be moved to device '{device}': {str(error).splitlines()[0]}",
                 fix="use device 'cpu', free the device's memory, or use a smaller model.",
             ) from error
+        _set_threads(model, threads)
         try:
             return LoadedModel(model, name=path_or_id, max_length=max_length, check=check)
         except (QuireError, AssertionError):
@@ -278,6 +283,13 @@ def load_model(
                 f"{str(error).splitlines()[0] if str(error) else ''}.",
                 fix="use a model type listed as verified; please report this architecture.",
             ) from error
+
+
+def _set_threads(model: Any, threads: int | None) -> None:
+    """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""
+    small = model.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL
+    if threads is not None or small:
+        torch.set_num_threads(threads or 1)
 
 
 def refuse_unknown(config: dict[str, Any], name: str) -> None:
