@@ -13,6 +13,7 @@ from quire import errors
 from quire.cli.app import app
 from quire.engine.config import EngineConfig
 from quire.models.registry import support_table
+from tests.examples import generated_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))
@@ -123,6 +124,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "hybrids": hybrids,
     "errors": error_codes,
     "settings": settings,
+    "names": generated_reference.names,
+    "options": generated_reference.options,
+    "routes": generated_reference.routes,
+    "bodies": generated_reference.bodies,
+    "metrics": generated_reference.metrics,
 }
 
 
