@@ -22,7 +22,7 @@ from quire.memory.allocator import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from quire.memory.host_pool import HiSparseHostPoolMixin
+from quire.memory.allocator.host import HiSparseHostPoolMixin
 from quire.spec.group import ReachSpec
 from tests.offload.cached_bytes import FULL, tokens_of
 from tests.offload.tiered_cache import TieredCache

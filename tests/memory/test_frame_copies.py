@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.memory.frame_copies import FrameCopies
-from quire.memory.frame_staging import StagedFrames
+from quire.memory.frame_copies import FrameCopies, StagedFrames
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES, check_record

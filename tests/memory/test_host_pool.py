@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from quire.errors import HostMemoryError, InvalidInput, OutOfPages
-from quire.memory.host_pool import HostPool, HostTokenToKVPoolAllocator
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
+from quire.memory.host_pool import HostPool
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout

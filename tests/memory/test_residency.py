@@ -120,7 +120,7 @@ class TableBesideDictionary(RuleBasedStateMachine):
             pages = range(PAGES + 1)
             assert column.mapping.tolist() == [*(self.frames.get((*place, page), 0) for page in pages), -1]
             assert column.state.tolist() == [self.states.get((*place, page), State.ABSENT) for page in pages]
-            assert column.reclaims != (column.name == "full" and self.table.anchored)
+            assert column.reclaims != (column.name == "full" and self.table.anchor_group is not None)
             if column.reclaims:
                 assert column.pins.tolist() == [self.pins.get((*place, page), 0) for page in pages]
                 assert column.ticket.nonzero()[0].tolist() == sorted(page for _, page in self.idle[place])
@@ -180,4 +180,4 @@ def test_without_a_group_that_keeps_its_frames_the_pages_say_where_they_are() ->
     assert table.anchor(Tier.DEVICE).present(ids(1, 2, 3)).tolist() == [False, True, True]
     table.went(Tier.HOST, ids(1, 3))
     assert table.anchor(Tier.HOST).present(ids(1, 2, 3)).tolist() == [False, True, False]
-    assert not table.is_anchor(0)
+    assert table.anchor_group is None

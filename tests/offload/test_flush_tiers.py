@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import StoreError
 from quire.offload.tier_settings import WritePolicy
-from quire.prefix.divergence import find_divergence
+from quire.prefix.match import find_divergence
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
 from quire.tiers.store import Entry, StoreKey
 from quire.tiers.tombstones import tombstone_of

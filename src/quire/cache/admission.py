@@ -12,7 +12,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.states import StateGroup
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
-from quire.prefix.divergence import find_divergence
+from quire.prefix.match import find_divergence
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank

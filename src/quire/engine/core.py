@@ -21,7 +21,7 @@ from quire.engine.runner import Launched, ModelRunner, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
-from quire.memory.mapping import Progress
+from quire.memory.host_pool import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations

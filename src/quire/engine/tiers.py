@@ -13,8 +13,7 @@ from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.tier_report import store_counts, tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
-from quire.memory.host_pool import HostPool
-from quire.memory.mapping import Progress
+from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan

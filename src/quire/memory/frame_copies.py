@@ -6,7 +6,8 @@ piece, the entries of a layer, for each frame, field and layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.memory.frame_staging import StagedFrames
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES, Rows
@@ -25,6 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 _SMALL_PIECE = 8 * 2**10
 """Bytes. Longer pieces go by numpy, whose copy writes without reading the target first; shorter ones by torch, whose
 loop costs less for each piece."""
+
+_STAGE_BYTES = 32 * 2**20
 
 
 class FrameCopies:
@@ -77,8 +79,8 @@ class FrameCopies:
 
     def _check(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
         assert len(device_frames) == len(host_frames), "a frame for each frame"
-        most = (self._pools[group].num_frames, len(self._host.rows(group)) - 1)
-        for frames, last in zip((device_frames, host_frames), most, strict=True):
+        pool, rows = self._pools[group], self._host.rows(group)
+        for frames, last in ((device_frames, pool.num_frames), (host_frames, len(rows) - 1)):
             assert not len(frames) or (frames.min() >= 1 and frames.max() <= last), "a frame outside its pool"
 
 
@@ -96,17 +98,13 @@ class HostedFrames:
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._all: list[tuple[_Side, _Side]] = []  # on the device and on the host
         self._of_layer: dict[int, list[tuple[_Side, _Side]]] = {}
-        offset = HEADER_BYTES
-        for field, tensor in pool.tensors:
-            num_layers, num_frames = tensor.shape[:2]
-            pieces = tensor.view(torch.uint8).view(num_layers, num_frames, -1)
-            piece = pieces.shape[2]
-            host = rows[:, offset : offset + num_layers * piece].reshape(len(rows), num_layers, piece)
+        for layers, offset, pieces in _fields(pool):
+            num_layers, _, size = pieces.shape
+            host = rows[:, offset : offset + num_layers * size].reshape(len(rows), num_layers, size)
             assert np.shares_memory(host, rows)
             self._all.append(_sides(pieces.numpy().transpose(1, 0, 2), host))
-            for index, layer in enumerate(field.layers):
+            for index, layer in enumerate(layers):
                 self._of_layer.setdefault(layer, []).append(_sides(pieces.numpy()[index], host[:, index]))
-            offset += num_layers * piece
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
         """As `FrameCopies.to_host`."""
@@ -119,6 +117,15 @@ class HostedFrames:
         runs = _runs(host_frames, device_frames)
         for device, host in self._all if layer is None else self._of_layer.get(layer, []):
             _copy(host, device, runs)
+
+
+def _fields(pool: Pool) -> Iterator[tuple[tuple[int, ...], int, Tensor]]:
+    """Of each field: its layers, its offset in a record, and its pieces, uint8 `[layers, frames, bytes]`, a view."""
+    offset = HEADER_BYTES
+    for field, tensor in pool.tensors:
+        pieces = tensor.view(torch.uint8).view(*tensor.shape[:2], -1)
+        yield field.layers, offset, pieces
+        offset += pieces.shape[0] * pieces.shape[2]
 
 
 def _sides(device: Bytes, host: Bytes) -> tuple[_Side, _Side]:
@@ -157,3 +164,77 @@ def _runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
 def _breaks(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     found: npt.NDArray[np.int64] = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     return found
+
+
+class StagedFrames:
+    """Copies of one group whose device is not the host.
+
+    A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each frame crosses
+    in one asynchronous copy on its own stream, which first waits for the calling thread's stream. A call returns when
+    its last copy has arrived. Copies overlap only if `rows` are pinned.
+
+    The gathering is tested on the CPU. The streams have not been run on a GPU yet.
+    """
+
+    def __init__(self, pool: Pool, rows: Rows) -> None:
+        self._device = pool.device
+        self._fields = list(_fields(pool))
+        size = HEADER_BYTES + pool.layout.bytes_per_frame
+        self._rows = torch.from_numpy(rows)[:, :size]
+        self._batch = max(1, _STAGE_BYTES // size)
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
+        """As `FrameCopies.to_host`."""
+        with self._on_stream():
+            for device, host in self._batches(device_frames, host_frames):
+                gathered = [
+                    pieces.index_select(1, device).transpose(0, 1).reshape(len(host), -1)
+                    for _, _, pieces in self._fields
+                ]
+                staged = torch.cat(gathered, dim=1)
+                for index, frame in enumerate(host):
+                    self._rows[frame, HEADER_BYTES:].copy_(staged[index], non_blocking=True)
+
+    def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
+        """As `FrameCopies.to_device`."""
+        with self._on_stream():
+            for device, host in self._batches(device_frames, host_frames):
+                for start, pieces in self._wanted(layer):
+                    size = pieces.shape[0] * pieces.shape[2]
+                    staged = torch.empty((len(host), size), dtype=torch.uint8, device=self._device)
+                    for index, frame in enumerate(host):
+                        staged[index].copy_(self._rows[frame, start : start + size], non_blocking=True)
+                    pieces.index_copy_(1, device, staged.view(len(host), pieces.shape[0], -1).transpose(0, 1))
+
+    def _wanted(self, layer: int | None) -> Iterator[tuple[int, Tensor]]:
+        """Offset in a record, and pieces `[layers, frames, bytes]`, of each field, for all layers or one."""
+        for layers, offset, pieces in self._fields:
+            if layer is None:
+                yield offset, pieces
+            elif layer in layers:
+                index = layers.index(layer)
+                yield offset + index * pieces.shape[2], pieces[index : index + 1]
+
+    def _batches(self, device_frames: Ids, host_frames: Ids) -> Iterator[tuple[Tensor, list[int]]]:
+        for start in range(0, len(host_frames), self._batch):
+            chosen = slice(start, start + self._batch)
+            device = torch.from_numpy(np.asarray(device_frames[chosen], dtype=np.int64)).to(self._device)
+            yield device, host_frames[chosen].tolist()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            # Also after an error: rows must not be reused while a queued copy writes them.
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            done.synchronize()

@@ -1,104 +1,84 @@
-"""HostPool: the records of all groups in host memory; and allocators of token slots of host frames."""
+"""HostPool: the records of all groups in host memory, reserved in one piece and touched before use."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import HostMemoryError, InvalidInput, OutOfPages
-from quire.memory.allocator import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator
-from quire.memory.mapping import Progress, reserve, touch
+from quire.errors import HostMemoryError
 from quire.memory.record import RecordFormat, Rows
 from quire.spec.group import GroupSpec
-from quire.spec.ids import Ids
-from quire.spec.pages import pages_for
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes touched so far and all bytes. An exception that it raises ends the touching."""
 
-class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
-    """Host slots for the tokens of requests, in whole pages.
-
-    `req_to_host_pool` is `[rows, width]`, int32, with the slot of each token and -1 where there is none.
-    `req_to_host_pool_allocated_len` is int64 `[rows]`: tokens of each row that have slots, in whole pages.
-    The caller owns both; they are written only when an allocation succeeds.
-    """
-
-    def alloc_page(self, num_pages: int) -> Ids:
-        """Token slots of `num_pages` pages, int32. Raises OutOfPages, changing nothing."""
-        return self.alloc(num_pages * self.page_size)
-
-    def alloc_paged_token_slots(
-        self,
-        req_to_host_pool: Ids,
-        req_to_host_pool_allocated_len: npt.NDArray[np.int64],
-        req_pool_idx: int,
-        start_pos: int,
-        num_tokens: int,
-    ) -> Ids:
-        """The slots of tokens `start_pos..start_pos + num_tokens` of a row, int32, a copy; missing pages are allocated.
-
-        Changing nothing, raises OutOfPages, which names the row that holds most, and InvalidInput where the row does
-        not exist, is too narrow, or would get a gap.
-        """
-        if num_tokens <= 0:
-            return np.empty(0, dtype=np.int32)
-        lengths = req_to_host_pool_allocated_len
-        row = _row(req_to_host_pool, req_pool_idx, len(lengths))
-        allocated = int(lengths[req_pool_idx])
-        end = start_pos + num_tokens
-        page_end = pages_for(end, self.page_size) * self.page_size
-        if not 0 <= start_pos <= allocated:
-            raise InvalidInput(
-                f"row {req_pool_idx} has slots for {allocated} tokens, and token {start_pos} does not continue them.",
-                fix=f"start at 0 to {allocated}.",
-            )
-        if allocated % self.page_size:
-            raise InvalidInput(
-                f"row {req_pool_idx} has slots for {allocated} tokens, no number of pages of {self.page_size}."
-            )
-        if page_end > len(row):
-            raise InvalidInput(
-                f"{end} tokens take {page_end} slots in pages of {self.page_size}; a row has room for {len(row)}.",
-                fix="make rows as wide as the longest request, rounded up to whole pages.",
-            )
-        if page_end > allocated:
-            new_pages = (page_end - allocated) // self.page_size
-            if new_pages > self.num_free_pages:
-                pages = lengths // self.page_size
-                most = int(pages.argmax())
-                held = f"rows hold {int(pages.sum())}, row {most} of them {int(pages[most])}"
-                raise OutOfPages(group=self.name, wanted=new_pages, free=self.num_free_pages, held_by=held)
-            row[allocated:page_end] = self.alloc_page(new_pages)
-            lengths[req_pool_idx] = page_end
-        slots: Ids = row[start_pos:end].astype(np.int32)
-        return slots
-
-    def allocated_host_indices(self, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
-        """Slots of a row's first `allocated_len` tokens, rounded up to pages, for `free`; int32, a copy without -1.
-
-        Raises InvalidInput where the row does not exist.
-        """
-        row = _row(req_to_host_pool, req_pool_idx, len(req_to_host_pool))
-        if allocated_len < 0:
-            raise InvalidInput(f"a row cannot have slots for {allocated_len} tokens.")
-        found = row[: pages_for(int(allocated_len), self.page_size) * self.page_size]
-        slots: Ids = found[found >= 0].astype(np.int32)
-        return slots
+_CHUNK = 64 * 2**20
+_POPULATE = 16 * 2**20
+_MADV_POPULATE_WRITE = 23
+_SYSTEM_PAGE = 4096
+_MOST_THREADS = 16
 
 
-class HostTokenToKVPoolAllocator(HiSparseHostPoolMixin, PagedTokenToKVPoolAllocator):
-    """Token slots of host frames, in pages of one or more tokens, as large as the device's."""
+def reserve(num_bytes: int) -> mmap.mmap:
+    """Address space of `num_bytes`, in huge pages where the system has some. Raises HostMemoryError."""
+    try:
+        # Private: shared memory is a file of the system, without huge pages, and charged as one.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise HostMemoryError(
+            f"{num_bytes:,} bytes of host memory could not be reserved: {error}.", fix="lower --host-memory."
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return memory  # a kernel without huge pages: only touching is slower
+    return memory
 
 
-def _row(req_to_host_pool: Ids, req_pool_idx: int, num_lengths: int) -> Ids:
-    num_rows = min(len(req_to_host_pool), num_lengths)
-    if not 0 <= req_pool_idx < num_rows:
-        raise InvalidInput(f"row {req_pool_idx} does not exist; there are {num_rows} rows.")
-    row: Ids = req_to_host_pool[req_pool_idx]
-    return row
+def populate(memory: npt.NDArray[np.uint8]) -> Iterator[None]:
+    """Make the system provide all of `memory`, piece by piece, whatever is in it: it may be in use. A system that has
+    no such call (Linux before 5.14) provides it as it is written."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for start in range(0, len(memory), _POPULATE):
+        piece = memory[start : start + _POPULATE]
+        if madvise(ctypes.c_void_p(piece.ctypes.data), ctypes.c_size_t(len(piece)), _MADV_POPULATE_WRITE):
+            return
+        yield
+
+
+def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: Progress | None = None) -> None:
+    """Make the system provide all of `memory`, which is zero and stays zero, by a write to each system page. `threads`
+    are by default as many as cores, up to 16."""
+    total = len(memory)
+
+    def write(start: int) -> int:
+        chunk = memory[start : start + _CHUNK]
+        chunk[::_SYSTEM_PAGE] = 0
+        return len(chunk)
+
+    if total <= _CHUNK:
+        write(0)
+        if progress is not None:
+            progress(total, total)
+        return
+    done = 0
+    with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, _MOST_THREADS), "quire-touch") as pool:
+        try:
+            for size in pool.map(write, range(0, total, _CHUNK)):
+                done += size
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 class HostPool:

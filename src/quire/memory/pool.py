@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import HostMemoryError, PlanError
-from quire.memory.mapping import populate, reserve, touch
+from quire.memory.host_pool import populate, reserve, touch
 from quire.spec.layout import DType, Field, PageLayout
 
 _LARGE = 4 * 2**20
@@ -86,10 +86,8 @@ class Pool:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     def layer(self, name: str, layer: int) -> Tensor:
-        """`[num_frames + 1, entries, *shape]` of one layer, a view, after all `arriving` loads of that layer.
-
-        Raises what a failed load raises.
-        """
+        """`[num_frames + 1, entries, *shape]` of one layer, a view, after all `arriving` loads of that layer. Raises
+        what a failed load raises."""
         for load in self.arriving:
             load.wait_layer(layer)
         return self._owned[name, layer][1]

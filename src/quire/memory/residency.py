@@ -40,11 +40,9 @@ _ABSENT = int(State.ABSENT)  # a member of an enumeration takes numpy longer to 
 
 
 class Column:
-    """One group in one tier. Page ids run from 1 to `num_pages` and are distinct within a call.
-
-    With `reclaims`, frames may go before their pages. A frame of a cached page that nothing pins is then *idle*, and
-    `reclaim` takes idle frames by rank, the longest idle first.
-    """
+    """One group in one tier. Page ids run from 1 to `num_pages` and are distinct within a call. With `reclaims`, frames
+    may go before their pages. A frame of a cached page that nothing pins is then *idle*, and `reclaim` takes idle
+    frames by rank, the longest idle first."""
 
     def __init__(self, name: str, num_pages: int, *, reclaims: bool) -> None:
         self.name = name
@@ -174,10 +172,8 @@ class Column:
         self._queue(free)
 
     def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
-        """Up to `num_frames` pages with idle frames, lowest rank first and none above `most`. O(reclaimed).
-
-        They leave the queues; the caller unbinds their frames.
-        """
+        """Up to `num_frames` pages with idle frames, lowest rank first and none above `most`. O(reclaimed). They leave
+        the queues; the caller unbinds their frames."""
         victims: list[Ids] = []
         left = num_frames
         for queue in self._queues[: most + 1]:
@@ -247,8 +243,8 @@ class PageTableChanges:
 class Residency:
     """The table of one cache. `names` and `reclaims` are by group; `tiers` are those that pages have frames in.
 
-    The anchor of a tier says which pages are on it. It is the first group in which pages keep their frames as long as
-    they exist or, where there is none, a column of the pages themselves.
+    The anchor of a tier says which pages are on it. It is the column of `anchor_group`, the first group in which pages
+    keep their frames as long as they exist, or of the pages themselves where that is None.
     """
 
     def __init__(
@@ -264,21 +260,15 @@ class Residency:
             for tier in tiers
             for group, name in enumerate(names)
         }
-        whole = next((group for group, each in enumerate(reclaims) if not each), None)
-        self._whole = whole
-        self.anchored = whole is not None
+        whole = self.anchor_group = next((group for group, each in enumerate(reclaims) if not each), None)
         self._anchors = {
-            tier: self._columns[tier, whole] if whole is not None else Column("pages", num_pages, reclaims=False)
+            tier: Column("pages", num_pages, reclaims=False) if whole is None else self._columns[tier, whole]
             for tier in tiers
         }
 
     def of(self, tier: Tier, group: int) -> Column:
         """The column of a group in a tier."""
         return self._columns[tier, group]
-
-    def is_anchor(self, group: int) -> bool:
-        """Whether this group is the anchor."""
-        return self._whole == group
 
     def anchor(self, tier: Tier) -> Column:
         """The column that says which pages are on a tier."""
@@ -288,16 +278,16 @@ class Residency:
 
     def came(self, pages: Ids, tier: Tier = Tier.DEVICE) -> None:
         """Put these pages, which were not there, on a tier."""
-        if not self.anchored:
+        if self.anchor_group is None:
             self._anchors[tier].bind(pages, pages)
 
     def went(self, tier: Tier, pages: Ids) -> None:
         """Take these pages off a tier. Pages that are not there are passed over."""
-        if not self.anchored:
+        if self.anchor_group is None:
             self._anchors[tier].unbind(pages)
 
     def arrived(self, ours: Ids, theirs: Ids) -> None:
         """Put `theirs` on the device in place of `ours`, where they are not there already."""
-        if not self.anchored:
+        if self.anchor_group is None:
             missing = ~self._anchors[Tier.DEVICE].present(theirs)
             self._anchors[Tier.DEVICE].move(ours[missing], theirs[missing])

@@ -11,7 +11,7 @@ import numpy as np
 from quire.cache.hold import HeldFrames
 from quire.cache.states import GroupCache
 from quire.memory.allocator import GroupFrames
-from quire.memory.host_pool import HostTokenToKVPoolAllocator
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State
 from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier

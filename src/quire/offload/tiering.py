@@ -20,7 +20,7 @@ import numpy as np
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.states import GroupCache
-from quire.memory.host_pool import HostTokenToKVPoolAllocator
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
 from quire.offload.deletion import StoreDeletion
@@ -277,7 +277,7 @@ class Tiering:
 
     def have_copies(self, lease: Lease, first: int, pages: Ids, new: int) -> None:
         """Pages of a path from page `first` on are below the device now; those from page `new` on are new to it."""
-        if not self.table.anchored:
+        if self.table.anchor_group is None:
             lacking = ~self.on_host.present(pages)
             self.table.came(pages[lacking], Tier.HOST)
             self.copied(lease, first + np.flatnonzero(lacking[: new - first]))
@@ -357,7 +357,7 @@ class Tiering:
             run = (part.at >= start) & (part.at < stop)
             good[run] &= part.at[run] < self._tree.countable(lease, start, stop)
             host.bind(part.pages[run & good], part.host[run & good])
-            if self.table.is_anchor(host.index):
+            if self.table.anchor_group == host.index:
                 uncounted = run & good & ~had
                 self.copied(lease, part.at[uncounted if new is None else uncounted & (part.at < new)])
         if not host.whole:

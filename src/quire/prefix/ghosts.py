@@ -1,6 +1,6 @@
 """Ghosts: evicted edges, as tokens without pages.
 
-They say why a prompt is not cached any more (`quire.prefix.divergence`), and tell an eviction policy what came back.
+They say why a prompt is not cached any more (`quire.prefix.match`), and tell an eviction policy what came back.
 A ghost is a child of the node, or the ghost, that was its edge's parent. It ends when the same tokens are cached again.
 
     node --[page page]--> node          cached

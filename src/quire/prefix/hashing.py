@@ -68,10 +68,8 @@ class _Run:
 
 
 class PageHashes:
-    """The hashes of consecutive pages, computed at the first read. Immutable.
-
-    `parent` are the previous pages, or a namespace's seed; `tokens` are raw int32 bytes.
-    """
+    """The hashes of consecutive pages, computed at the first read. Immutable. `parent` are the previous pages, or a
+    namespace's seed; `tokens` are raw int32 bytes."""
 
     __slots__ = ("_run", "_start", "_stop")
 

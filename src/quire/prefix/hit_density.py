@@ -171,10 +171,8 @@ class HitDensity(EvictionPolicy):
 
 def worth(begun: Table, reused: Table) -> Table:
     """Per kind and age [KINDS, ages]: the most hits per page and tick that a leaf kept from this age on can earn.
-
     `begun` [KINDS] counts stays, and `reused` [KINDS, ages] those that ended. A short record is completed from kinds
-    that differ in the answer only, and these from all kinds. The first guess is LRU: reuse becomes rarer with age.
-    """
+    that differ in the answer only, and these from all kinds. The first guess is LRU: reuse becomes rarer with age."""
     guess = _FIRST_GUESS
     padded = np.empty((KINDS, len(AGES) + 2))
     for _ in range(3):  # smooth: a histogram of few counts is mostly gaps

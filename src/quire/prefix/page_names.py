@@ -17,11 +17,9 @@ _MOST_AHEAD = 64  # prompts whose keys are remembered until their pages are cach
 
 
 class PageNames:
-    """The keys and events of one tree's pages; `identity` is the `layout_identity` that all chains begin with.
-
-    With tiers below the device, each key is computed when its page is cached, and stored in `keys` [num_pages + 1, 32]
-    by page id. Without tiers `num_pages` is 0, and keys are computed when an event is read.
-    """
+    """The keys and events of one tree's pages; `identity` is the `layout_identity` that all chains begin with. With
+    tiers below the device, each key is computed when its page is cached, and stored in `keys` [num_pages + 1, 32] by
+    page id. Without tiers `num_pages` is 0, and keys are computed when an event is read."""
 
     def __init__(
         self, page_bytes: int, identity: bytes, emit: Callable[[CacheEvent], None] | None, num_pages: int

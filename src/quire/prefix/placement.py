@@ -26,10 +26,8 @@ class Placement(Protocol):
 
 class Whereabouts:
     """Offers nodes on the device to `policy`. `copies` queues nodes whose copies may be evicted: the least recently
-    used first, and the end of a path before the nodes above it.
-
-    Without a `placement` every page is on the device alone. Only copies of a node's first pages, without a gap, count.
-    """
+    used first, and the end of a path before the nodes above it. Without a `placement` every page is on the device
+    alone. Only copies of a node's first pages, without a gap, count."""
 
     def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
         self._placement = placement

@@ -118,10 +118,8 @@ class RadixCache:
         return Match(namespace, pages, len(pages), path, self.version, num_here)
 
     def lease(self, match: Match, num_pages: int | None = None, *, priority: int = 0) -> Lease:
-        """Pin the first `num_pages` pages of a match (default: all) and count a hit on them.
-
-        Raises LeaseError if the match is not valid any more.
-        """
+        """Pin the first `num_pages` pages of a match (default: all) and count a hit on them. Raises LeaseError if the
+        match is not valid any more."""
         wanted = match.num_pages if num_pages is None else num_pages
         node = self._end_of(match, wanted)
         self._clock += 1
@@ -192,10 +190,8 @@ class RadixCache:
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Forget up to `num_pages` pages that are on the device and that no lease holds, in the policy's order, with
-        their copies and all pages below them in the tree; returns all of them.
-
-        A leaf loses its last pages first. O(leaves evicted), plus the policy's choice. `cause` is for explanations.
-        """
+        their copies and all pages below them in the tree; returns all of them. A leaf loses its last pages first.
+        O(leaves evicted), plus the policy's choice. `cause` is for explanations."""
         removed: list[bytes] = []
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._policy.victim()) is not None:
@@ -205,11 +201,9 @@ class RadixCache:
         return join_ids(removed)
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
-        """As `evict`, but pages that have copies stay in the tree, and `leave` takes their device frames.
-
-        `keep(node)` copies pages of a node that have no copy, as far as it can, and returns how many of its first pages
-        have one. The other pages, and all below them, are forgotten. Without `keep` no copies are made.
-        """
+        """As `evict`, but pages that have copies stay in the tree, and `leave` takes their device frames. `keep(node)`
+        copies pages of a node that have no copy, as far as it can, and returns how many of its first pages have one.
+        The other pages, and all below them, are forgotten. Without `keep` no copies are made."""
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
@@ -269,11 +263,9 @@ class RadixCache:
     # -- flushing
 
     def flush(self, namespace: Namespace) -> tuple[Ids, int]:
-        """Forget every page of `namespace`, in every tier, and its ghosts.
-
-        Returns the pages that no lease holds, and how many others there are. No prompt matches these any more, and
-        `sweep` returns them later. O(nodes and ghosts of the namespace).
-        """
+        """Forget every page of `namespace`, in every tier, and its ghosts. Returns the pages that no lease holds, and
+        how many others there are. No prompt matches these any more, and `sweep` returns them later. O(nodes and ghosts
+        of the namespace)."""
         root = self.roots.get(namespace)
         if root is None:
             return _NO_PAGES, 0

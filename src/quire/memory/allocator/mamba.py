@@ -67,11 +67,9 @@ class MambaSlotAllocator:
         self._group = None
 
     def free(self, free_index: npt.ArrayLike) -> None:
-        """Free distinct slots, given as a list or an array on the host; inside a group too, at once.
-
-        Raises InvalidFree, changing nothing, for slots that are not out or named twice, for other than integers, and
-        for an array on another device, since to read it the host would wait.
-        """
+        """Free distinct slots, given as a list or an array on the host; inside a group too, at once. Raises
+        InvalidFree, changing nothing, for slots that are not out or named twice, for other than integers, and for an
+        array on another device, since to read it the host would wait."""
         device = getattr(free_index, "device", HOST)
         where = getattr(device, "type", device)  # a tensor's device has a type, an array's is a string
         if where != HOST:
