@@ -1,18 +1,30 @@
-"""Match, Insertion, Evicted: the results of the tree's methods; `find`, the search for a prefix."""
+"""How far a prompt is cached (`Match`), and where and why it leaves what is cached (`Divergence`).
+
+prompt   |-- cached --|-- evicted --|-- evicted --|-- part of a page --|-- new ----
+         live edges     ghosts, each with the         the same tokens as a page that
+                        eviction that made it         is or was cached, then another
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from quire.prefix.node import ID_BYTES, TOKEN_BYTES, Node, common_pages, join_ids
+from quire.prefix.node import ID_BYTES, TOKEN_BYTES, Eviction, Node, common_pages, join_ids
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONG = 1 << 13  # tokens: a longer prompt is compared with its first edge in place, before it is copied
+
+# Every admission pays for these searches, so they are bounded.
+_MOST_COMPARED = 64  # continuations where a prompt diverges
+_MOST_NAMESPACES = 512  # roots, the oldest first; there may be one for each salt
+_MOST_FOLLOWED = 8  # of the namespaces that begin like the prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -94,3 +106,69 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
     if not tokens.flags.c_contiguous or len(key) > tokens.nbytes:
         return False
     return key.startswith(tokens.data.cast("B")[: len(key)])
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """`evicted` counts the pages that follow the match, in runs of one eviction each. `common` tokens after these, less
+    than a page, equal the start of a page that is or was cached there. `elsewhere` is the other namespace that caches
+    most of the prompt, and how many pages; None if no other namespace has its first page."""
+
+    evicted: tuple[tuple[int, Eviction], ...]
+    common: int
+    elsewhere: tuple[Namespace, int] | None
+
+
+def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, page_size: int) -> Divergence:
+    """Follow `tokens` through ghosts from the end of its current `match`. O(evicted pages of the prompt)."""
+    root = roots.get(match.namespace)
+    unit = page_size * TOKEN_BYTES
+    end, next_pages = _end_of(root, match, unit)
+    rest = tokens[match.num_pages * page_size :]
+    data = rest[:page_size].tobytes()
+    if end is not None and data in end.ghosts:
+        data = rest.tobytes()
+    at = 0
+    evicted: list[tuple[int, Eviction]] = []
+    node = end
+    while node is not None:
+        ghost = node.ghosts.get(data[at : at + unit])
+        if ghost is None:
+            next_pages += islice(node.ghosts, _MOST_COMPARED)
+            break
+        assert ghost.eviction is not None
+        common = common_pages(data, at, ghost.key, unit)
+        evicted.append((common // unit, ghost.eviction))
+        at += common
+        next_pages = [] if common == len(ghost.key) else [ghost.key[common : common + unit]]
+        node = end = ghost if common == len(ghost.key) else None
+    page = data[at : at + unit]
+    common = max(_most_common(page, next_pages), _most_common(page, [end.tail] if end is not None else []))
+    first = tokens[:page_size].tobytes()
+    others = (other for other in islice(roots.values(), _MOST_NAMESPACES) if other is not root)
+    alike = islice((other for other in others if first in other.children), _MOST_FOLLOWED)
+    found = [(other.namespace, len(find(other, tokens, page_size)[0])) for other in alike]
+    elsewhere = max(found, key=lambda entry: entry[1], default=None)
+    return Divergence(tuple(evicted), common, elsewhere)
+
+
+def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Node | None, list[bytes]]:
+    """The node at whose end a match ends (None inside an edge), and the cached pages that follow."""
+    last = match.path[-1] if match.path else root
+    if last is None:
+        return None, []
+    whole = match.num_pages - last.depth
+    if whole < last.num_pages:
+        return None, [last.key[whole * unit : (whole + 1) * unit]]
+    return last, list(islice(last.children, _MOST_COMPARED))
+
+
+def _most_common(page: bytes, others: list[bytes]) -> int:
+    """The longest common start, in tokens, of `page` and one of these pages, which have one length."""
+    width = len(others[0]) // TOKEN_BYTES if others else 0
+    count = min(len(page) // TOKEN_BYTES, width)
+    if not count:
+        return 0
+    table = np.frombuffer(b"".join(others), dtype=np.int32).reshape(len(others), width)[:, :count]
+    same = table == np.frombuffer(page, dtype=np.int32, count=count)
+    return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
