@@ -132,7 +132,7 @@ def test_memory_of_what_was_evicted_is_bounded() -> None:
     cache = KVCache(small_plan(8, 4), explains=True, remembered=16)
     for start in range(0, 4000, 100):
         serve(cache, ids(range(start, start + 32)))
-        assert cache.tree.ghosts.num_bytes <= 16 * 4
+        assert cache.tree.evicted.num_bytes <= 16 * 4
     assert causes(explained(cache, ids(range(32)))) == [("new", 32)], "forgotten long ago"
 
 
@@ -164,13 +164,13 @@ def test_causes_add_up_and_agree_with_a_plain_memory() -> None:
     assert sum(explained.values()) == cache.statistics().prompt_tokens
 
 
-def test_ghosts_that_came_back_are_let_go_of() -> None:
+def test_evicted_edges_that_came_back_are_forgotten() -> None:
     """A working set that is larger than the pool and smaller than what is remembered: everything comes back, always."""
     cache = KVCache(small_plan(32, 4), explains=True, remembered=10_000)
     for round_ in range(400):
         for text in range(4):
             serve(cache, ids(range(100 * text, 100 * text + 48)))
-        assert len(cache.tree.ghosts._order) < 200, f"round {round_}"
+        assert len(cache.tree.evicted._order) < 200, f"round {round_}"
 
 
 def test_a_hit_that_is_older_than_the_cache_is_not_explained() -> None:

@@ -89,7 +89,7 @@ def test_the_same_requests_get_the_same_victims() -> None:
     assert replay(HitDensity(), scan(), 260) == replay(HitDensity(), scan(), 260)
 
 
-def test_a_ghost_that_returns_teaches_as_a_hit_does_and_only_once() -> None:
+def test_an_evicted_edge_that_returns_counts_as_a_hit_and_only_once() -> None:
     policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
     leaf, again = (Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(2))
     leaf.turn = again.turn = 1

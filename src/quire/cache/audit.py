@@ -170,7 +170,7 @@ def _tree(now: Snapshot) -> Iterator[str]:
             sums["num_below"] += length
         if parent is not None and node.depth != parent.depth + parent.num_pages:
             yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
-    if any(not root.children and not root.ghosts and not root.level for root in now.tree.roots):
+    if any(not root.children and not root.evicted and not root.level for root in now.tree.roots):
         yield "a root is kept that nothing needs"
     if num_children != len(now.tree.edges):
         yield "a child hangs in the wrong place"

@@ -138,7 +138,7 @@ class Snapshot:
             for n in nodes
         ]
         tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if self.is_tiered else None
-        tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.ghosts) for n in roots]
+        tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.evicted) for n in roots]
         books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
         if before is not None and before.tree.books == books:
             return before.tree

@@ -67,23 +67,34 @@ class RecordFormat:
         return HEADER_BYTES + self.payload_bytes
 
     def seal(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> None:
-        """Write the headers of rows `frames` for the payloads in them; `keys[i]` is the page's key, 32 bytes. Reads
-        every payload once. A payload that changes later must be sealed again."""
+        """Write the headers of rows `frames` for the payloads in them; `keys[i]` is the page's key, 32 bytes.
+
+        Reads every payload once. A payload that changes later must be sealed again.
+        """
         memory, starts = self._records(rows, frames)
+        head, size = self._head, self.num_bytes
         for start, key in zip(starts, keys, strict=True):
-            signed = self._head + key[:_KEY_BYTES]
-            payload = memory[start + HEADER_BYTES : start + self.num_bytes]
-            memory[start : start + HEADER_BYTES] = signed + _digest(signed, payload)
+            signed = head + key[:_KEY_BYTES]
+            payload = memory[start + HEADER_BYTES : start + size]
+            digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
+            memory[start : start + HEADER_BYTES] = signed + digest
 
     def defects(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> list[str]:
-        """What is wrong with each row as the record of its page, "" where nothing is. Reads every payload once. It is
-        the first that differs of "magic" (with unknown flags), "group", "length", "layout", "key", "digest"."""
+        """What is wrong with each row as the record of its page, "" where nothing is. Reads every payload once.
+
+        It is the first that differs of "magic" (with unknown flags), "group", "length", "layout", "key", "digest".
+        """
         memory, starts = self._records(rows, frames)
+        head, size = self._head, self.num_bytes
         found = []
         for start, key in zip(starts, keys, strict=True):
-            record, signed = memory[start : start + self.num_bytes], self._head + key[:_KEY_BYTES]
-            same = record[:_SIGNED] == signed
-            found.append(_wrong_digest(record) if same else _first_difference(bytes(record[:_SIGNED]), signed))
+            signed = head + key[:_KEY_BYTES]
+            if memory[start : start + _SIGNED] != signed:
+                found.append(_first_difference(bytes(memory[start : start + _SIGNED]), signed))
+                continue
+            payload = memory[start + HEADER_BYTES : start + size]
+            digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
+            found.append("" if memory[start + _SIGNED : start + HEADER_BYTES] == digest else "digest")
         return found
 
     def _records(self, rows: Rows, frames: Ids) -> tuple[memoryview, Iterable[int]]:
@@ -97,8 +108,10 @@ class RecordFormat:
 
 
 def check_record(record: Buffer) -> str:
-    """What is wrong with a record of unknown page and group: "magic", "length", "digest", or "" for nothing. Bytes
-    behind the payload are ignored, so that a whole row of a pool passes."""
+    """What is wrong with a record of unknown page and group: "magic", "length", "digest", or "" for nothing.
+
+    Bytes behind the payload are ignored, so that a whole row of a pool passes.
+    """
     memory = memoryview(record).cast("B")
     if len(memory) < HEADER_BYTES:
         return "length"
@@ -108,16 +121,8 @@ def check_record(record: Buffer) -> str:
     (payload_bytes,) = _LENGTH.unpack_from(signed, 8)
     if len(memory) < HEADER_BYTES + payload_bytes:
         return "length"
-    return _wrong_digest(memory[: HEADER_BYTES + payload_bytes])
-
-
-def _digest(signed: Buffer, payload: memoryview) -> bytes:
-    return xxh3_128_digest(payload, xxh3_64_intdigest(signed))
-
-
-def _wrong_digest(record: memoryview) -> str:
-    right = record[_SIGNED:HEADER_BYTES] == _digest(record[:_SIGNED], record[HEADER_BYTES:])
-    return "" if right else "digest"
+    digest = xxh3_128_digest(memory[HEADER_BYTES : HEADER_BYTES + payload_bytes], xxh3_64_intdigest(signed))
+    return "" if memory[_SIGNED:HEADER_BYTES] == digest else "digest"
 
 
 def _first_difference(found: bytes, expected: bytes) -> str:

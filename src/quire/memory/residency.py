@@ -100,7 +100,7 @@ class Column:
         self.state[at] = State.RESIDENT
 
     def unbind(self, pages: Ids) -> Ids:
-        """Take the frames of these pages away and return them. Pages without one are passed over."""
+        """Take the frames of these pages away and return them. Pages without one are skipped."""
         at = as_index(pages, self._up)
         frames: Ids = self.frame[at]
         if np.count_nonzero(frames) != len(frames):
@@ -282,7 +282,7 @@ class Residency:
             self._anchors[tier].bind(pages, pages)
 
     def went(self, tier: Tier, pages: Ids) -> None:
-        """Take these pages off a tier. Pages that are not there are passed over."""
+        """Take these pages off a tier. Pages that are not there are skipped."""
         if self.anchor_group is None:
             self._anchors[tier].unbind(pages)
 

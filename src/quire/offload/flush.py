@@ -86,7 +86,7 @@ def _delete(cache: KVCache, namespace: Namespace | None) -> Flushed:
     pages = np.concatenate([NO_PAGES, *(pages for pages, _ in flushed)])
     cache.parts.give_back(pages)
     if namespace is None:
-        tree.ghosts.clear()
+        tree.evicted.clear()
         tree.names.cleared()
     cache.parts.changed()
     size = cache.page_size

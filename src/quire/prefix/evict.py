@@ -51,15 +51,16 @@ class GDSF(Order):
 
 
 class S3FIFO(EvictionPolicy):
-    """A short queue for new leaves, and a long one for leaves that were hit in the short one or came back from a ghost.
-    A leaf that was hit since it was queued is queued again: in the long queue once per hit, at most three times."""
+    """A short queue for new leaves, and a long one for leaves that were hit in the short one or came back after
+    eviction. A leaf that was hit since it was queued is queued again: in the long queue once per hit, at most three
+    times."""
 
     def __init__(self) -> None:
         self._queues: tuple[LazyQueue[Node], LazyQueue[Node]] = (LazyQueue(live), LazyQueue(live))
         self._tickets = count(1)
 
-    def stored(self, node: Node, ghost: object | None) -> None:
-        node.memo = _Place(long=ghost is not None)
+    def stored(self, node: Node, memo: object | None) -> None:
+        node.memo = _Place(long=memo is not None)
 
     def used(self, node: Node) -> None:
         place = _place(node)

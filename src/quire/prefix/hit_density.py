@@ -35,7 +35,7 @@ _NOT_LATER = np.where(np.arange(len(AGES)) >= np.arange(_BLOCK)[:, None], 0.0, n
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """The time from the last use of a path's end to its next. Nodes and ghosts of one path share it."""
+    """The time from the last use of a path's end to its next. Nodes of one path, cached or evicted, share it."""
 
     kind: int
     since: int
@@ -45,7 +45,7 @@ class Stay:
 class HitDensity(EvictionPolicy):
     """Keeps the leaves whose pages are likely to be hit soon.
 
-    A *stay* begins when the last lease of a path ends. It ends when the path is used again, cached or as a ghost. Its
+    A *stay* begins when the last lease of a path ends. It ends when the path is used again, cached or evicted. Its
     kind is the path's turn, hits on its end, and tokens generated at its end. Each kind has a histogram of the ages at
     which stays ended. It gives the chance that a stay of age `a` ends within `t` ticks, and the time its pages are held
     until then. The greatest ratio of the two over all `t` is the leaf's worth. A tick is one stay begun: nothing
@@ -73,8 +73,8 @@ class HitDensity(EvictionPolicy):
         self._end(node.memo)
         node.memo = None
 
-    def stored(self, node: Node, ghost: object | None) -> None:
-        self._end(ghost)
+    def stored(self, node: Node, memo: object | None) -> None:
+        self._end(memo)
         node.memo = None
 
     def merged(self, child: Node, parent: Node) -> None:

@@ -1,7 +1,7 @@
 """How far a prompt is cached (`Match`), and where and why it leaves what is cached (`Divergence`).
 
 prompt   |-- cached --|-- evicted --|-- evicted --|-- part of a page --|-- new ----
-         live edges     ghosts, each with the         the same tokens as a page that
+         live edges     evicted edges, with the       the same tokens as a page that
                         eviction that made it         is or was cached, then another
 """
 
@@ -120,28 +120,28 @@ class Divergence:
 
 
 def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, page_size: int) -> Divergence:
-    """Follow `tokens` through ghosts from the end of its current `match`. O(evicted pages of the prompt)."""
+    """Follow `tokens` through evicted edges from the end of its current `match`. O(evicted pages of the prompt)."""
     root = roots.get(match.namespace)
     unit = page_size * TOKEN_BYTES
     end, next_pages = _end_of(root, match, unit)
     rest = tokens[match.num_pages * page_size :]
     data = rest[:page_size].tobytes()
-    if end is not None and data in end.ghosts:
+    if end is not None and data in end.evicted:
         data = rest.tobytes()
     at = 0
     evicted: list[tuple[int, Eviction]] = []
     node = end
     while node is not None:
-        ghost = node.ghosts.get(data[at : at + unit])
-        if ghost is None:
-            next_pages += islice(node.ghosts, _MOST_COMPARED)
+        edge = node.evicted.get(data[at : at + unit])
+        if edge is None:
+            next_pages += islice(node.evicted, _MOST_COMPARED)
             break
-        assert ghost.eviction is not None
-        common = common_pages(data, at, ghost.key, unit)
-        evicted.append((common // unit, ghost.eviction))
+        assert edge.eviction is not None
+        common = common_pages(data, at, edge.key, unit)
+        evicted.append((common // unit, edge.eviction))
         at += common
-        next_pages = [] if common == len(ghost.key) else [ghost.key[common : common + unit]]
-        node = end = ghost if common == len(ghost.key) else None
+        next_pages = [] if common == len(edge.key) else [edge.key[common : common + unit]]
+        node = end = edge if common == len(edge.key) else None
     page = data[at : at + unit]
     common = max(_most_common(page, next_pages), _most_common(page, [end.tail] if end is not None else []))
     first = tokens[:page_size].tobytes()

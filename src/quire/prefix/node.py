@@ -29,7 +29,7 @@ class Eviction:
 class Node:
     """One edge of the tree and the point at its end. All of its pages are on the device, or none is.
 
-    An evicted edge is a ghost: a node without pages (`quire.prefix.ghosts`).
+    An evicted edge is a node without pages (`quire.prefix.evicted`).
     `last_used`, `hits` and `priority` count requests that ended here or in an evicted child. They are complete for a
     leaf, which is enough for eviction. Clocks count operations of the tree.
     """
@@ -50,12 +50,12 @@ class Node:
     held: int = 0  # leases here, plus the levels of the children: a lease changes only nodes whose level it changes
     level: int = 0  # min(2, leases here or below): 0 is evictable, 1 protected, 2 shared
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of the child's first page
-    ghosts: dict[bytes, Node] = field(default_factory=dict)  # evicted children, likewise
+    evicted: dict[bytes, Node] = field(default_factory=dict)  # evicted children, likewise
     hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as they came, while events are on
     memo: object | None = None  # belongs to the eviction policy
     ticket: int = 0  # of its valid entry in the policy's queue; 0: not a candidate for eviction
     copy_ticket: int = 0  # of its valid entry in `Whereabouts.copies`
-    eviction: Eviction | None = None  # of a ghost
+    eviction: Eviction | None = None  # of an evicted edge
 
     @property
     def pages(self) -> Ids:

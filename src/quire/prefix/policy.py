@@ -10,10 +10,10 @@ from quire.prefix.node import Node
 
 class EvictionPolicy(ABC):
     """Chooses among the leaves that no lease holds. It changes no tree, and may store its own data in `Node.memo`: a
-    split copies the memo to the upper part, and a ghost keeps it.
+    split copies the memo to the upper part, and an evicted edge keeps it.
 
         lease on a hit        used(end of the leased path)
-        insert a new leaf     stored(leaf, memo of a ghost)
+        insert a new leaf     stored(leaf, memo of the same edge before its eviction)
         last lease released   offered(leaf)
         pages are needed      victim(); then the rest of the leaf is offered again, or
                               merged(leaf, parent), and the parent is offered if it is a leaf now
@@ -22,8 +22,8 @@ class EvictionPolicy(ABC):
     def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
         """A request begins on a hit that ends at this node. `last_used` and `hits` include it already."""
 
-    def stored(self, node: Node, ghost: object | None) -> None:  # noqa: B027
-        """A new leaf. `ghost` is the memo of the deepest ghost that its tokens bring back, if any."""
+    def stored(self, node: Node, memo: object | None) -> None:  # noqa: B027
+        """A new leaf. `memo` is that of the deepest evicted edge that its tokens bring back, if any."""
 
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.ghosts import Ghosts, hang
+from quire.prefix.evicted import EvictedEdges, attach
 from quire.prefix.hashing import cut_hashes
 from quire.prefix.match import Evicted, Insertion, Match, find
 from quire.prefix.node import (
@@ -53,7 +53,7 @@ class RadixCache:
 
     `emit` receives an event for pages that become or stop being reusable. `num_named` page ids have keys, for tiers.
     With neither, no page is hashed. `identity` stands for the model and the layouts: every hash depends on it.
-    The last `remembered` evicted tokens stay as ghosts, with the time in `seconds`.
+    The last `remembered` evicted tokens are known as evicted edges, with the time in `seconds`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RadixCache:
         self._seconds = seconds
         self.roots: dict[Namespace, Node] = {}
         self.hidden_roots: list[Node] = []  # of flushed namespaces, while a lease holds pages below
-        self.ghosts = Ghosts(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
+        self.evicted = EvictedEdges(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
         self.version = 0  # changes when an earlier `Match` becomes invalid
         self._levels = Levels(self.is_here if self._has_lower else None)
@@ -183,7 +183,7 @@ class RadixCache:
         use the tail, and the policy uses `num_generated`."""
         node = lease.node
         node.answer = max(0, num_generated)
-        if self.ghosts.capacity:
+        if self.evicted.capacity:
             node.tail = tail.tobytes()
 
     # -- shrinking
@@ -253,9 +253,9 @@ class RadixCache:
         return join_ids(removed)
 
     def clear(self) -> Ids:
-        """Forget all pages that no lease holds, and all ghosts; returns the pages."""
+        """Forget all pages that no lease holds, and all evicted edges; returns the pages."""
         pages = np.concatenate((self.evict(self.num_pages), self.evict_lower(self.num_below, _stays).removed))
-        self.ghosts.clear()
+        self.evicted.clear()
         if not self.num_pages and not self.num_below:
             self.names.cleared()
         return pages
@@ -263,9 +263,9 @@ class RadixCache:
     # -- flushing
 
     def flush(self, namespace: Namespace) -> tuple[Ids, int]:
-        """Forget every page of `namespace`, in every tier, and its ghosts. Returns the pages that no lease holds, and
-        how many others there are. No prompt matches these any more, and `sweep` returns them later. O(nodes and ghosts
-        of the namespace)."""
+        """Forget every page of `namespace`, in every tier, and its evicted edges. Returns the pages that no lease
+        holds, and how many others there are. No prompt matches these any more, and `sweep` returns them later. O(nodes
+        and evicted edges of the namespace)."""
         root = self.roots.get(namespace)
         if root is None:
             return _NO_PAGES, 0
@@ -398,18 +398,18 @@ class RadixCache:
         count = len(run) // ID_BYTES
         if not here:
             self.num_below += count
-            return self._hang(node, lease, data, run, Tier.HOST)
+            return self._add_nodes(node, lease, data, run, Tier.HOST)
         self.num_pages += count
         if (
             node is not lease.node
             or node.children
-            or node.ghosts
+            or node.evicted
             or node.held > 1
             or node.parent is None
             or len(node.key) > _LONGEST_GROWN
         ):
             node.ticket = 0
-            return self._hang(node, lease, data, run, Tier.DEVICE)
+            return self._add_nodes(node, lease, data, run, Tier.DEVICE)
         self.names.appended(node, node, data, run, Tier.DEVICE)
         node.key += data
         node.run += run
@@ -417,19 +417,20 @@ class RadixCache:
         self._levels.num_held[1] += count
         return node
 
-    def _hang(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
-        """Add new pages below `node`: one node, or several, because an edge ends where ghosts of other tokens begin."""
+    def _add_nodes(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
+        """Add new pages below `node`: one node, or several, because an edge ends where evicted edges of other tokens
+        begin."""
         while data:
-            size, below, ghost = self.ghosts.returning(node, data)
+            size, below, evicted = self.evicted.returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
             leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
-            hang(leaf, below)
-            if ghost is not None:
-                lease.turn = max(lease.turn, ghost.turn + 1)
+            attach(leaf, below)
+            if evicted is not None:
+                lease.turn = max(lease.turn, evicted.turn + 1)
             leaf.turn, leaf.last_used = lease.turn, self._clock
             self.names.appended(leaf, node, leaf.key, leaf.run, tier)
             node.children[leaf.key[: self._page_bytes]] = leaf
-            self._policy.stored(leaf, ghost.memo if ghost is not None else None)
+            self._policy.stored(leaf, evicted.memo if evicted is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
 
@@ -460,9 +461,9 @@ class RadixCache:
             return run
         del parent.children[node.key[: self._page_bytes]]
         node.ticket = 0
-        if self.ghosts.capacity:
+        if self.evicted.capacity:
             node.eviction = eviction
-            self.ghosts.leave(node, parent)
+            self.evicted.add(node, parent)
         self._policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
@@ -471,18 +472,19 @@ class RadixCache:
         return run
 
     def _cut_key(self, node: Node, at: int, eviction: Eviction) -> None:
-        """Cut an edge's tokens to the first `at` bytes; the others become a ghost at its end."""
-        if self.ghosts.capacity:
-            ghost = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
-            ghost.turn, ghost.memo, ghost.tail, ghost.eviction = node.turn, node.memo, node.tail, eviction
-            hang(ghost, node.ghosts)
-            node.ghosts = {}
-            self.ghosts.leave(ghost, node)
+        """Cut an edge's tokens to the first `at` bytes; the others become an evicted edge at its end."""
+        if self.evicted.capacity:
+            edge = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
+            edge.turn, edge.memo, edge.tail, edge.eviction = node.turn, node.memo, node.tail, eviction
+            attach(edge, node.evicted)
+            node.evicted = {}
+            self.evicted.add(edge, node)
         node.tail = b""
         node.key = node.key[:at]
 
     def _forget_unheld(self, root: Node) -> Ids:
-        """Forget all nodes below a root that no lease holds, all its ghosts, and the root if it is empty then."""
+        """Forget all nodes below a root that no lease holds, all its evicted edges, and the root if it is empty
+        then."""
         removed: list[bytes] = []
         eviction = self._eviction("")
         held = [root]
@@ -492,7 +494,7 @@ class RadixCache:
                     held.append(child)
                 else:
                     self._forget(child, 0, eviction, removed)
-        self.ghosts.forget_below(held)
+        self.evicted.forget_below(held)
         self.offer(root)
         return join_ids(removed)
 
@@ -509,7 +511,7 @@ class RadixCache:
 
     def _drop_root(self, node: Node) -> None:
         """Drop a node if it is an unused root."""
-        if node.parent is not None or node.level or node.children or node.ghosts:
+        if node.parent is not None or node.level or node.children or node.evicted:
             return
         if self.roots.get(node.namespace) is node:
             del self.roots[node.namespace]

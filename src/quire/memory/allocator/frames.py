@@ -39,7 +39,7 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
         return frames
 
     def drop(self, pages: Ids) -> None:
-        """Free the frames of these pages, in ascending order. Pages without a frame are passed over."""
+        """Free the frames of these pages, in ascending order. Pages without a frame are skipped."""
         self.allocator.free_pages(in_order(self.table.unbind(pages)))
 
     def vacate(self, pages: Ids) -> None:
