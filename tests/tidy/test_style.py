@@ -156,8 +156,11 @@ def _classes() -> dict[str, ast.ClassDef]:
 
 
 def _documented_by_bases(scope: ast.ClassDef) -> set[str]:
-    """Names of methods with a docstring in a base class of `scope`, or in one of its bases."""
-    bases = [_classes()[base.id] for base in scope.bases if isinstance(base, ast.Name) and base.id in _classes()]
+    """Names of methods with a docstring in a base class of `scope`, in one of its bases, or in the class whose methods
+    it says that it has."""
+    names = [base.id for base in scope.bases if isinstance(base, ast.Name)]
+    names += re.findall(r"[Mm]ethods are those of `(\w+)`", ast.get_docstring(scope) or "")
+    bases = [_classes()[name] for name in names if name in _classes()]
     own = {item.name for base in bases for item in base.body if isinstance(item, Function) and ast.get_docstring(item)}
     return own.union(*map(_documented_by_bases, bases))
 
