@@ -55,7 +55,8 @@ class Checkpoint:
 
 
 class StateGroup(GroupBase):
-    """See the module. Its methods are those of `PagedGroup`. `interval` is the distance of unmarked checkpoints, in tokens."""
+    """See the module. Its methods are those of `PagedGroup`. `interval` is the distance of unmarked checkpoints, in
+    tokens."""
 
     frames: SlotFrames
 
