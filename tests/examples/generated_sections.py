@@ -119,6 +119,15 @@ def settings() -> str:
     return "\n".join(lines)
 
 
+def mutants() -> str:
+    """Every mistake that fuzzing can inject: on which level it is met, and what it does to a user."""
+    from tests.mutants import MUTANTS
+
+    lines = ["| mutant | met on | what goes wrong |", "|---|---|---|"]
+    lines += [f"| `{made.name}` | {made.level} | {made.wrong} |" for made in MUTANTS.values()]
+    return "\n".join(lines)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "models": models,
     "hybrids": hybrids,
@@ -129,6 +138,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "routes": generated_reference.routes,
     "bodies": generated_reference.bodies,
     "metrics": generated_reference.metrics,
+    "mutants": mutants,
 }
 
 

@@ -47,6 +47,13 @@ def output_of(*arguments: str, program: tuple[str, ...] = QUIRE) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
+def fuzz_found() -> str:
+    """What fuzzing says of code that loses duplicates."""
+    code = "with injected('duplicates-leak'): app(['--level', 'cache', '--seed', '3', '--jobs', '1'])"
+    imports = "from tests.fuzz.__main__ import app; from tests.mutants import injected"
+    return output_of(program=(sys.executable, "-c", f"{imports}\n{code}"))
+
+
 def sweep() -> str:
     """The sweep, with its picture where documents show it and under the name that they give it."""
     return output_of(*PLANS["plan-sweep"].split()).replace(PICTURE, "sweep.svg")
@@ -113,6 +120,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "replay": replay,
     "explain": lambda: output_of("explain", "sessions", EXPLAINED, "--pool-tokens", "1/8"),
     "fuzz": lambda: output_of("--seconds", "10", "--seed", "1", program=FUZZ),
+    "fuzz-found": fuzz_found,
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),
 }
 

@@ -41,11 +41,11 @@ def test_mixed_schedule_equals_the_plain_model(loaded, page_size, steps):
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
 
 
+@pytest.mark.parametrize("loaded", [name for name in LATENTS if name not in SERVED], indirect=True)
 def test_generated_tokens_equal_those_of_transformers(loaded):
-    """Through the engine, in mixed batches, and again with the prompts found in the cache."""
+    """Through the engine, in mixed batches, and again with the prompts found in the cache. Those that are served are
+    compared in tests/engine/test_hybrid_tokens.py."""
     name, model = loaded
-    if name in SERVED:
-        pytest.skip("compared in tests/engine/test_hybrid_tokens.py")
     reference = build_latent(name)
     expected = [generated(reference, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
     core = core_for(model, page_size=16, max_num_batched_tokens=50)

@@ -100,10 +100,10 @@ class TestAgainstRecordedFiles:
         for field in ours.keys() - unstated:
             assert within(ours[field], theirs[field]), f"{field}: {ours[field]} here, {theirs[field]} in the file"
 
-    @pytest.mark.parametrize("model", RECORDED, ids=lambda model: model.name)
+    @pytest.mark.parametrize(
+        "model", [model for model in RECORDED if model.name not in REQUANTISED], ids=lambda model: model.name
+    )
     def test_a_quantised_file_makes_a_quantised_entry(self, model: CatalogueModel) -> None:
-        if model.name in REQUANTISED:
-            pytest.skip("the recorded file is of other weights")
         stated = published(json.loads(recorded(model).read_text()), "quantization_config")
         assert ("quantization_config" in model.config) == (stated is not MISSING)
 

@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidInput, StoreError
+from quire.errors import StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores import mooncake as mooncake_store
 from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import NotHere, Server, free_port, mooncake, mooncake_master, mooncake_node
+
+try:
+    mooncake_master()
+except NotHere as reason:
+    pytest.skip(f"{reason}; `pip install 'quire[mooncake]'` brings it", allow_module_level=True)
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 MIB = 1 << 20
@@ -53,11 +58,7 @@ class Pool:
 
 @contextmanager
 def running(directory: Path) -> Iterator[Pool]:
-    """A pool for the block; skips the test where there is none to be had."""
-    try:
-        mooncake_master()
-    except NotHere as reason:
-        pytest.skip(str(reason))
+    """A pool for the block."""
     pool = Pool(directory)
     try:
         pool.start()
@@ -270,45 +271,5 @@ def test_closing_waits_for_calls(shared_pool: Pool) -> None:
 
 
 def test_nobody_there() -> None:
-    try:
-        mooncake_master()
-    except NotHere as reason:
-        pytest.skip(str(reason))
     with pytest.raises(StoreError, match="cannot be reached"):
         mooncake_store.open(f"mooncake://127.0.0.1:{free_port()}")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ("mooncake://", "looks like"),
-        ("http://host", "looks like"),
-        ("mooncake://host?colour=red", "no option 'colour'"),
-        ("mooncake://host?segment=much", "a size like"),
-        ("mooncake://host?bounce=1mib", "a size like"),
-    ],
-)
-def test_urls_that_say_nothing(wrong: str, says: str) -> None:
-    with pytest.raises(InvalidInput, match=says):
-        mooncake_store.open(wrong)
-
-
-def test_two_sizes() -> None:
-    with pytest.raises(InvalidInput, match="say one of them"):
-        mooncake_store.open("mooncake://host?segment=1GiB", 1 << 30)
-
-
-def test_lanes_hold_their_batches() -> None:
-    """Batches are as large as a lane and a call allow, in order, and what never fits is in none."""
-    bounce = mooncake_store.Bounce(1 << 20, 2)
-    assert bounce.lane_bytes == 1 << 19
-    sizes = [1 << 19, 100, 65, (1 << 19) + 1, (1 << 19) - 200, 64, 64, 64]
-    assert list(bounce.batches(sizes, 9, 200)) == [[0], [1], [2], [4], [5, 6, 7]]
-    batches = list(bounce.batches(sizes, 3, 1 << 30))
-    assert batches == [[0], [1, 2], [4, 5, 6], [7]]
-    with bounce.lane() as lane:
-        for batch in batches:
-            places = lane.places([sizes[index] for index in batch])
-            ends = [place + sizes[index] for place, index in zip(places, batch, strict=True)]
-            assert all(end <= start for end, start in zip(ends, places[1:], strict=False))
-            assert ends[-1] <= lane.memory.nbytes

@@ -24,6 +24,7 @@ import pytest
 
 from quire.testing.choices import Choices
 from quire.testing.contracts.medium import Medium
+from quire.testing.contracts.needs import ContractTests, needs
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store_model import StoreModel
 from quire.tiers.store import Answer, Store, StoreKey
@@ -35,8 +36,9 @@ UNSEEN = (MISS, PENDING)
 """What `exists` and `get` may say of a record that is being written."""
 
 
-class StoreContract:
-    """The tests. Subclasses implement `make_store`, `open_again` and `medium`, and change the attributes."""
+class StoreContract(ContractTests):
+    """The tests. Subclasses implement `make_store`, `open_again` and `medium`, and change the attributes; they have no
+    test of what their backend cannot do."""
 
     bounded = True  # never holds more bytes than its capacity, by forgetting
     lru = True  # what was not used for longest is forgotten first, and of one batch the last
@@ -317,10 +319,9 @@ class StoreContract:
         assert write(store, keys[:1], [make_record(5, 800)]) == [HIT]
         assert read(store, keys[0], 800) == make_record(5, 800)
 
+    @needs("listable")
     def test_entries(self, store: Store) -> None:
         """All records, or those of one scope, with their sizes."""
-        if not self.listable:
-            pytest.skip("cannot be listed")
         ours, theirs = make_keys(3), make_keys(2, scope=1)
         sizes = [100, 5000, 64, 70_000, 4096]
         assert write(store, ours + theirs, [make_record(size, size) for size in sizes]) == [HIT] * 5
@@ -366,9 +367,10 @@ class StoreContract:
 
     # -- several at once
 
+    @needs("shared")
     def test_two_stores_on_one_medium(self, store: Store) -> None:
         """Each sees what the other has completed and removed."""
-        other = self._other()
+        other = self.again()
         keys = make_keys(4)
         assert write(store, keys[:2], [make_record(number, 900) for number in range(2)]) == [HIT] * 2
         assert other.exists(keys) == [HIT, HIT, MISS, MISS]
@@ -379,9 +381,10 @@ class StoreContract:
         assert store.exists(keys[:1]) == [MISS]
         assert read(store, keys[0], 900) is None
 
+    @needs("shared")
     def test_two_writers(self, store: Store) -> None:
         """Of two stores that write one key, one record stays, whole."""
-        other = self._other()
+        other = self.again()
         key = make_key(0)
         assert store.prepare([key], [900]) == [MISS]
         if self.exclusive:
@@ -398,9 +401,10 @@ class StoreContract:
         other.complete([key], [True])
         assert read(store, key, 900) == read(other, key, 900) == make_record(0, 900)
 
+    @needs("shared")
     def test_a_writer_that_closes(self, store: Store) -> None:
         """What it had prepared is free for others."""
-        other = self._other()
+        other = self.again()
         keys = make_keys(2)
         assert store.prepare(keys, [900, 900]) == [MISS, MISS]
         assert store.put(keys[:1], [make_record(5, 900)]) == [HIT]
@@ -408,11 +412,6 @@ class StoreContract:
         assert other.exists(keys) == [MISS, MISS]
         assert write(other, keys, [make_record(0, 900), make_record(1, 900)]) == [HIT, HIT]
         assert read(other, keys[0], 900) == make_record(0, 900)
-
-    def _other(self) -> Store:
-        if not self.shared:
-            pytest.skip("one store at a time")
-        return self.again()
 
     def test_threads(self, store: Store) -> None:
         """Threads that write, read and remove their own records and shared ones see right bytes or nothing."""
@@ -437,10 +436,9 @@ class StoreContract:
             for done in [pool.submit(work, thread) for thread in range(4)]:
                 done.result()
 
+    @needs("listable", "survives_restart")
     def test_what_is_forgotten_half_way(self, store: Store) -> None:
-        """Where whoever forgets a scope dies, the next store on the medium finds the mark, and can go on."""
-        if not (self.listable and self.survives_restart):
-            pytest.skip("nobody could go on")
+        """Where the process that forgets a scope dies, the next store on the medium finds the mark, and can go on."""
         keys = [*make_keys(5), *make_keys(3, scope=1)]
         assert write(store, keys, [make_record(number, 900) for number in range(8)]) == [HIT] * 8
         scope, mark = keys[0].scope, tombstone_of(keys[0].scope)
@@ -464,10 +462,9 @@ class StoreContract:
         self.medium().write(key, damaged)
         assert read(store, key, 5000) in (damaged, None)
 
+    @needs("cuttable")
     def test_a_record_cut_short(self, store: Store) -> None:
         """Never a hit, and the key can be written again."""
-        if not self.cuttable:
-            pytest.skip("its medium keeps records whole")
         key, record = make_key(0), make_record(0, 20_000)
         assert write(store, [key], [record]) == [HIT]
         self.medium().write(key, record[:7000])
@@ -489,9 +486,10 @@ class StoreContract:
 
     # -- bounds
 
+    @needs("bounded")
     def test_the_capacity_holds(self) -> None:
         """Twice what fits: all is taken, most of it forgotten, what is there is right."""
-        store, size = self._bounded(), self.capacity // 16
+        store, size = self.new(), self.capacity // 16
         keys = make_keys(32)
         for number, key in enumerate(keys):
             assert write(store, [key], [make_record(number, size - 64)]) == [HIT]
@@ -501,11 +499,10 @@ class StoreContract:
         for number in kept:
             assert read(store, keys[number], size - 64) in (make_record(number, size - 64), None)
 
+    @needs("bounded", "lru")
     def test_what_was_not_used_for_longest_goes_first(self) -> None:
         """Whatever was forgotten was used before everything that is still there."""
-        if not self.lru:
-            pytest.skip("forgets in another order")
-        store, size = self._bounded(), self.capacity // 16
+        store, size = self.new(), self.capacity // 16
         keys = make_keys(48)
         by_use: list[int] = []
         rng = np.random.default_rng(0)
@@ -521,13 +518,12 @@ class StoreContract:
             assert there == sorted(there), "a record was forgotten before one that was not used for longer"
         assert 4 <= sum(there) <= 16
 
+    @needs("bounded", "lru")
     @pytest.mark.parametrize("use", ["written", "read", "announced"])
     def test_of_a_batch_the_last_goes_first(self, use: str) -> None:
         """A batch comes in the order of a prompt, whose end is of no use without its beginning. So of what was written,
         read, or announced again together, what is left is the beginning."""
-        if not self.lru:
-            pytest.skip("forgets in another order")
-        store, size = self._bounded(), self.capacity // 16 - 64
+        store, size = self.new(), self.capacity // 16 - 64
         keys, others = make_keys(4), [make_key(100 + number) for number in range(24)]
         order = keys if use == "written" else keys[::-1]
         assert write(store, order, [make_record(number, size) for number in range(4)]) == [HIT] * 4
@@ -544,11 +540,10 @@ class StoreContract:
             left.append(sum(there))
         assert left[0] == 4 and left[-1] == 0 and {1, 2, 3} & set(left)
 
+    @needs("bounded", "lru")
     def test_a_batch_among_what_is_there(self) -> None:
         """What is written behind records that are there, announced in one batch with them, is forgotten before them."""
-        if not self.lru:
-            pytest.skip("forgets in another order")
-        store, size = self._bounded(), self.capacity // 16 - 64
+        store, size = self.new(), self.capacity // 16 - 64
         keys = make_keys(5)
         records = [make_record(number, size) for number in range(5)]
         assert write(store, keys[:3], records[:3]) == [HIT] * 3
@@ -559,9 +554,10 @@ class StoreContract:
             assert there == sorted(there, reverse=True), "the beginning was forgotten before the end"
         assert there == [False] * 5
 
+    @needs("bounded")
     def test_prepared_records_are_not_forgotten(self) -> None:
         """Room that was promised stays; who comes too late is told RETRY, and nothing is lost."""
-        store, size = self._bounded(), self.capacity // 16
+        store, size = self.new(), self.capacity // 16
         keys = make_keys(40)
         answers = [store.prepare([key], [size - 64])[0] for key in keys]
         mine = [key for key, answer in zip(keys, answers, strict=True) if answer is MISS]
@@ -574,18 +570,14 @@ class StoreContract:
         late = keys[answers.index(RETRY)]
         assert write(store, [late], [make_record(99, size - 64)]) == [HIT]
 
+    @needs("bounded")
     def test_a_record_that_can_never_fit(self) -> None:
         """RETRY, and nothing is forgotten for it."""
-        store = self._bounded()
+        store = self.new()
         key, record = make_key(0), make_record(0, 5000)
         assert write(store, [key], [record]) == [HIT]
         assert store.prepare([make_key(1)], [self.capacity + 1]) == [RETRY]
         assert read(store, key, 5000) == record
-
-    def _bounded(self) -> Store:
-        if not self.bounded:
-            pytest.skip("has no capacity of its own")
-        return self.new(self.capacity)
 
     # -- all of it at random
 
