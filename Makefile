@@ -9,7 +9,7 @@ LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
 # One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-all fuzz bench docs check clean setup
+.PHONY: help demo test test-all fuzz bench docs picture check clean setup
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -54,6 +54,9 @@ docs: $(READY)   ## the documentation site, into build/site, without a warning
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 	@echo "==> build/site/index.html"
+
+picture: $(READY)  ## draw the picture of the README anew, from a run of the demo (half a minute)
+	@$(BIN)/python docs/picture.py
 
 check: $(READY)  ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff format --check -q .
