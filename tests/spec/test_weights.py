@@ -582,7 +582,7 @@ def test_there_is_at_least_one_rank() -> None:
         ({"num_experts": [4] * 4}, "sizes single layers differently"),
         ({"layer_types": ["full_attention"] * 3}, "3 layer_types for 4 layers"),
         ({"layer_types": ["full_attention"] * 3 + ["retention"]}, "kind 'retention'"),
-        ({"layer_types": ["linear_attention"] * 4}, "kind 'linear_attention'"),
+        ({"layer_types": ["linear_attention"] * 4}, "no 'mamba_num_heads'"),
         ({"hybrid_override_pattern": "M*X-"}, "kind 'X'"),
         ({"hybrid_override_pattern": "***"}, "names 3 layers of 4"),
         ({"num_experts": 4, "moe_layer_freq": [1]}, "names 1 layers and has more"),

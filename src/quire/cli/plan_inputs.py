@@ -21,7 +21,6 @@ from quire.plan.planner import make_plan
 from quire.plan.reserve import Speculation
 from quire.plan.source import read_model_config
 from quire.spec.config_reader import ConfigReader
-from quire.spec.families.known import KNOWN
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.spec.weights import WeightEstimate, read_weights
@@ -79,8 +78,10 @@ def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | Non
     except UnsupportedModel as error:
         weights = None
         notes.append(f"the weights are not estimated: {error.message}")
-    if reader.kind not in KNOWN:
-        notes.append(f"model type '{reader.kind}' is not known; its fields alone were believed.")
+    if not reader.is_known:
+        notes.append(
+            f"model type '{reader.kind}' is unknown, so this plan rests on the fields of its configuration alone."
+        )
     notes += _declared(reader)
     notes += _served(config)
     return PlannedModel(name=name, found=found, spec=spec, weights=weights, notes=tuple(notes))

@@ -1,14 +1,40 @@
-"""ConfigReader: a Hugging Face configuration, read field by field. What is missing or odd is refused by name."""
+"""ConfigReader: a Hugging Face configuration, read field by field. A missing or odd field is refused by its name."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from quire.errors import UnsupportedModel
-from quire.spec.layout import DType
+from quire.spec.dtype import DType
 
+CONVENTIONS: Mapping[str, Any] = json.loads(Path(__file__).with_name("conventions.json").read_text(encoding="utf-8"))
+"""What configurations leave unsaid, as data.
+
+`model_types` are the decoder-only types whose conventions are known, each with the facts that no field states:
+
+- `every_layer`: the kind of all layers; `every_layer_slides`: `sliding_window`, if set, holds for all of them;
+  `full_attention_every` n: where only a window is given, every n-th layer reads everything.
+- `state_before_attention`: a layer runs its recurrence before the attention beside it, so its ordinal is the lower one.
+- `attention_calls_vary`: no field says how often, or with which shapes, a layer calls attention.
+- `plain_mlp`: two matrices, up and down, instead of three; `gated_query`: true where `attn_output_gate` is absent;
+  `shared_experts`: how many, each as wide as a routed one; `tied_embeddings`: true where `tie_word_embeddings` is
+  absent; `learned_positions`: a vector per position. Source: the modelling code of transformers 5.23.
+
+`layer_kinds` maps what configurations call a layer, in lists and in patterns of letters, to kinds of this package.
+`encoders` are model types that generate nothing token by token, as a prefix or suffix of `model_type`.
+"""
+
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "n_embed")
+DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_transformer_layers")
+MODEL_DTYPE = ("dtype", "torch_dtype")
+
+_RESTORE = "restore config.json from the original."
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "text_model_config", "thinker_config")
 _MOST = 2**40  # no size of a model is beyond this
 _ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, RecursionError, ArithmeticError)
@@ -18,8 +44,8 @@ _ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, RecursionError
 class ConfigReader:
     """The language model's part of a configuration, wherever a wrapper of several models keeps it.
 
-    A field is looked for in the language model's part first and in the wrapper after it. `kind` is the `model_type` of
-    the language model; `architecture` is the name for messages.
+    Every reader looks for a field in the language model's part first, then in the wrapper. `kind` is the `model_type`
+    of the language model, `implied` the conventions of that type; `architecture` is the name for messages.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -33,6 +59,8 @@ class ConfigReader:
         while (inner := _language_part(self.text)) is not None:
             self.text = inner
         self.kind = str(self.text.get("model_type") or config.get("model_type") or "")
+        self.is_known = self.kind in CONVENTIONS["model_types"]
+        self.implied: Mapping[str, Any] = CONVENTIONS["model_types"].get(self.kind, {})
         names = config.get("architectures") or self.text.get("architectures") or []
         named = isinstance(names, list) and bool(names)
         self.architecture = str(names[0]) if named else self.kind or "unnamed architecture"
@@ -40,20 +68,19 @@ class ConfigReader:
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that is set to something other than null."""
+        return next((value for _, value in self._found(names)), default)
+
+    def ignore(self, *names: str) -> None:
+        """Count these fields as read: they change nothing about what is kept here."""
         self._read.update(names)
-        for part in (self.text, self.outer):
-            for name in names:
-                if part.get(name) is not None:
-                    return part[name]
-        return default
 
     def has(self, *names: str) -> bool:
-        """Whether any of these fields is set, to something other than null, zero, false or empty."""
+        """Whether the language model's part sets any of these fields, to something other than zero, false or empty."""
         self._read.update(names)
         return any(self.text.get(name) for name in names)
 
     def unread(self) -> list[str]:
-        """Fields of the language model's part that are set (not null, zero, false or empty) and were not asked for."""
+        """Fields of the language model's part that are set (not zero, false or empty) and that nothing has read."""
         return sorted(name for name, value in self.text.items() if value and name not in self._read)
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -61,20 +88,16 @@ class ConfigReader:
 
         Raises UnsupportedModel where there is neither, and for a value that is no such number.
         """
-        self._read.update(names)
-        for part in (self.text, self.outer):
-            for name in names:
-                value = part.get(name)
-                if value is None or (default is not None and value in (0, False)):
-                    continue
-                if isinstance(value, float) and value.is_integer():
-                    value = int(value)
-                if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
-                    raise self.wrong(name, value, "a positive whole number")
-                return value
-        if default is not None:
-            return default
-        raise self.missing(*names)
+        for name, value in self._found(names):
+            if default is not None and value in (0, False):
+                continue
+            number = int(value) if isinstance(value, float) and value.is_integer() else value
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 < number <= _MOST:
+                raise self.wrong(name, value, "a positive whole number")
+            return number
+        if default is None:
+            raise self.missing(*names)
+        return default
 
     def number(self, *names: str, default: float) -> float:
         """The positive number under the first of these names that is set, else `default`. Raises UnsupportedModel."""
@@ -90,17 +113,22 @@ class ConfigReader:
             raise self.missing(name)
         if length is not None and len(found) != length:
             raise UnsupportedModel(
-                f"the configuration of {self.architecture} names {len(found)} {name} for {length} layers.",
-                fix="restore config.json from the original.",
+                f"the configuration of {self.architecture} names {len(found)} {name} for {length} layers.", fix=_RESTORE
             )
         return list(found)
 
-    def dtype(self, *names: str, default: DType | None = None) -> DType:
-        """The element type under the first of these names; float32 where no name has one and there is no default."""
-        found = self.get(*names)
-        if found is None:
-            return default if default is not None else DType.FLOAT32
-        name = str(found).removeprefix("torch.")
+    def entry(self, name: str, layer: int) -> Any:
+        """The entry for `layer` of a list with one per layer; None where the field is no list."""
+        found = self.get(name)
+        if not isinstance(found, Sequence) or isinstance(found, str):
+            return None
+        if layer >= len(found):
+            raise self.unpriced(f"names {len(found)} layers and has more", name)
+        return found[layer]
+
+    def dtype(self, *names: str, default: DType = DType.FLOAT32) -> DType:
+        """The element type under the first of these names that is set, else `default`. Raises UnsupportedModel."""
+        name = str(self.get(*names, default=default.value)).removeprefix("torch.")
         if name not in ("float32", "float16", "bfloat16"):
             raise UnsupportedModel(
                 f"the configuration's {names[0]} is '{name}'; Quire computes in float32, float16 or bfloat16.",
@@ -112,12 +140,11 @@ class ConfigReader:
         """The refusal of a configuration whose field `name` has a value of another kind."""
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
         return UnsupportedModel(
-            f"the configuration of {self.architecture} has {shown} as '{name}', which should be {wanted}.",
-            fix="restore config.json from the original.",
+            f"the configuration of {self.architecture} has {shown} as '{name}', which should be {wanted}.", fix=_RESTORE
         )
 
     def missing(self, *names: str) -> UnsupportedModel:
-        """The refusal of a configuration that lacks every one of these fields."""
+        """The refusal of a configuration that has none of these fields."""
         return UnsupportedModel(
             f"the configuration of {self.architecture} has no '{names[0]}'"
             + (f" (nor {', '.join(repr(n) for n in names[1:])})" if len(names) > 1 else "")
@@ -126,12 +153,25 @@ class ConfigReader:
         )
 
     def refusal(self, what: str, field: str) -> UnsupportedModel:
-        """The refusal of a configuration whose `field` means something the plan does not know how to price."""
+        """The refusal of a configuration whose `field` leaves the layout of the cache unknown."""
         return UnsupportedModel(
             f"{self.architecture} {what} (configuration field '{field}'), so its cache cannot be read off the "
             "configuration.",
             fix="load the model, which finds its layout by running it, or use a supported model.",
         )
+
+    def unpriced(self, what: str, field: str) -> UnsupportedModel:
+        """The refusal of a configuration whose `field` leaves the size of the weights unknown."""
+        return UnsupportedModel(
+            f"{self.architecture} {what} (configuration field '{field}'), so its weights cannot be estimated.",
+            fix="give the bytes of the weights; the checkpoint's files add up to them.",
+        )
+
+    def _found(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Name and value of each of these fields that is not null, in the order of preference."""
+        self._read.update(names)
+        for part in (self.text, self.outer):
+            yield from ((name, part[name]) for name in names if part.get(name) is not None)
 
 
 def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -142,7 +182,7 @@ def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 @contextmanager
 def understood(config: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what a value of an unexpected kind leads to inside into UnsupportedModel. Refusals pass as they are."""
+    """Raise UnsupportedModel where a value of an unexpected kind breaks the reading inside."""
     try:
         yield
     except UnsupportedModel:
@@ -152,5 +192,5 @@ def understood(config: Mapping[str, Any]) -> Iterator[None]:
         raise UnsupportedModel(
             f"the configuration of {name or 'this model'} has a value that is not understood: "
             f"{type(error).__name__}: {error}.",
-            fix="restore config.json from the original.",
+            fix=_RESTORE,
         ) from error

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.spec.config_reader import ConfigReader, understood
-from quire.spec.families import read_drafts, read_layers
+from quire.spec.config_reader import HIDDEN_SIZE, MODEL_DTYPE, NUM_HEADS, ConfigReader, understood
+from quire.spec.families import Layer, read_drafts, read_layers
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KVFormat, plain_format
 from quire.spec.layers import (
@@ -34,9 +34,6 @@ _CONTEXT_NAMES = (
     "seq_length",
 )
 _UNBOUNDED = 2**20  # tokens: the context of a model whose layers have no end of their own, states and windows
-
-Layer = tuple[Call, ...]
-"""The calls of one layer that keep something: usually one, none for a layer without attention, two for some hybrids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +72,10 @@ class ModelSpec:
                 layers=layers,
                 context_length=context or _UNBOUNDED,
                 vocab_size=reader.size("vocab_size", "padded_vocab_size"),
-                dtype=reader.dtype("dtype", "torch_dtype"),
+                dtype=reader.dtype(*MODEL_DTYPE),
                 drafts=read_drafts(reader, layers),
-                query_heads=reader.size("num_attention_heads", "n_head", "n_heads", "num_heads", default=0),
-                hidden_size=reader.size("hidden_size", "n_embd", "d_model", default=0),
+                query_heads=reader.size(*NUM_HEADS, default=0),
+                hidden_size=reader.size(*HIDDEN_SIZE, default=0),
             )
 
     def with_rollback(self) -> ModelSpec:
@@ -193,4 +190,4 @@ def _layout(page_size: int, parts: Mapping[Part, Sequence[int]], architecture: s
 
 def config_dtype(config: Mapping[str, Any]) -> DType:
     """The element type a configuration names under `dtype` or `torch_dtype`; float32 where it names none."""
-    return ConfigReader(config).dtype("dtype", "torch_dtype")
+    return ConfigReader(config).dtype(*MODEL_DTYPE)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from quire.spec.config_reader import ConfigReader
-from quire.spec.families import attention, compressed, latent, state
+from quire.spec.config_reader import CONVENTIONS, DRAFT_LAYERS, ConfigReader
+from quire.spec.families import attention, latent, state
 from quire.spec.families.kinds import FULL, MOST_LAYERS, NOTHING, PARALLEL, STATE, layer_kinds
-from quire.spec.families.known import is_encoder
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall
 from quire.spec.layout import DType
 
 Layer = tuple[Call, ...]
+"""The calls of one layer that keep something: usually one, none for a layer without attention, two for some hybrids."""
 
 _ABOUT_MEMORY = re.compile(
     r"attn|attention|heads?(_|$)|head_(dim|size)|(^|_)kv|mixer|(^|_)states?(_|$)|conv|recur|ssm|mamba|linear|sparse|window"
@@ -40,15 +40,18 @@ _OF_NO_MATTER = re.compile(
 
 
 def read_layers(reader: ConfigReader, context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
-    """What every layer keeps, in order. Raises UnsupportedModel."""
+    """What every layer keeps, in order. Raises UnsupportedModel, also for fields that may change it and are unknown."""
     _refuse_other_shapes(reader)
-    if compressed.applies(reader):
-        layers: tuple[Layer, ...] = compressed.read(reader)
-    else:
-        kinds = layer_kinds(reader)
-        layers = _mixed_layers(reader, kinds, context, state_dtype)
+    layers = described_layers(reader, context, state_dtype)
     _refuse_unread(reader)
     return layers
+
+
+def described_layers(reader: ConfigReader, context: int, state_dtype: DType | None = None) -> tuple[Layer, ...]:
+    """What every layer keeps by the fields that are known, in order. Raises UnsupportedModel where they do not say."""
+    if latent.keeps_compressed(reader):
+        return latent.read_compressed(reader)
+    return _mixed_layers(reader, layer_kinds(reader), context, state_dtype)
 
 
 def read_drafts(reader: ConfigReader, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
@@ -56,16 +59,13 @@ def read_drafts(reader: ConfigReader, layers: tuple[Layer, ...]) -> tuple[Layer,
 
     Each is one full attention like the model's own, with an indexer of its own where the model has indexers.
     """
-    count = reader.size(
-        "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_transformer_layers", default=0
-    )
-    if not count:
-        return ()
+    count = reader.size(*DRAFT_LAYERS, default=0)
     if count > MOST_LAYERS:
         raise reader.wrong("num_nextn_predict_layers", count, f"at most {MOST_LAYERS:,}")
-    if compressed.applies(reader):
-        return compressed.read_drafts(reader, count)
-    return (draft_like(layers),) * count if draft_like(layers) else ()
+    if latent.keeps_compressed(reader):
+        return latent.read_compressed_drafts(reader, count)
+    layer = draft_like(layers)
+    return (layer,) * count if layer else ()
 
 
 def draft_like(layers: tuple[Layer, ...]) -> Layer:
@@ -84,39 +84,32 @@ def draft_like(layers: tuple[Layer, ...]) -> Layer:
 def _mixed_layers(reader: ConfigReader, kinds: list[str], context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
     """Layers whose mixers are chosen one by one."""
     attend: Callable[[int, str], Layer]
-    if latent.applies(reader):
+    if latent.keeps_latents(reader):
         attend = latent.reader(reader, len(kinds))
     else:
         attend = attention.reader(reader, kinds, context)
-    keeps_state = {STATE, PARALLEL} & set(kinds)
-    kept: Layer = (state.read(reader, state_dtype),) if keeps_state else ()
-    layers: list[Layer] = []
-    for index, kind in enumerate(kinds):
+    kept: Layer = (state.read(reader, state_dtype)[1],) if {STATE, PARALLEL} & set(kinds) else ()
+
+    def layer_of(index: int, kind: str) -> Layer:
         if kind == NOTHING:
-            layers.append(())
-        elif kind == STATE:
-            layers.append(kept)
-        elif kind == PARALLEL:
-            both = attend(index, FULL), kept
-            layers.append(both[1] + both[0] if reader.kind in _STATE_FIRST else both[0] + both[1])
-        else:
-            layers.append(attend(index, kind))
-    return tuple(layers)
+            return ()
+        if kind == STATE:
+            return kept
+        if kind != PARALLEL:
+            return attend(index, kind)
+        both = (attend(index, FULL), kept)
+        return both[1] + both[0] if reader.implied.get("state_before_attention") else both[0] + both[1]
 
-
-_STATE_FIRST = frozenset({"falcon_h1"})
-"""Model types whose layers run their recurrence before the attention beside it; ordinals follow the forward pass."""
-
-_OTHER_CALLS = frozenset({"diffllama", "hrm_text", "longcat_flash", "mllama"})
-"""Model types whose layers call attention in a number or with shapes that no field of the configuration says."""
+    return tuple(layer_of(index, kind) for index, kind in enumerate(kinds))
 
 
 def _refuse_other_shapes(reader: ConfigReader) -> None:
+    kind = reader.kind
     if reader.get("is_encoder_decoder"):
         raise reader.refusal("is an encoder-decoder", "is_encoder_decoder")
-    if is_encoder(reader.kind):
+    if any(kind.endswith(name) or kind.startswith(f"{name}-") for name in CONVENTIONS["encoders"]):
         raise reader.refusal("is an encoder, or has one", "model_type")
-    if reader.kind in _OTHER_CALLS:
+    if reader.implied.get("attention_calls_vary"):
         raise reader.refusal("does not call attention exactly once per layer", "model_type")
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from quire.spec.config_reader import ConfigReader
+from quire.spec.config_reader import HIDDEN_SIZE, NUM_HEADS, ConfigReader
 from quire.spec.families.kinds import CHUNK, FULL, NOTHING, PARALLEL, STATE, WINDOW
-from quire.spec.families.known import KNOWN
 from quire.spec.layers import AttentionCall
 
 Layer = tuple[AttentionCall, ...]
@@ -21,12 +20,10 @@ def reader(config: ConfigReader, kinds: Sequence[str], context: int) -> Callable
     """
     attending = {FULL if kind == PARALLEL else kind for kind in kinds} - {STATE, NOTHING}
     if not attending:
-        config.get(
-            "num_key_value_heads", "head_dim", "v_head_dim", "sliding_window"
-        )  # of attention, which there is none of
+        config.ignore("num_key_value_heads", "head_dim", "v_head_dim", "sliding_window")
         return lambda layer, kind: ()
     count = len(kinds)
-    heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads")
+    heads = config.size(*NUM_HEADS)
     mixed = WINDOW in attending  # only then may kinds differ in heads and widths
     widths = {kind: _widths(config, kind, heads, mixed) for kind in attending}
     kv_heads = _kv_heads(config, heads, count)
@@ -68,11 +65,14 @@ _OVERRIDABLE = frozenset({"head_dim", "v_head_dim", "num_key_value_heads", "num_
 def _overrides(config: ConfigReader) -> Mapping[int, Mapping[str, int]]:
     """Sizes of single layers, by their number, as transformers writes configurations whose layers differ."""
     found = config.get("per_layer_config", default={})
-    if not isinstance(found, Mapping) or not all(str(layer).isdecimal() for layer in found):
+    if not isinstance(found, Mapping) or not all(
+        str(layer).isdecimal()
+        and isinstance(own, Mapping)
+        and not set(own) - _OVERRIDABLE
+        and all(type(number) is int for number in own.values())
+        for layer, own in found.items()
+    ):
         raise config.refusal("sizes single layers in a way that is not known", "per_layer_config")
-    for own in found.values():
-        if not isinstance(own, Mapping) or set(own) - _OVERRIDABLE or not all(type(n) is int for n in own.values()):
-            raise config.refusal("sizes single layers in a way that is not known", "per_layer_config")
     return {int(layer): own for layer, own in found.items()}
 
 
@@ -91,7 +91,7 @@ def _head_dim(config: ConfigReader, heads: int) -> int:
     explicit = config.size("head_dim", "attention_head_dim", "kv_channels", default=0)
     if explicit:
         return explicit
-    hidden = config.size("hidden_size", "n_embd", "d_model")
+    hidden = config.size(*HIDDEN_SIZE)
     if hidden % heads:
         raise config.missing("head_dim")
     return hidden // heads
@@ -108,26 +108,24 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
     if config.get("multi_query_attention") and config.size("multi_query_group_num", default=0):
         return [config.size("multi_query_group_num")] * count
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        config.get("num_kv_heads", "num_key_value_heads")  # without effect beside one head for all
+        config.ignore("num_kv_heads", "num_key_value_heads")  # without effect beside one head for all
         return [1] * count
     found = config.get("num_key_value_heads", "num_kv_heads", "n_head_kv")
-    if found is None and config.kind not in KNOWN:
-        raise config.missing("num_key_value_heads")  # that it is one per query head is a convention of known types
-    if found is None:
-        return [heads] * count
-    if isinstance(found, int) and not isinstance(found, bool) and found > heads:
-        raise config.wrong("num_key_value_heads", found, f"at most the {heads} attention heads")
-    if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-        return [found] * count
+    if found is None and config.is_known:
+        return [heads] * count  # one per query head is a convention of known types
     if isinstance(found, list) and len(found) == count and all(isinstance(n, int) and n > 0 for n in found):
         return found
-    raise config.missing("num_key_value_heads")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise config.missing("num_key_value_heads")
+    if found > heads:
+        raise config.wrong("num_key_value_heads", found, f"at most the {heads} attention heads")
+    return [found] * count
 
 
 def _window(config: ConfigReader, kinds: Sequence[str]) -> int:
     if config.kind == "mimo_v2_flash":  # its windows count the tokens before the query, not the query
         before = config.size("sliding_window_size", default=0)
-        config.get("sliding_window", "attention_chunk_size")  # other names of it, which do not count
+        config.ignore("sliding_window", "attention_chunk_size")  # other names of it, which do not count
         if before:
             return before + 1
     if WINDOW in kinds:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import UnsupportedModel
-from quire.spec.config_reader import ConfigReader
+from quire.spec.config_reader import CONVENTIONS, NUM_LAYERS, ConfigReader
 
 FULL = "full"
 WINDOW = "window"
@@ -19,54 +18,6 @@ NOTHING = "nothing"
 
 MOST_LAYERS = 10_000  # no model has more, and lists of more take long to make
 
-_KINDS: Mapping[str, str] = {
-    "full_attention": FULL,
-    "attention": FULL,
-    "global_attention": FULL,
-    "deepseek_sparse_attention": FULL,
-    "indexed_attention": FULL,
-    "minimax_m3_sparse": FULL,
-    "sliding_attention": WINDOW,
-    "sliding_window_attention": WINDOW,
-    "chunked_attention": CHUNK,
-    "linear_attention": STATE,
-    "mamba": STATE,
-    "mamba2": STATE,
-    "recurrent": STATE,
-    "conv": STATE,
-    "short_conv": STATE,
-    "hybrid": PARALLEL,
-    "moe": NOTHING,
-    "mlp": NOTHING,
-    "dense": NOTHING,
-    "*": FULL,
-    "M": STATE,
-    "-": NOTHING,
-    "E": NOTHING,
-}
-"""What configurations call a layer, in lists and in patterns of letters."""
-
-_EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "starcoder2", "phi3", "phimoe", "ministral"})
-"""Model types where `sliding_window`, if set, holds for every layer."""
-
-_SLIDING_PERIOD: Mapping[str, int] = {
-    "gemma2": 2,
-    "vaultgemma": 2,
-    "gpt_oss": 2,
-    "gemma3_text": 6,
-    "gemma3": 6,
-    "cohere2": 4,
-    "olmo3": 4,
-}
-"""Model types where every n-th layer reads everything and the others slide, unless the configuration says otherwise."""
-
-_ALL_PARALLEL = frozenset({"falcon_h1"})
-"""Model types with a recurrence beside the attention of every layer, which no field says."""
-
-
-_ALL_RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
-"""Model types without attention, which no field says."""
-
 
 def layer_kinds(reader: ConfigReader) -> list[str]:
     """The kind of each layer, in order. Raises UnsupportedModel for a list of another length or an unknown kind."""
@@ -77,10 +28,8 @@ def layer_kinds(reader: ConfigReader) -> list[str]:
         if found is not None:
             return found
     count = num_layers(reader)
-    if reader.kind in _ALL_PARALLEL:
-        return [PARALLEL] * count
-    if reader.kind in _ALL_RECURRENT:
-        return [STATE] * count
+    if "every_layer" in reader.implied:
+        return [reader.implied["every_layer"]] * count
     if reader.kind.startswith("llama4"):
         return _llama4(reader, count)
     return _sliding(reader, count)
@@ -88,7 +37,7 @@ def layer_kinds(reader: ConfigReader) -> list[str]:
 
 def num_layers(reader: ConfigReader) -> int:
     """Decoder layers."""
-    count = reader.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    count = reader.size(*NUM_LAYERS)
     if count > MOST_LAYERS:
         raise reader.wrong("num_hidden_layers", count, f"at most {MOST_LAYERS:,}")
     return count
@@ -96,37 +45,25 @@ def num_layers(reader: ConfigReader) -> int:
 
 def _named(reader: ConfigReader) -> list[str] | None:
     """A name per layer."""
-    names = reader.get("layers_block_type", "layer_types", "block_types")
-    if not names:
+    field = next((name for name in ("layers_block_type", "layer_types", "block_types") if reader.get(name)), None)
+    if field is None:
         return None
-    if not isinstance(names, list):
+    if not isinstance(reader.get(field), list):
         raise reader.refusal("has layers that are not named one by one", "layer_types")
-    length = reader.size("num_hidden_layers", "n_layer", "num_layers", default=len(names))
-    if reader.has("layers_block_type"):
-        length = len(names)  # its length counts; some configurations keep an older num_hidden_layers beside it
-    for other in (
-        "sliding_window",
-        "attention_chunk_size",
-        "hybrid_layer_pattern",
-        "attn_type_list",
-        "layer_group_size",
-        "attn_layer_period",
-        "attn_layer_offset",
-    ):
-        reader.get(other)  # without effect where no layer slides, or beside names
-    if length != len(names):
-        raise UnsupportedModel(
-            f"the configuration of {reader.architecture} names {len(names)} layer_types for {length} layers.",
-            fix="restore config.json from the original.",
-        )
-    return [_kind(reader, name, "layer_types") for name in names]
+    reader.ignore("sliding_window", "attention_chunk_size")  # where no layer slides
+    reader.ignore(
+        "hybrid_layer_pattern", "attn_type_list", "layer_group_size", "attn_layer_period", "attn_layer_offset"
+    )
+    # beside `layers_block_type` some configurations keep an older number of layers
+    count = None if reader.has("layers_block_type") else reader.size(*NUM_LAYERS, default=0)
+    return [_kind(reader, name, "layer_types") for name in reader.sequence(field, count or None)]
 
 
 def _kind(reader: ConfigReader, name: Any, field: str) -> str:
-    found = _KINDS.get(str(name))
+    found = CONVENTIONS["layer_kinds"].get(str(name))
     if found is None:
         raise reader.refusal(f"has layers of kind '{name}'", field)
-    return found
+    return str(found)
 
 
 def _pattern(reader: ConfigReader) -> list[str] | None:
@@ -144,7 +81,7 @@ def _numbered_types(reader: ConfigReader) -> list[str] | None:
             numbers = reader.sequence(field, num_layers(reader))
             if set(numbers) - {0, 1}:
                 raise reader.refusal(f"has layers of kind {max(numbers)}", field)
-            reader.get("attention_chunk_size")  # MiMo repeats its window under this name
+            reader.ignore("attention_chunk_size")  # MiMo repeats its window under this name
             return [kinds[number] for number in numbers]
     return None
 
@@ -199,7 +136,7 @@ def _periods(reader: ConfigReader) -> list[str] | None:
 
 def _llama4(reader: ConfigReader, count: int) -> list[str]:
     """Layers with rotary positions attend within chunks, the others to everything; by default every fourth."""
-    reader.get("attention_chunk_size")
+    reader.ignore("attention_chunk_size")
     ropes = reader.get("no_rope_layers") or [
         int((layer + 1) % reader.size("no_rope_layer_interval", default=4) != 0) for layer in range(count)
     ]
@@ -231,9 +168,11 @@ def _sliding(reader: ConfigReader, count: int) -> list[str]:
         if not isinstance(first, int):
             raise reader.missing("max_window_layers")
         return [WINDOW if layer >= first else FULL for layer in range(count)]
-    period = reader.get("sliding_window_pattern", "_sliding_window_pattern") or _SLIDING_PERIOD.get(reader.kind)
+    period = reader.get("sliding_window_pattern", "_sliding_window_pattern") or reader.implied.get(
+        "full_attention_every"
+    )
     if isinstance(period, int) and period > 0:
         return [WINDOW if (layer + 1) % period else FULL for layer in range(count)]
-    if reader.kind in _EVERY_LAYER_SLIDES:
+    if reader.implied.get("every_layer_slides"):
         return [WINDOW] * count
     raise reader.refusal(f"has a sliding window of {window} without 'layer_types' that say where", "sliding_window")

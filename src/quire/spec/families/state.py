@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.spec.config_reader import ConfigReader
+from quire.spec.config_reader import HIDDEN_SIZE, NUM_HEADS, ConfigReader
 from quire.spec.layers import StateCall
 from quire.spec.layout import DType
 
 
-def read(config: ConfigReader, state_dtype: DType | None) -> StateCall:
-    """What one recurrent layer of this model keeps. Raises UnsupportedModel where no known recurrence is described.
+def read(config: ConfigReader, state_dtype: DType | None) -> tuple[str, StateCall]:
+    """The name of this model's recurrence in `RECURRENCES`, and what one recurrent layer keeps.
 
-    The recurrence's element type is `state_dtype`, else the configuration's, else float32.
+    The recurrence's element type is `state_dtype`, else the configuration's, else float32. Raises UnsupportedModel
+    where the configuration describes no known recurrence.
     """
     dtype = state_dtype or recurrence_dtype(config)
-    for rule in (_delta_net, _kimi_delta, _mamba2, _mamba1, _short_conv, _linear_recurrent_unit, _lightning):
+    for name, rule in RECURRENCES:
         found = rule(config, dtype)
         if found is not None:
-            return found
+            return name, found
     raise config.missing(
         "mamba_num_heads", "linear_num_value_heads", "linear_attn_config", "mamba_d_state", "conv_L_cache"
     )
@@ -57,7 +58,7 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
     if source is config.text:
         names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
         if config.kind == "bailing_hybrid":
-            config.get("short_conv_kernel_size")  # another name of the kernel, where transformers writes both
+            config.ignore("short_conv_kernel_size")  # another name of the kernel, where transformers writes both
             if not config.has(*names):
                 names = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
     heads, dim, kernel = (source.get(name) for name in names)
@@ -65,8 +66,7 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
         return None
     if not isinstance(heads, int) or not isinstance(dim, int) or not isinstance(kernel, int):
         raise config.missing(*(f"linear_attn_config.{name}" for name in names))
-    for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
-        config.get(name)  # the flat names of the same numbers
+    config.ignore("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")  # flat names of the same numbers
     return StateCall(kernel=kernel, channels=3 * heads * dim, heads=heads, matrix=(dim, dim), state_dtype=dtype)
 
 
@@ -79,7 +79,7 @@ def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
         heads = config.size("num_heads")
     if not heads:
         return None
-    expanded = int(config.number("mamba_expand", "expand", default=2) * config.size("hidden_size"))
+    expanded = int(config.number("mamba_expand", "expand", default=2) * config.size(*HIDDEN_SIZE))
     inner = config.size("mamba_d_ssm", default=expanded)
     head_dim = config.size("mamba_head_dim", "mamba_d_head", "mamba_headdim", default=0)
     if not head_dim:
@@ -100,7 +100,7 @@ def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
     """Mamba 1: every inner channel is a head of its own, but for Zamba, which splits its channels into a few."""
     if not config.has("mamba_d_state", "state_size"):
         return None
-    hidden = config.size("hidden_size", "d_model")
+    hidden = config.size(*HIDDEN_SIZE)
     inner = int(config.number("mamba_expand", "expand", default=2) * hidden)
     if config.kind in ("mamba", "falcon_mamba"):
         inner = config.size("intermediate_size", default=inner)
@@ -119,7 +119,7 @@ def _short_conv(config: ConfigReader, dtype: DType) -> StateCall | None:
     """A gated short convolution over the hidden channels and nothing else."""
     if not config.has("conv_L_cache"):
         return None
-    return StateCall(kernel=config.size("conv_L_cache"), channels=config.size("hidden_size"))
+    return StateCall(kernel=config.size("conv_L_cache"), channels=config.size(*HIDDEN_SIZE))
 
 
 def _linear_recurrent_unit(config: ConfigReader, dtype: DType) -> StateCall | None:
@@ -136,6 +136,18 @@ def _lightning(config: ConfigReader, dtype: DType) -> StateCall | None:
     """Lightning attention: a square matrix per head, without a convolution."""
     if not config.kind.startswith("minimax"):
         return None
-    heads = config.size("num_attention_heads")
-    dim = config.size("head_dim", default=config.size("hidden_size") // heads)
+    heads = config.size(*NUM_HEADS)
+    dim = config.size("head_dim", default=config.size(*HIDDEN_SIZE) // heads)
     return StateCall(heads=heads, matrix=(dim, dim), state_dtype=dtype)
+
+
+RECURRENCES = (
+    ("delta", _delta_net),
+    ("kda", _kimi_delta),
+    ("mamba2", _mamba2),
+    ("mamba", _mamba1),
+    ("conv", _short_conv),
+    ("lru", _linear_recurrent_unit),
+    ("lightning", _lightning),
+)
+"""Names and readers of recurrences; the first that finds its fields decides."""

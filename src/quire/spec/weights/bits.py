@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.spec.config_reader import ConfigReader
-from quire.spec.weights.fields import unpriced
 
 Bits = Callable[[str, Iterable[str]], float]
 """From a part and the names its layer may have in the checkpoint to bits per parameter, its share of scales among."""
@@ -104,7 +103,7 @@ def _uniform_bits(config: ConfigReader, found: Mapping[str, Any], method: str, a
 
 def _algorithm(config: ConfigReader, name: str) -> float:
     if name.upper() not in _ALGORITHMS:
-        raise unpriced(config, f"is quantised by '{name}'", "quantization_config")
+        raise config.unpriced(f"is quantised by '{name}'", "quantization_config")
     return _ALGORITHMS[name.upper()]
 
 

@@ -15,7 +15,7 @@ _MIXERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ModuleWeights:
     """Parameters of one layer that are stored alike and divided alike.
 
     `ways` is the largest number of ranks that divide them: the KV heads for key and value projections, 1 for what every
@@ -37,7 +37,7 @@ class Part:
 class LayerWeights:
     """The parts of one layer."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModuleWeights, ...]
 
     @property
     def num_parameters(self) -> int:
