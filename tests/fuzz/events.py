@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Iterable, Set
 
 from quire.cache import KVCache
-from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
+from quire.spec.events import CacheEvent, PagesRemoved, PagesStored
 from quire.spec.ids import Tier
 from tests.fuzz.names import Names
+from tests.fuzz.page_keys import PageKeys
 
 
 class EventFold:
@@ -17,8 +16,7 @@ class EventFold:
     a copy on the host. `on` once there was an event."""
 
     def __init__(self, cache: KVCache, names: Names) -> None:
-        layouts = [group.layout.fingerprint().encode() for group in cache.plan.groups]
-        self._identity = _digest(b"quire-layouts-1", b"", *layouts)
+        self._keys = PageKeys(names, [group.layout.fingerprint() for group in cache.plan.groups])
         self._names = names
         self._page_bytes = 4 * cache.page_size
         self.stored: dict[bytes, int] = {}
@@ -49,7 +47,7 @@ class EventFold:
         return self.stored if tier is Tier.DEVICE else self.below
 
     def _store(self, event: PagesStored) -> None:
-        seed = self._seed(event.namespace)
+        seed = self._keys.seed(event.namespace)
         tier = self._of(event.tier)
         name = self.stored.get(event.parent) or self.below.get(event.parent)
         name = self._names.root(event.namespace) if event.parent == seed else name
@@ -59,17 +57,8 @@ class EventFold:
         assert len(event.tokens) == size * len(event.hashes)
         for at, stored in enumerate(event.hashes):
             page = event.tokens[at * size : at * size + size]
-            digest = hashlib.sha256(b"quire-page-2" + struct.pack("<I", size) + digest + page).digest()
+            digest = self._keys.follow(digest, page)
             assert digest == stored, "a page's hash is not that of its tokens and of the page before"
             name = self._names.follow(name, page)
             assert digest not in tier, "a page is stored twice"
             tier[digest] = name
-
-    def _seed(self, namespace: Namespace) -> bytes:
-        return _digest(b"quire-namespace-2", self._identity, namespace.adapter.encode(), namespace.salt.encode())
-
-
-def _digest(domain: bytes, *parts: bytes) -> bytes:
-    """As keys are defined: the domain, how many fields there are, and each behind its length."""
-    fields = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-    return hashlib.sha256(domain + struct.pack("<Q", len(parts)) + fields).digest()

@@ -19,7 +19,7 @@ from quire.prefix.reach import reach_of
 from quire.spec.ids import Ids
 from tests.fuzz.device import Device
 from tests.fuzz.names import Page
-from tests.fuzz.tier_keys import PageKeys
+from tests.fuzz.page_keys import PageKeys
 
 LAYERS = (0, 1)
 _TURNED = 0x5A5A5A5A5A5A5A5A

@@ -16,7 +16,7 @@ from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import Lane
 from tests.fuzz.host_records import HostRecords
-from tests.fuzz.tier_keys import PageKeys
+from tests.fuzz.page_keys import PageKeys
 
 IN_STORE: Final[dict[str, tuple[Fault, ...]]] = {
     "truncate-record": (Fault.TRUNCATED,),

@@ -15,8 +15,8 @@ from quire.tiers.store import StoreKey
 from quire.tiers.transfer import LANES, Lane
 from tests.fuzz.host_records import HostRecords
 from tests.fuzz.names import Names
+from tests.fuzz.page_keys import PageKeys
 from tests.fuzz.tier_faults import WatchedStore
-from tests.fuzz.tier_keys import PageKeys
 from tests.fuzz.watched_mover import Clock, WatchedMover
 
 _MOST_HOST_FRAMES = 12

@@ -28,11 +28,14 @@ class PageKeys:
         found = self._keys.get(end)
         if found is None:
             ends, namespace = self.names.ends[end], self.names.namespaces[end]
-            parent = self.key(ends[-2]) if len(ends) > 1 else self._seed(namespace)
-            tokens = self.names.data[end][-4 * self.names.page_size :]
-            found = self._keys[end] = hashlib.sha256(self._head + parent + tokens).digest()
+            parent = self.key(ends[-2]) if len(ends) > 1 else self.seed(namespace)
+            found = self._keys[end] = self.follow(parent, self.names.data[end][-4 * self.names.page_size :])
             self.end_of[found] = end
         return found
+
+    def follow(self, parent: bytes, tokens: bytes) -> bytes:
+        """The key of the page with these tokens, int32 bytes, behind the page of that key."""
+        return hashlib.sha256(self._head + parent + tokens).digest()
 
     def knows(self, end: int) -> bool:
         """Whether that page's key was asked for before: of others, nothing is stored."""
@@ -47,7 +50,8 @@ class PageKeys:
             found = self._scopes[namespace] = edition + _digest(b"quire-scope-1", *fields)[:8]
         return found
 
-    def _seed(self, namespace: Namespace) -> bytes:
+    def seed(self, namespace: Namespace) -> bytes:
+        """What stands for the page before the first one of a namespace."""
         return _digest(b"quire-namespace-2", self._identity, namespace.adapter.encode(), namespace.salt.encode())
 
 
