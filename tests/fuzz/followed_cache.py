@@ -263,7 +263,8 @@ class FollowedCache:
         hit = self.cache.match(tokens, self.names.namespaces[name])
         matched = model.matched(name)
         limit = min(matched, (len(tokens) - 1) // size)
-        usable = self._resumable(name, limit)
+        pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
+        usable = self._most([[group.column[page] != 0 for page in pages] for group in self.watch.snapshot.groups])
         unpinned = len(set(self.names.ends[name][:usable]) - model.leased()) if usable else 0
         found = (hit.num_pages, hit.num_tokens)
         assert found == (usable, usable * size), f"match finds (pages, tokens) {found}, and {usable} pages can be used"
@@ -274,14 +275,10 @@ class FollowedCache:
         self.happened["short of the match"] += bool(limited_by)
         return hit
 
-    def _resumable(self, name: int, limit: int) -> int:
+    def _most(self, resident: list[list[bool]]) -> int:
         """The most pages behind which every token that any group reads next is in a page that is resident there."""
-        if not limit:
-            return 0
         size, device = self.page_size, self.device
-        pages = [self.watch.ends[end] for end in self.names.ends[name][:limit]]
-        resident = [[group.column[page] != 0 for page in pages] for group in self.watch.snapshot.groups]
-        for count in range(limit, 0, -1):
+        for count in range(len(resident[0]), 0, -1):
             end = count * size
             if all(
                 device.reads(g, end) == end or False not in there[device.first_page(g, end) : count]

@@ -521,18 +521,6 @@ class TieredCache(FollowedCache, ReadAhead):
         self.happened["declined"] += usable < far
         return hit
 
-    def _most(self, resident: list[list[bool]]) -> int:
-        """The most pages behind which every token that any group reads next is in a page that is resident there."""
-        size, device = self.page_size, self.device
-        for count in range(len(resident[0]), 0, -1):
-            end = count * size
-            if all(
-                device.reads(g, end) == end or False not in there[device.first_page(g, end) : count]
-                for g, there in enumerate(resident)
-            ):
-                return count
-        return 0
-
     def _room_beside(self, group: int, pages: list[int]) -> int:
         """Host frames that could be had without those that a request behind these pages needs."""
         host = self.tiers.hosts[group]
