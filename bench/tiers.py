@@ -39,7 +39,8 @@ from stores_network import measure_mooncake, measure_valkey  # noqa: E402
 from tiers_report import FITS, RETURNING, print_report, verdicts  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.cli.replay_inputs import ReplayWords, TierWords, grid_of  # noqa: E402
+from quire.cli.replay_grid import grid_of  # noqa: E402
+from quire.cli.replay_request import ReplayedCache, ReplayedEngine, ReplayedTiers  # noqa: E402
 from quire.cli.store_bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
 from quire.plan.budget import parse_bytes  # noqa: E402
 from quire.sim.comparison import Grid, compare  # noqa: E402
@@ -230,21 +231,18 @@ def _replayed(name: str, trace: Trace) -> list[Row]:
     longest = max(sum(lengths) for lengths in trace.lengths)
     working_set = ideal_hits(PageRuns(trace, PAGE), PAGE).working_set_tokens
     pool = max(working_set // 8, longest * 5 // 4) // PAGE * PAGE
+    cache = ReplayedCache(policy="density", pool_tokens=str(pool), page_size=str(PAGE))
     tiers = {
-        "host": TierWords(host_tokens=str(2 * working_set)),
-        "host, 2 GB/s": TierWords(host_tokens=str(2 * working_set), host_bandwidth=2.0),
-        "host and storage": TierWords(host_tokens=str(pool), storage_tokens=str(2 * working_set)),
-        "host and 50 GB/s storage": TierWords(
-            host_tokens=str(pool), storage_tokens=str(2 * working_set), storage_bandwidth=50.0
+        "host": ReplayedTiers(host_tokens=2 * working_set),
+        "host, 2 GB/s": ReplayedTiers(host_tokens=2 * working_set, host_bandwidth=2.0),
+        "host and storage": ReplayedTiers(host_tokens=pool, storage_tokens=2 * working_set),
+        "host and 50 GB/s storage": ReplayedTiers(
+            host_tokens=pool, storage_tokens=2 * working_set, storage_bandwidth=50.0
         ),
     }
     rows: list[Row] = []
-    for kind, words in tiers.items():
-        grid: Grid = grid_of(
-            ReplayWords(
-                policy="density", pool_tokens=str(pool), page_size=str(PAGE), models=(), max_running=64, tiers=words
-            )
-        )
+    for kind, asked in tiers.items():
+        grid: Grid = grid_of(cache, ReplayedEngine(max_running_requests=64), asked)
         without, beside = compare(trace, replace(grid, pools=[pool]), lambda what, ended: None)
         use = beside.result.tiers
         assert use is not None

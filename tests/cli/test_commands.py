@@ -79,10 +79,10 @@ def test_bundled_models_go_by_name(run: Run, name: str, tmp_path: Path, monkeypa
 
 BAD = [
     (("--model", "/no/such/folder"), "QUIRE-MODEL-02", 2, "no folder"),
-    (("--page-size", 0), "QUIRE-INPUT-01", 2, "page_size"),
+    (("--page-size", 0), "QUIRE-INPUT-01", 2, "--page-size"),
     (("--kv-memory", "0"), "QUIRE-INPUT-01", 2, "above zero"),
     (("--kv-memory", "lots"), "QUIRE-INPUT-01", 2, "8GiB"),
-    (("--dtype", "float8"), "QUIRE-INPUT-01", 2, "dtype"),
+    (("--dtype", "float8"), "QUIRE-INPUT-01", 2, "--dtype"),
     (("--device", "abacus"), "QUIRE-INPUT-01", 2, "abacus"),
     (("--kv-memory", "100B"), "QUIRE-PLAN-01", 2, ""),
     (("--max-tokens", 0), "QUIRE-INPUT-01", 2, "max_tokens"),

@@ -1,58 +1,54 @@
-"""The demo, act by act, with the tiny model in place of the plain one: all of it must show."""
+"""The demo: all of it must show what it promises, and it says so where it does not."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.cli import demo
-from quire.cli.demo_pools import HYBRIDS
-from quire.cli.demo_server import start_error
-from quire.cli.demo_tiers import tier_ticks
+from quire.cli.demo import SCENES, TITLES
+from quire.cli.demo_tiers import start_error, tier_ticks
 from tests.cli.conftest import Run
 
 
 def act_of(run: Run, *options: object) -> dict[str, Any]:
-    done = run("demo", "--turns", "2", "--json", *options)
+    done = run("demo", "--json", *options)
     assert done.exit_code == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_the_server_shows_reuse_eviction_refusal_and_no_leak(run: Run, tiny_model: Path) -> None:
-    check_server(act_of(run, "--model", tiny_model, "--edition", "plain", "--conversations", "4"))
+def test_the_plain_model_shows_reuse_eviction_refusal_and_no_leak(run: Run) -> None:
+    check_plain(act_of(run, "--edition", "plain", "--turns", 2)["plain"])
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ["window", "recurrent"])
 def test_hybrids_show_their_pools(run: Run, name: str) -> None:
-    check_hybrids(act_of(run, "--edition", name)["hybrids"])
+    check_hybrid(name, act_of(run, "--edition", name)[name])
 
 
 @pytest.mark.slow
-def test_all_acts_one_after_the_other(run: Run, tiny_model: Path) -> None:
-    found = act_of(run, "--model", tiny_model)
-    check_server(found)
-    assert list(found["hybrids"]) == list(HYBRIDS)
-    check_hybrids(found["hybrids"])
+def test_all_scenes_one_after_the_other(run: Run) -> None:
+    found = act_of(run)
+    assert list(found) == [*TITLES, "seconds"]
+    check_plain(found["plain"])
+    for name in ("window", "recurrent"):
+        check_hybrid(name, found[name])
     check_tiers(found["tiers"])
 
 
-def check_server(found: dict[str, Any]) -> None:
+def check_plain(found: dict[str, Any]) -> None:
     assert set(found["checks"].values()) == {True}
-    assert found["reused_tokens"] > 0
+    assert len(found["checks"]) == 5
+    assert 0 < found["hit_tokens"] < found["prompt_tokens"]
     assert found["evicted_pages"] > 0
-    assert found["shared_pages"] > 0
-    assert found["private_pages_at_idle"] == 0
+    assert found["peak_shared_pages"] > 0
+    assert found["pools"]["full"]["private"] == 0
     assert found["refusal"]["status"] == 413
     assert "--kv-memory" in found["refusal"]["message"]
-    first, second = found["reused_by_turn"]
-    assert 0 < first["cached_tokens"] < first["prompt_tokens"]
-    assert second["cached_tokens"] > 0
-    assert found["output_tokens_per_s"] > 0
+    assert found["largest_served_tokens"] == found["largest_request"] == 96 * 16 + 1
+    assert all(found["hit_tokens_by_turn"])
 
 
 def check_tiers(found: dict[str, Any]) -> None:
@@ -67,47 +63,46 @@ def check_tiers(found: dict[str, Any]) -> None:
     assert found["tiers"]["host"]["tokens"] > found["pool_tokens"]
 
 
-def check_hybrids(found: dict[str, dict[str, Any]]) -> None:
-    for edition, act in found.items():
-        assert set(act["checks"].values()) == {True}
-        assert act["model"] == f"quire-bundled-{edition}"
-        assert act["equal_answers"] == act["answers"] == 9
-        assert act["evicted_pages"] == 0
-        reused = [row["cached_tokens"] for row in act["reused_by_turn"]]
-        assert sum(reused) == act["reused_tokens"] > 0
-        assert all(reused), "the first turn shares the system prompt, the others their own prefixes too"
-        for pool in act["pools"].values():
-            assert pool["free"] + pool["cached"] == pool["total"]
-            assert pool["bytes"] > 0
-        if edition == "window":
-            assert list(act["pools"]) == ["full", "window"]
-            assert act["pools"]["window"]["dropped"] > act["pools"]["full"]["dropped"] == 0
-        else:
-            assert list(act["pools"]) == ["full", "state"]
-            assert act["pools"]["state"]["total"] == 9
-            assert act["pools"]["state"]["left"] > act["pools"]["full"]["left"] == 0
+def check_hybrid(name: str, act: dict[str, Any]) -> None:
+    assert set(act["checks"].values()) == {True}
+    assert act["model"] == f"quire-bundled-{name}"
+    assert act["equal_answers"] == act["answers"] == 9
+    assert act["evicted_pages"] == 0
+    reused = act["hit_tokens_by_turn"]
+    assert 0 < sum(reused) <= act["hit_tokens"]
+    assert all(reused), "the first turn shares the system prompt, the others their own prefixes too"
+    for pool in act["pools"].values():
+        assert pool["free"] + pool["cached"] == pool["total"]
+    if name == "window":
+        assert list(act["pools"]) == ["full", "window"]
+        assert act["pools"]["window"]["dropped"] > act["pools"]["full"]["dropped"] == 0
+    else:
+        assert list(act["pools"]) == ["full", "state"]
+        assert act["pools"]["state"]["total"] == 9
+        assert act["pools"]["state"]["left"] > act["pools"]["full"]["left"] == 0
 
 
-def test_pools_are_shown_for_people(run: Run) -> None:
+def test_a_scene_is_shown_for_people(run: Run) -> None:
     shown = run("demo", "--edition", "recurrent", env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.stderr
     lines = shown.stdout.splitlines()
-    assert "quire-bundled-recurrent" in lines[0]
-    rows = {words[1]: words[2:4] for words in map(str.split, lines) if len(words) > 4}
-    assert rows["Pool"] == ["full", "state"]
-    full, state = rows["Left"]
-    assert int(state) > int(full) == 0
-    assert f"✓ states were left for others to begin on: {state}" in lines
+    assert lines[0].startswith("The demo takes about 20 seconds")
+    assert lines[1] == f"  1. {TITLES['recurrent']}"
+    [saved] = [line.strip("│ ") for line in lines if "checkpoints of states saved" in line]
+    full, state = (int(part.split()[-1]) for part in saved.partition(":")[0].split(","))
+    assert state > full == 0
+    assert f"✓ checkpoints of states were saved for others: {state}" in lines
     assert "✓ no frame leaked" in lines
+    assert max(map(len, lines)) <= 80
 
 
 def test_pools_with_room_for_all_show_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(HYBRIDS, "window", replace(HYBRIDS["window"], settings={"kv_memory": "64MiB"}))
+    monkeypatch.setitem(SCENES, "window", SCENES["window"]._replace(settings={"kv_memory": "64MiB"}))
     shown = run("demo", "--edition", "window", "--json")
     assert shown.exit_code == 4
-    assert json.loads(shown.stdout)["hybrids"]["window"]["pools"]["window"]["dropped"] == 0
+    assert json.loads(shown.stdout)["window"]["pools"]["window"]["dropped"] == 0
     message = json.loads(shown.stderr)["error"]["message"]
-    assert "windows were dropped while their pages stayed" in message
+    assert "windows were given up while their prefixes stayed cached" in message
     assert "prefixes were reused" not in message
 
 
@@ -135,30 +130,9 @@ def test_ticks_of_the_tiers_can_fail(second: dict[str, Any], missing: str) -> No
     assert any(missing in name for name in failed) if missing else not failed
 
 
-def test_a_demo_that_shows_nothing_fails(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Server:
-        def __enter__(self) -> dict[str, object]:
-            return {}
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(demo, "running_server", lambda *_: Server())
-    monkeypatch.setattr(demo, "_show", lambda *_, **__: {"checks": {"tokens were reused": False}})
-    shown = run("demo", "--model", tiny_model, "--edition", "plain", "--json")
-    assert shown.exit_code == 4
-    assert "tokens were reused" in json.loads(shown.stderr)["error"]["message"]
-
-
 def test_a_server_that_cannot_start_is_reported_in_its_own_words() -> None:
     said = {"error": {"message": "no room.", "fix": "make room.", "code": "QUIRE-PLAN-01"}}
     error = start_error(f"WARNING something\n{json.dumps(said)}\n", 3)
     assert (error.message, error.fix, error.code, error.exit_code) == ("no room.", "make room.", "QUIRE-PLAN-01", 3)
     assert "Killed" in start_error("Killed", -9).message
     assert "-9" in start_error("", -9).message
-
-
-def test_without_a_model_there_is_no_demo(run: Run, tmp_path: Path) -> None:
-    shown = run("demo", "--model", tmp_path)
-    assert shown.exit_code == 2
-    assert "no model" in shown.stderr

@@ -1,4 +1,4 @@
-"""`--kv-dtype`: the engine's cache in another format, and what `quire doctor` says that it costs."""
+"""`--kv-dtype`: the engine's cache in another format, and what `bench/kv_error.py` says that it costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from bench.kv_error import app
+from typer.testing import CliRunner, Result
 
 from quire.kernels.stored import StoredRows
 from tests.cli.conftest import Run
@@ -28,8 +30,18 @@ def outlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def doctor(run: Run, *arguments: object) -> tuple[int, dict[str, Any]]:
-    shown = run("doctor", *arguments, "--json")
+@pytest.fixture
+def script() -> Run:
+    """Runs `bench/kv_error.py` with arguments, in this process."""
+
+    def run_script(*arguments: object, **options: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)  # type: ignore[arg-type]
+
+    return run_script
+
+
+def measured(script: Run, *arguments: object) -> tuple[int, dict[str, Any]]:
+    shown = script(*arguments, "--json")
     return shown.exit_code, json.loads(shown.stdout)
 
 
@@ -41,17 +53,17 @@ def test_generate_with_an_encoded_cache(run: Run, tiny_model: Path) -> None:
     assert len(plain["outputs"][0]["token_ids"]) == len(encoded["outputs"][0]["token_ids"]) == 8
 
 
-def test_a_format_that_does_not_fit_is_refused(run: Run, tiny_model: Path) -> None:
+def test_a_format_that_does_not_fit_is_refused(run: Run, script: Run, tiny_model: Path) -> None:
     """Heads of the tiny model have 8 numbers."""
-    for command in (("generate", "Hello"), ("doctor",)):
-        shown = run(*command, "--model", tiny_model, "--kv-dtype", "mxfp8")
+    for measure, command in ((run, ("generate", "Hello")), (script, ())):
+        shown = measure(*command, "--model", tiny_model, "--kv-dtype", "mxfp8")
         assert (shown.exit_code, "QUIRE-INPUT-01" in shown.stderr) == (2, True)
         assert "vector of 8 numbers" in " ".join(shown.stderr.replace("│", " ").split())
 
 
-def test_the_bundled_model_takes_every_format(run: Run) -> None:
+def test_the_bundled_model_takes_every_format(script: Run) -> None:
     names = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_e2m1"]
-    code, found = doctor(run, "--kv-dtype", ",".join(names[:3]), "--kv-dtype", names[3], "--kv-dtype", names[4])
+    code, found = measured(script, "--kv-dtype", ",".join(names[:3]), "--kv-dtype", names[3], "--kv-dtype", names[4])
     assert (code, found["passed"], found["max_error"]) == (0, True, 0.25)
     assert (found["model"], found["dtype"], found["prompt"]) == ("quire-bundled", "bfloat16", "the sample")
     assert found["prompt_tokens"] > 300
@@ -69,8 +81,8 @@ def test_the_bundled_model_takes_every_format(run: Run) -> None:
     assert [by_name[name]["bytes_per_token"] for name in names] == [1024, 1024, 1056, 576, 576]
 
 
-def test_a_bad_layer_is_named_for_people(run: Run, outlier: Path) -> None:
-    shown = run("doctor", "--model", outlier, "--kv-dtype", "fp8_e5m2,fp8_e4m3", env={"COLUMNS": "100"})
+def test_a_bad_layer_is_named_for_people(script: Run, outlier: Path) -> None:
+    shown = script("--model", outlier, "--kv-dtype", "fp8_e5m2,fp8_e4m3", env={"COLUMNS": "100"})
     assert shown.exit_code == 4
     assert "random tokens, because the model has no tokenizer" in " ".join(shown.stdout.split())
     assert "fp8_e5m2: layer 1 above 25%" in shown.stdout
@@ -81,17 +93,17 @@ def test_a_bad_layer_is_named_for_people(run: Run, outlier: Path) -> None:
     assert [" ".join(row.strip("│ ").split()[:1]) for row in rows].count("1") == 2
 
 
-def test_a_bad_layer_is_named_for_machines(run: Run, outlier: Path) -> None:
-    code, found = doctor(run, "--model", outlier, "--kv-dtype", "fp8_e5m2")
+def test_a_bad_layer_is_named_for_machines(script: Run, outlier: Path) -> None:
+    code, found = measured(script, "--model", outlier, "--kv-dtype", "fp8_e5m2")
     assert (code, found["passed"], found["kv_dtypes"][0]["layers_above"]) == (4, False, [BROKEN])
-    code, found = doctor(run, "--model", outlier, "--kv-dtype", "fp8_e5m2", "--max-error", "0.6")
+    code, found = measured(script, "--model", outlier, "--kv-dtype", "fp8_e5m2", "--max-error", "0.6")
     assert (code, found["passed"], found["kv_dtypes"][0]["layers_above"]) == (0, True, [])
-    code, found = doctor(run, "--model", outlier, "--kv-dtype", "fp8_e5m2", "--max-error", "0.01")
+    code, found = measured(script, "--model", outlier, "--kv-dtype", "fp8_e5m2", "--max-error", "0.01")
     assert (code, found["kv_dtypes"][0]["layers_above"]) == (4, [0, 1, 2])
 
 
 def test_what_is_not_a_number_is_valid_json(
-    run: Run, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Run, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = StoredRows.write
 
@@ -101,44 +113,47 @@ def test_what_is_not_a_number_is_valid_json(
     monkeypatch.setattr(StoredRows, "write", write)
     (tmp_path / "prompt.txt").write_text("Hello")
     options = ("--model", tiny_model, "--kv-dtype", "fp8", "--prompt-file", tmp_path / "prompt.txt")
-    shown = run("doctor", *options, "--json")
+    shown = script(*options, "--json")
     found = json.loads(shown.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (shown.exit_code, found["kv_dtypes"][0]["layers_above"]) == (4, [0, 1])
     assert found["kv_dtypes"][0]["calls"][0]["attention_error"] is None
     assert found["kv_dtypes"][0]["calls"][0]["fields"][0]["nan"] == 5 * 2 * 8
-    assert "160 NaN" in run("doctor", *options).stdout
+    assert "160 NaN" in script(*options).stdout
 
 
-def test_a_prompt_of_ones_own(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_prompt_of_ones_own(script: Run, tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("A prompt of one's own.")
-    code, found = doctor(run, "--model", tiny_model, "--kv-dtype", "fp8", "--prompt-file", path)
+    code, found = measured(script, "--model", tiny_model, "--kv-dtype", "fp8", "--prompt-file", path)
     assert (code, found["prompt"], found["prompt_tokens"]) == (0, str(path), len(path.read_text()))
-    code, found = doctor(run, "--model", tiny_model, "--kv-dtype", "fp8")
+    code, found = measured(script, "--model", tiny_model, "--kv-dtype", "fp8")
     assert (code, found["prompt_tokens"]) == (0, 512)  # the sample, as much as the model's context holds
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--model", "x"), "add --kv-dtype"),
-        (("--prompt-file", "x"), "add --kv-dtype"),
         (("--kv-dtype", "int3"), "'int3' is not a KV dtype"),
         (("--kv-dtype", "fp8,"), "'' is not a KV dtype"),
-        (("--kv-dtype", "fp8", "--max-error", "0"), "--max-error is 0.0"),
-        (("--kv-dtype", "fp8", "--max-error", "nan"), "--max-error is nan"),
+        (("--kv-dtype", "fp8", "--max-error", "0"), "--max-error: 0.0 is no share"),
+        (("--kv-dtype", "fp8", "--max-error", "nan"), "--max-error: nan is no share"),
         (("--kv-dtype", "fp8", "--prompt-file", "/no/such/file"), "cannot be read"),
         (("--kv-dtype", "fp8", "--prompt-file", "LONG"), "1 to 512"),
         (("--kv-dtype", "fp8", "--prompt-file", "EMPTY"), "has 0 tokens"),
     ],
 )
-def test_bad_input(run: Run, tiny_model: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_bad_input(script: Run, tiny_model: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     texts = {"LONG": "a" * 513, "EMPTY": ""}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     given = [tmp_path / option if option in texts else option for option in options]
-    model = () if "--model" in options or "--kv-dtype" not in options else ("--model", tiny_model)
-    shown = run("doctor", *given, *model, "--json")
+    shown = script(*given, "--model", tiny_model, "--json")
     assert shown.exit_code == 2
     error = json.loads(shown.stderr)["error"]
     assert said in error["message"] + error["fix"]
+
+
+def test_a_user_is_told_where_the_script_is(run: Run) -> None:
+    for typed in (("kv-error", "--model", "x"), ("kv-error",), ("doctor", "--kv-dtype", "fp8")):
+        shown = run(*typed)
+        assert (shown.exit_code, "bench/kv_error.py" in shown.stderr) == (2, True)

@@ -133,7 +133,7 @@ def test_the_lists_are_what_there_is(run: Run) -> None:
 
 
 BAD = [
-    ((), "a replay is of a trace"),
+    ((), "no trace is named"),
     (("nothing-like-it",), "no trace file or workload"),
     (("chat", "--policy", "lru,best"), "unknown eviction policy 'best'"),
     (("chat", "--pool-tokens", "1/0"), "not a pool size"),
@@ -141,7 +141,7 @@ BAD = [
     (("chat", "--pool-tokens", "0.25"), "no whole number of tokens"),
     (("chat", "--page-size", "16,big"), "not page sizes"),
     (("chat", "--page-size", "0"), "not page sizes"),
-    (("chat", "--max-running", "0"), "--max-running is 0"),
+    (("chat", "--max-running", "0"), "--max-running-requests: Input should be greater"),
     (("chat", "--max-num-batched-tokens", "0"), "a step of 0 tokens"),
     (("chat", "--gpu", "abacus"), "not a device"),
     (("chat", "--tp", "0"), "0 devices"),
@@ -239,8 +239,8 @@ def test_a_host_of_so_many_bytes_and_a_model_with_a_window(run: Run) -> None:
     [
         (("--storage-tokens", "1m"), "no host tier is"),
         (("--host-tokens", "1k", "--host-memory", "1MiB"), "given twice"),
-        (("--host-tokens", "1k", "--write-policy", "sometimes"), "--write-policy sometimes"),
-        (("--host-tokens", "1k", "--host-bandwidth", "0"), "--host-bandwidth is 0"),
+        (("--host-tokens", "1k", "--write-policy", "sometimes"), "--write-policy: Input should be"),
+        (("--host-tokens", "1k", "--host-bandwidth", "0"), "--host-bandwidth: Input should be greater"),
         (("--host-tokens", "4"), "holds no page"),
     ],
 )

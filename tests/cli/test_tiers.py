@@ -32,7 +32,7 @@ def test_generate_finds_what_it_stored(run: Run, tiny_model: Path, tmp_path: Pat
         (("--storage-size", "1GiB"), "--storage-size does nothing without storage", "add --storage DIR"),
         (("--host-memory", "lots"), "lots", ""),
         (("--prefetch-seconds", "1"), "--prefetch-seconds does nothing", "--prefetch timeout"),
-        (("--write-policy", "write_sometimes"), "write_policy", ""),
+        (("--write-policy", "write_sometimes"), "--write-policy", ""),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

@@ -62,7 +62,7 @@ def _commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Comman
 def _option(parameter: click.Parameter) -> str:
     shown = "/".join((parameter.opts[0], *parameter.secondary_opts[:1]))
     if parameter.param_type_name == "argument":
-        shown = (parameter.name or "").upper()
+        shown = (getattr(parameter, "metavar", None) or parameter.name or "").upper()
     default = parameter.default
     said = default not in (None, False, True, (), []) and not callable(default)
     ends = f" Default: {getattr(default, 'value', default)}." if said else ""

@@ -7,61 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import typer.main
-
 from quire import errors
-from quire.cli.app import app
 from quire.engine.config import EngineConfig
+from quire.engine.setting import default_of, help_of, option_names
 from quire.models.registry import support_table
-from tests.examples import generated_reference
+from quire.serve.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))
-
-MEANINGS = {
-    "model": "a bundled model's name, a folder or a hub name; `quire-bundled` if left out",
-    "tokenizer": "another folder or hub name for the tokenizer",
-    "served_model_name": "the name clients use",
-    "skip_tokenizer_init": "token ids in, token ids out",
-    "device": "`cpu`, `cuda`, `cuda:N`; `auto` is the first GPU, else the CPU",
-    "dtype": "`float32`, `float16`, `bfloat16`; `auto` is the model's own",
-    "kv_dtype": "how keys and values are stored: `fp8_e4m3`, `fp8_e5m2`, `mxfp8`, `nvfp4`, `fp4_e2m1`, or a plain "
-    "dtype; `auto` is what the model computes in",
-    "page_size": "tokens in a page, and the shortest prefix that can be shared; by default 16, or what compressed "
-    "entries need",
-    "kv_memory": "bytes of the KV pools (`2GiB`); by default a quarter of the free memory, at most 4 GiB, on a CPU, "
-    "and 80 % of what is free after loading on a GPU",
-    "window_pool": "windows have a pool of their own, and free what they have passed",
-    "swa_full_tokens_ratio": "tokens of window pools per token of full ones; by default what the load asks for",
-    "mamba_full_memory_ratio": "bytes of states per byte of the other pools; by default what the load asks for",
-    "max_mamba_cache_size": "states; by default what the load asks for",
-    "checkpoint_interval": "tokens between states that a request leaves on its way, where frames are to spare",
-    "max_model_len": "longest sequence, prompt and output; by default the model's context",
-    "max_running_requests": "sequences that hold memory at once",
-    "max_num_batched_tokens": "tokens in one step; longer prompts are computed in chunks",
-    "policy": "`fcfs`, or `lpm`: longest cached prefix first",
-    "eviction": "`density`, `lru`, `lfu`, `slru`, `fifo`, `mru`, `filo`, `priority`, `gdsf`, `s3fifo`",
-    "enable_prefix_caching": "share the pages of common prefixes",
-    "enable_kv_events": "record pages stored and removed (`engine.events`)",
-    "host_memory": "host memory for pages that leave the device, in all (`8GiB`), or `auto`; by default none, and "
-    "`auto` with storage",
-    "storage": "where pages outlive the engine: a directory or a URL",
-    "storage_size": "what may be kept there (`100GiB`); by default as the store is, and of a new directory half of the "
-    "free disk, at most 32 GiB",
-    "write_policy": "when a page is copied to the host: `write_through`, `write_through_selective`, `write_back`",
-    "load": "`break_even` loads what is sooner loaded than computed, as measured; `always` loads all",
-    "prefetch": "how long a request waits for storage: `break_even`, `best_effort`, `wait_complete`, `timeout`",
-    "prefetch_seconds": "how long that is with `timeout`",
-    "weights_epoch": "how often weights were replaced under the same name; pages of another epoch are never found",
-    "retain_share": "what of the pool callers may ask to keep (`POST /v1/cache/retain`); 0 for nothing",
-    "explain": "keep why prompts of the last requests were not cached, and count prompt tokens by cause",
-    "overlap": "schedule a step while one is in flight; by default where the device is not the CPU",
-    "threads": "CPU threads of torch in the engine's process; by default 1 for a tiny model, else what torch takes",
-    "seed": "seed of requests that have none",
-}
-FLAGS = {"max_running_requests": "max_running", "max_num_batched_tokens": "max_batched"}
-FLAGS |= {"enable_prefix_caching": "prefix_caching"}
-"""Settings whose parameter of `quire serve` has another name."""
 
 
 def models() -> str:
@@ -107,15 +60,12 @@ def error_codes() -> str:
 
 
 def settings() -> str:
-    """Every field of `EngineConfig`: the keyword of `LLM`, the flag of `quire serve` and the default."""
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    flags = {parameter.name: parameter for parameter in serve.params}
-    lines = ["| `LLM(...)` | `quire serve` | default | meaning |", "|---|---|---|---|"]
-    for name, field in EngineConfig.model_fields.items():
-        parameter = flags.get(FLAGS.get(name, name))
-        flag = f"`{'/'.join((parameter.opts[0], *parameter.secondary_opts[:1]))}`" if parameter else "-"
-        default = "-" if field.default is None or name == "model" else f"`{field.default}`"
-        lines.append(f"| `{name}` | {flag} | {default} | {MEANINGS[name]} |")
+    """Every setting of an engine and of a server: its name, its options, its default and its sentence."""
+    lines = ["| setting | option | default | meaning |", "|---|---|---|---|"]
+    for model in (EngineConfig, ServerConfig):
+        for name, field in model.model_fields.items():
+            options = ", ".join(f"`{option.partition('/')[0]}`" for option in option_names(model, name))
+            lines.append(f"| `{name}` | {options or '-'} | {default_of(model, name) or '-'} | {help_of(field)} |")
     return "\n".join(lines)
 
 

@@ -65,9 +65,16 @@ def doctor() -> str:
     return text[text.index("\nCPU ") + 1 :]
 
 
-def doctor_kv_all() -> str:
+def kv_error(names: str) -> str:
+    """What `bench/kv_error.py` says of these KV dtypes."""
+    program = (sys.executable, "bench/kv_error.py", "--kv-dtype", names)
+    done = subprocess.run(program, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def kv_error_of_all() -> str:
     """What one format after the other costs: the table at the end."""
-    text = output_of("doctor", "--kv-dtype", "fp8_e4m3,fp8_e5m2,mxfp8,nvfp4,fp4_e2m1")
+    text = kv_error("fp8_e4m3,fp8_e5m2,mxfp8,nvfp4,fp4_e2m1")
     return text[text.index("\nKV dtype ") + 1 :]
 
 
@@ -110,8 +117,8 @@ def _wait_until_healthy() -> None:
 OUTPUTS: dict[str, Callable[[], str]] = {
     "demo": lambda: output_of("demo"),
     "doctor": doctor,
-    "doctor-kv": lambda: output_of("doctor", "--kv-dtype", "fp8_e4m3,nvfp4"),
-    "doctor-kv-all": doctor_kv_all,
+    "kv-error": lambda: kv_error("fp8_e4m3,nvfp4"),
+    "kv-error-all": kv_error_of_all,
     **{name: partial(output_of, *command.split()) for name, command in PLANS.items()},
     "plan-sweep": sweep,
     "serve": serve,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.kv_error import measure_kv_errors
 
-from quire.engine.kv_error import measure_kv_errors
 from quire.errors import ModelCheckFailed
 from quire.models import compressed
 from quire.models.hf import LoadedModel, load_model

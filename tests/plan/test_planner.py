@@ -107,9 +107,10 @@ def _seconds(name: str) -> float:
 
 def test_planning_loads_no_torch() -> None:
     code = (
-        "import sys; from quire.cli.plan_inputs import planned_model, plan_settings; "
-        "planned_model('llama-3.1-70b').plan(plan_settings({'gpu': 'h100-80gb', 'tp': 4})); "
-        "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules), sorted(sys.modules)"
+        "import sys; from quire.cli.plan_request import PlanRequest; "
+        "asked = PlanRequest.read({'model': 'llama-3.1-70b', 'gpu': 'h100-80gb', 'tp': 4}); "
+        "asked.planned_model().plan(asked.settings()); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,7 +8,8 @@ from functools import partial
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
-from quire.serve.server import Running, ServerConfig, serve
+from quire.serve.config import ServerConfig
+from quire.serve.server import Running, serve
 from tests.serve.fake_core import ByteTokenizer, EchoCore
 
 

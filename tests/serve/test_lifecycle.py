@@ -13,7 +13,8 @@ import pytest
 from openai import APIStatusError, AuthenticationError
 
 from quire.errors import AddressInUse, InvalidInput
-from quire.serve.server import ServerConfig, bind
+from quire.serve.config import ServerConfig
+from quire.serve.server import bind
 from tests.serve.live_server import LiveServer
 
 
@@ -39,7 +40,7 @@ def test_an_api_key_may_be_any_text() -> None:
 @pytest.mark.parametrize("key", ["", "  ", " key", "a\nb"])
 def test_a_key_that_nobody_could_send_is_refused(key: str) -> None:
     with pytest.raises(InvalidInput, match="API key"):
-        ServerConfig(api_key=key)
+        ServerConfig.read({"api_key": key})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,265 +1,208 @@
-"""`quire demo`: a real server with too little memory, several conversations at once, and what its counters say after.
+"""`quire demo`: four scenes that show what a paged, prefix-shared cache does, on the models that come with Quire.
 
-The pool holds three quarters of one context. All conversations share one long system prompt, which is computed once;
-what they say themselves is more than what fits, so that pages have to be evicted. After them come two long prompts: one
-that just fits, for which nearly all of the cache has to go, and one that never can, which is refused with the numbers.
-Then come the hybrids and the tiers: see `quire.cli.demo_pools` and `quire.cli.demo_tiers`.
+Three run an engine in this process, with pools that are too small on purpose; the fourth, `quire.cli.demo_tiers`, stops
+and kills servers. Each ends with ticks: what it had to show, and whether it did.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import typer
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from quire.cli.demo_client import Client, Conversation, Rejected, Turn
-from quire.cli.demo_pools import HYBRIDS, show_pools
-from quire.cli.demo_script import RULES, SUBJECTS, question
-from quire.cli.demo_server import pool_bytes, read_config, running_server
-from quire.cli.demo_tiers import show_tiers
-from quire.cli.demo_view import live, print_pools, print_serving, print_tiers
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
-from quire.errors import AuditFailure
-from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
+from quire.cli.demo_tiers import RULES, Rows, Tick, counted, question, show_tiers
+from quire.engine.setting import Settings, setting
+from quire.errors import AuditFailure, RequestTooLarge
 
-PAGE_SIZE = 16
-MOST_CONTEXT = 2048
-POOL_SHARE = 0.75  # of the context
-SYSTEM_SHARE = 0.30
-OWN_SHARE = 0.30  # what one conversation adds to the system prompt
-MOST_ANSWER_TOKENS = 48
-FITTING_SHARE = 0.9  # of the largest request: what one long prompt has, which evicts most of what is cached
-QUESTION_TOKENS = 16  # about; with the marks of the chat format
-IDLE_S = 10.0
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+    from quire.engine.output import RequestOutput
 
-
-class Edition(StrEnum):
-    """What to show: the server with the plain model, the pools of a hybrid, or the tiers below the device."""
-
-    PLAIN = "plain"
-    WINDOW = "window"
-    RECURRENT = "recurrent"
-    TIERS = "tiers"
-    ALL = "all"
+SUBJECTS = ("Emma", "Mr. Darcy", "the ball", "Elizabeth", "the letter", "Captain Wentworth", "the house", "Mrs. Bennet")
+ANSWER_TOKENS = 32
+COUNTERS = ("prompt_tokens", "hit_tokens", "evicted_pages", "peak_shared_pages", "preemptions")
+BASIC: Mapping[str, Any] = {"device": "cpu", "dtype": "float32", "show_plan": False}
+TITLES = {
+    "plain": "conversations that share one system prompt, in a cache too small for them",
+    "window": "a model whose layers mostly read a window: windows go, prefixes stay",
+    "recurrent": "a model with states: checkpoints let others start behind a shared prefix",
+    "tiers": "a conversation that outlives its server: host memory, storage, SIGKILL",
+}
+FRAMES = {
+    "total": "frames of the pool",
+    "free": "free",
+    "cached": "cached for later requests",
+    "dropped": "given to others while the prefix stayed cached",
+    "revived": "filled again for such a prefix",
+    "left": "checkpoints of states saved",
+}
+"""Counters of a pool (`quire.cache.statistics.FrameCounts`), as the demo words them."""
 
 
-def demo(
-    edition: Annotated[Edition, typer.Option(help="What to show.")] = Edition.ALL,
-    conversations: Annotated[
-        int, typer.Option(help="Conversations held at once, with the plain model.", min=2, max=64)
-    ] = 8,
-    turns: Annotated[int, typer.Option(help="Questions in each of them.", min=2, max=16)] = 4,
-    model: Annotated[Path | None, typer.Option(hidden=True, help="A folder, in place of the plain model's.")] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Start a server with a small pool, talk to it, and show what its cache did; then the pools of two hybrids, and a
-    conversation that outlives its server.
+class Scene(NamedTuple):
+    """Conversations on one bundled model, whose pool `short` is too small for them; `frames` says what that holds."""
 
-    Takes about a minute.
+    model: str
+    short: str
+    frames: str
+    talks: int
+    settings: Mapping[str, Any]
+
+
+_WINDOWS = {"kv_memory": "1MiB", "max_model_len": 1024, "swa_full_tokens_ratio": 0.2, "max_num_batched_tokens": 128}
+_STATES = {"kv_memory": "1280KiB", "max_model_len": 1024, "max_mamba_cache_size": 9}
+SCENES = {
+    "plain": Scene("quire-bundled", "full", "pages", 8, {"kv_memory": "6208KiB"}),  # 96 pages; a context is 128
+    "window": Scene("quire-bundled-window", "window", "windows", 3, _WINDOWS),
+    "recurrent": Scene("quire-bundled-recurrent", "state", "states", 3, _STATES),
+}
+
+
+class DemoSettings(Settings):
+    """What the demo shows."""
+
+    edition: Literal["plain", "window", "recurrent", "tiers", "all"] = setting("all", "What to show: {choices}.")
+    turns: int = setting(3, "Questions in each conversation.", ge=2, le=16)
+
+
+def demo(settings: DemoSettings, *, as_json: bool) -> None:
+    """Show what the cache does: reuse, eviction and refusal, the pools of hybrids, and a conversation that outlives its
+    server. Takes about a minute.
 
     [dim]Example:[/dim] quire demo --edition window
     """
-    with reported(as_json=as_json, debug=debug):
-        console = Console(quiet=as_json)
-        started_s = time.perf_counter()
-        found: dict[str, Any] = {}
-        if edition in (Edition.PLAIN, Edition.ALL):
-            found |= _serve(console, model or BUNDLED_MODELS[DEFAULT_MODEL], conversations, turns)
-            if not as_json:
-                print_serving(console, found)
-        for name, hybrid in HYBRIDS.items():
-            if edition in (name, Edition.ALL):
-                with console.status(f"Conversations with {hybrid.model} ..."):
-                    found.setdefault("hybrids", {})[name] = show_pools(hybrid)
-                if not as_json:
-                    print_pools(console, hybrid, found["hybrids"][name])
-        if edition in (Edition.TIERS, Edition.ALL):
-            found["tiers"] = show_tiers(console, model or BUNDLED_MODELS[DEFAULT_MODEL])
-            if not as_json:
-                print_tiers(console, found["tiers"])
-        found["seconds"] = round(time.perf_counter() - started_s, 1)
-        if as_json:
-            print(json.dumps(found))
-        else:
-            console.print(f"Took {found['seconds']} s.")
-        missing = [
-            check
-            for act in (found, *found.get("hybrids", {}).values(), found.get("tiers", {}))
-            for check, passed in act.get("checks", {}).items()
-            if not passed
-        ]
-        if missing:
-            raise AuditFailure(f"the demo did not show what it should: {', '.join(missing)}.")
+    console, started_s = Console(quiet=as_json, highlight=False), time.perf_counter()
+    names = [name for name in TITLES if settings.edition in (name, "all")]
+    how_long = "about a minute" if len(names) > 1 else "about 20 seconds"
+    console.print(f"The demo takes {how_long}, on small models on the CPU. It shows:")
+    for number, name in enumerate(names, 1):
+        console.print(f"  {number}. {TITLES[name]}")
+    found: dict[str, Any] = {}
+    for number, name in enumerate(names, 1):
+        with console.status(f"{number} of {len(names)}: {TITLES[name]} ..."):
+            act, ticks, rows = show_tiers() if name == "tiers" else show(SCENES[name], settings.turns)
+        found[name] = {**act, "checks": {tick.name: tick.passed for tick in ticks}}
+        console.print(_panel(f"{number}. {TITLES[name]}", rows))
+        for tick in ticks:
+            mark = "[green]✓[/green]" if tick.passed else "[red]✗ not shown:[/red]"
+            console.print(f"{mark} {tick.name}{f': {tick.numbers}' if tick.numbers else ''}")
+    found["seconds"] = round(time.perf_counter() - started_s, 1)
+    if as_json:
+        print(json.dumps(found))
+    console.print(f"Took {found['seconds']} s.")
+    if missing := [tick for name in names for tick, passed in found[name]["checks"].items() if not passed]:
+        raise AuditFailure(f"the demo did not show what it should: {', '.join(missing)}.")
 
 
-def _serve(console: Console, folder: Path, conversations: int, turns: int) -> dict[str, Any]:
-    """A server with a small pool, from its start to its end; the findings."""
-    context = min(int(read_config(folder)["max_position_embeddings"]), MOST_CONTEXT)
-    kv_bytes = pool_bytes(folder, num_tokens=int(POOL_SHARE * context), page_size=PAGE_SIZE)
-    options = {"--model": folder, "--kv-memory": kv_bytes, "--page-size": PAGE_SIZE, "--max-model-len": context}
-    flags = [str(part) for option in options.items() for part in option]
-    with ExitStack() as stack:
-        with console.status("Starting quire serve with a small pool ..."):
-            summary = stack.enter_context(running_server(*flags, "--dtype", "float32"))
-        return _show(console, summary, num_conversations=conversations, num_turns=turns)
+def _panel(title: str, rows: Rows) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return Panel(table, title=title, title_align="left", border_style="green")
 
 
-def _show(console: Console, summary: dict[str, Any], *, num_conversations: int, num_turns: int) -> dict[str, Any]:
-    """Everything the client does; the findings."""
-    client = Client(summary["url"])
-    context = summary["context"]
-    console.print(
-        f"[bold]quire serve[/bold] answers on {summary['url']}: {summary['model']}, {summary['num_pages']} pages of "
-        f"{summary['page_size']} tokens ({summary['tokens_that_fit']:,} tokens; one context is {context:,})."
-    )
-    system = _system_prompt(client, int(SYSTEM_SHARE * context))
-    before = client.get("/v1/cache/statistics")
-    talks = [Conversation(f"{SUBJECTS[i % len(SUBJECTS)]}") for i in range(num_conversations)]
-    answer_tokens = max(4, min(MOST_ANSWER_TOKENS, int(OWN_SHARE * context / num_turns) - QUESTION_TOKENS))
-    peak_shared = _SharedPages(client)
-    started_s = time.perf_counter()
-    with live(console, talks, num_turns), peak_shared, ThreadPoolExecutor(num_conversations) as threads:
-        jobs = [
-            threads.submit(_talk, client, talk, system, num_turns, answer_tokens, seed)
-            for seed, talk in enumerate(talks)
-        ]
-        for job in jobs:
-            job.result()
-    took_s = time.perf_counter() - started_s
-    largest = summary["largest_request"]
-    num_characters = int(FITTING_SHARE * largest * len(system) / talks[0].turns[0].prompt_tokens)
-    served = _ask_at_length(client, system, num_characters)
-    too_large = (largest + context) / 2 / served.get("largest_served_tokens", largest)
-    refusal = _ask_at_length(client, system, int(num_characters * too_large))
-    after = _idle_statistics(client)
-    return _findings(summary, talks, before, after, served | {"refusal": refusal}, took_s, peak_shared.most)
+def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:
+    """Hold the conversations: the findings, what they had to show, and a table of them. Raises AuditFailure."""
+    from quire.engine.llm import LLM
 
-
-def _system_prompt(client: Client, num_tokens: int) -> str:
-    """As many rules as make about `num_tokens` tokens; the server counts them."""
-    rules = " ".join(RULES)
-    probe = client.chat(
-        [{"role": "system", "content": rules[:200]}, {"role": "user", "content": "Hello!"}], max_tokens=1
-    )
-    num_characters = int(num_tokens * 200 / probe["usage"]["prompt_tokens"])
-    return (rules + " ") * (num_characters // len(rules)) + rules[: num_characters % len(rules)]
-
-
-def _talk(client: Client, talk: Conversation, system: str, num_turns: int, answer_tokens: int, seed: int) -> None:
-    """Hold one conversation to its end."""
-    messages = [{"role": "system", "content": system}]
-    for number in range(num_turns):
-        messages.append({"role": "user", "content": question(talk.name, number, seed)})
-        talk.text = ""
-
-        def on_text(text: str) -> None:
-            talk.text += text
-
-        turn = client.stream(messages, on_text, max_tokens=answer_tokens, temperature=0.7, seed=seed)
-        messages.append({"role": "assistant", "content": turn.answer})
-        talk.turns.append(turn)
-
-
-class _SharedPages:
-    """Looks now and then at how many pages several requests read at once, and keeps the most."""
-
-    def __init__(self, client: Client) -> None:
-        self.most = 0
-        self._client = client
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.2):
-            self.most = max(self.most, int(self._client.get("/v1/cache/statistics")["shared_pages"]))
-
-
-def _ask_at_length(client: Client, system: str, num_characters: int) -> dict[str, Any]:
-    """Send one long question: the status, and the tokens it had or the error it met."""
-    content = (system + " ") * (num_characters // len(system) + 1)
-    try:
-        answer = client.chat([{"role": "user", "content": content[:num_characters]}], max_tokens=1)
-    except Rejected as error:
-        return {"status": error.status, **error.body}
-    return {"status": 200, "largest_served_tokens": answer["usage"]["total_tokens"]}
-
-
-def _idle_statistics(client: Client) -> dict[str, Any]:
-    """The counters once nothing runs any more."""
-    deadline_s = time.monotonic() + IDLE_S
-    while True:
-        statistics: dict[str, Any] = client.get("/v1/cache/statistics")
-        if not statistics["running_requests"] + statistics["waiting_requests"] or time.monotonic() > deadline_s:
-            return statistics
-        time.sleep(0.05)
-
-
-def _findings(
-    summary: dict[str, Any],
-    talks: list[Conversation],
-    before: dict[str, Any],
-    after: dict[str, Any],
-    long_prompts: dict[str, Any],
-    took_s: float,
-    most_shared: int,
-) -> dict[str, Any]:
-    def grown(key: str) -> int:
-        return int(after[key]) - int(before[key])
-
-    turns = [turn for talk in talks for turn in talk.turns]
-    output_tokens = sum(turn.output_tokens for turn in turns)
-    refusal = long_prompts["refusal"]
-    private = sum(frames["private"] for frames in after["frames"].values())
-    return {
-        "server": summary,
-        "prompt_tokens": grown("prompt_tokens"),
-        "reused_tokens": grown("hit_tokens"),
-        "reused_by_turn": _by_turn(talks),
-        "shared_pages": max(most_shared, int(after.get("peak_shared_pages", 0))),
-        "evicted_pages": grown("evicted_pages"),
-        "preemptions": grown("preemptions"),
-        "largest_served_tokens": long_prompts.get("largest_served_tokens", 0),
-        "refusal": refusal,
-        "output_tokens": output_tokens,
-        "output_tokens_per_s": round(output_tokens / took_s, 1),
-        "first_token_s": round(sorted(turn.first_token_s for turn in turns)[len(turns) // 2], 3),
-        "private_pages_at_idle": private,
-        "frames": after["frames"],
-        "answers": [_quote(talk.turns[0]) for talk in talks[:3]],
-        "checks": {
-            "tokens were reused": grown("hit_tokens") > 0,
-            "pages were evicted": grown("evicted_pages") > 0,
-            "a request that just fits was served": long_prompts["status"] == 200,
-            "the oversized request was refused": refusal["status"] == 413,
-            "no page leaked": private == 0,
-        },
+    with LLM(scene.model, **BASIC, **scene.settings) as llm:
+        talked = _converse(llm, scene.talks, turns)
+        limits = _limits(llm) if scene.short == "full" else {}
+        llm.engine.audit()
+        after = llm.statistics()
+        plan = after["plan"]
+    every = [output for turn in talked for output in turn]
+    found = {name: after[name] for name in COUNTERS} | {
+        "model": scene.model,
+        "hit_tokens_by_turn": [sum(output.num_cached_tokens for output in turn) for turn in talked],
+        "pools": {pool["name"]: after["frames"][pool["name"]] for pool in plan["pools"]},
+        "answers": len(every),
+        **(limits or {"equal_answers": _equal_answers(scene, every)}),
     }
-
-
-def _by_turn(talks: list[Conversation]) -> list[dict[str, int]]:
-    rows = zip(*(talk.turns for talk in talks), strict=True)
-    return [
-        {"prompt_tokens": sum(t.prompt_tokens for t in row), "cached_tokens": sum(t.cached_tokens for t in row)}
-        for row in rows
+    reused = ", ".join(f"{tokens:,} in turn {turn}" for turn, tokens in enumerate(found["hit_tokens_by_turn"], 1))
+    rows = [
+        ("Model", f"{scene.model}, {plan['max_total_num_tokens']:,} tokens in pages of {plan['page_size']}"),
+        ("Reused", f"tokens of prompts: {reused}"),
     ]
+    if limits:
+        rows.append(("Shared", f"{counted(found['peak_shared_pages'], 'page')}, read by several requests at once"))
+        rows.append(("Refused", limits["refusal"].get("message", "")))
+    else:
+        for key, about in FRAMES.items():
+            rows.append(
+                ("", ", ".join(f"{name} {pool[key]:,}" for name, pool in found["pools"].items()) + f": {about}")
+            )
+    return found, ticks_of(scene, found), rows
 
 
-def _quote(turn: Turn) -> dict[str, str]:
-    return {"question": turn.question, "answer": turn.answer.strip()}
+def _converse(llm: LLM, talks: int, turns: int) -> list[list[RequestOutput]]:
+    """Conversations over one system prompt, turn by turn; the outputs of each turn."""
+    from quire.scheduler.sampling_params import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+    conversations = [[{"role": "system", "content": " ".join(RULES)}] for _ in range(talks)]
+    outputs = []
+    for number in range(turns):
+        for seed, messages in enumerate(conversations):
+            messages.append({"role": "user", "content": question(SUBJECTS[seed], number, seed)})
+        outputs.append(llm.chat(conversations, greedy))
+        for messages, output in zip(conversations, outputs[-1], strict=True):
+            messages.append({"role": "assistant", "content": output.outputs[0].text})
+    return outputs
+
+
+def _limits(llm: LLM) -> dict[str, Any]:
+    """A request that just fits the pool, and one that is a token too long."""
+    from quire.scheduler.sampling_params import SamplingParams
+
+    largest, one = llm.plan.largest_request, SamplingParams(max_tokens=1)
+    ids = [5 + token % 97 for token in range(largest)]
+    [served] = llm.generate({"prompt_token_ids": ids[:-1]}, one)
+    refusal: dict[str, Any] = {}
+    try:
+        llm.generate({"prompt_token_ids": ids}, one)
+    except RequestTooLarge as error:
+        refusal = {"status": error.status, "code": error.code, "message": f"{error.message} Fix: {error.fix}"}
+    size = len(served.prompt_token_ids) + len(served.outputs[0].token_ids)
+    return {"largest_request": largest, "largest_served_tokens": size, "refusal": refusal}
+
+
+def _equal_answers(scene: Scene, warm: list[RequestOutput]) -> int:
+    """How many of the answers an engine without a prefix cache gives too."""
+    from quire.engine.llm import LLM
+    from quire.scheduler.sampling_params import SamplingParams
+
+    ample = {**scene.settings, "kv_memory": "64MiB", "enable_prefix_caching": False}
+    prompts = [{"prompt_token_ids": output.prompt_token_ids} for output in warm]
+    with LLM(scene.model, **BASIC, **ample) as uncached:
+        cold = uncached.generate(prompts, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS))
+    return sum(one.outputs[0].token_ids == other.outputs[0].token_ids for one, other in zip(warm, cold, strict=True))
+
+
+def ticks_of(scene: Scene, found: Mapping[str, Any]) -> list[Tick]:
+    """What the findings of `show` have to show."""
+    short, evicted = found["pools"][scene.short], found["evicted_pages"]
+    hit, prompt = found["hit_tokens"], found["prompt_tokens"]
+    ticks = [Tick("prefixes were reused", hit > 0, f"{hit:,} of {prompt:,} prompt tokens ({hit / max(1, prompt):.0%})")]
+    if "refusal" in found:
+        served = found["largest_served_tokens"]
+        fits, refusal = served == found["largest_request"], found["refusal"]
+        ticks.append(Tick("pages were evicted", evicted > 0, f"{evicted:,}"))
+        ticks.append(Tick("a request that just fits was served", fits, counted(served, "token")))
+        ticks.append(Tick("a larger request was refused", refusal.get("status") == 413, refusal.get("code", "")))
+    else:
+        if scene.short == "state":
+            ticks.append(Tick("checkpoints of states were saved for others", short["left"] > 0, f"{short['left']}"))
+        gone = f"{counted(short['dropped'], 'frame')}; {counted(evicted, 'page')} evicted"
+        stayed = f"{scene.frames} were given up while their prefixes stayed cached"
+        equal = found["equal_answers"]
+        ticks.append(Tick(stayed, short["dropped"] > 0 == evicted, gone))
+        ticks.append(Tick("without a cache the answers are the same", equal == found["answers"], f"{equal}"))
+    return [*ticks, Tick("no frame leaked", not any(pool["private"] for pool in found["pools"].values()))]

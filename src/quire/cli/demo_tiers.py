@@ -1,141 +1,185 @@
 """The demo's tiers: a conversation that leaves the device, outlives its server twice, and finds a damaged record.
 
-    1  small pool, host memory and a new directory    the conversation leaves the device and comes back from the host
-       SIGTERM, and one byte of one record is changed
-    2  the same directory                             it comes from storage up to that record; the rest is computed
-       SIGKILL, while another conversation is being stored
-    3  the same directory                             all of it comes from storage
-
-The last question is asked three times, once of each server, and has to be answered with the same words.
+1  small pool, host memory and a new directory    the conversation leaves the device and comes back from the host
+   SIGTERM, and one byte of one record is changed
+2  the same directory                             it comes from storage up to that record; the rest is computed
+   SIGKILL, while another conversation is being stored
+3  the same directory                             all of it comes from storage
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import closing
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from quire.cli.demo_client import Client
-from quire.cli.demo_pools import Tick
-from quire.cli.demo_script import RULES, question
-from quire.cli.demo_server import pool_bytes, read_config, server_process
+from quire.errors import QuireError
+from quire.plan.budget import format_bytes
 
 PAGE_SIZE = 16
-MOST_CONTEXT = 640
-SYSTEM_SHARE = 0.5  # of the context: two others and this one are more than the pool
-ANSWER_TOKENS = 16
-PROBED = 200  # characters
-HOST_POOLS, STORAGE_POOLS = 8, 64  # times the bytes of the device's pool
+FLAGS = (  # 40 pages on the device; such a small model computes faster than any tier loads
+    "--dtype float32 --page-size 16 --max-model-len 640 --eviction lru --kv-memory 2624KiB --host-memory 20MiB "
+    "--storage-size 164MiB --prefetch wait_complete --load always"
+)
+SYSTEM_CHARACTERS = 900
 DAMAGED_PAGE = 5  # of the conversation, counted from 0
-PATIENCE_S = 10.0
+TIERS = ("device", "host", "storage")
+PATIENCE_S, STOP_S = 10.0, 20.0
+RULES = (
+    "Write in complete sentences, and end each of them with a full stop.",
+    "Mention the person or the thing that the user asks about in the first sentence.",
+    "Keep every answer between one and five sentences long, without lists, tables or headings.",
+    "Use British spelling throughout: honour, favour, neighbour, colour, civilise.",
+    "When the user asks you to go on, continue from the last sentence that you wrote.",
+    "Never speak of yourself, and never apologise for an answer.",
+    "Be civil to the user, whatever the manner of the question may be.",
+    "Describe a house by its rooms, its grounds and the road that leads to it.",
+    "Describe a person by what they say and do, and leave the judgement to the reader.",
+    "The setting is a village in the south of England, with a town some ten miles away.",
+    "Letters may be quoted, but never at a length of more than three sentences.",
+)
+FOLLOW_UPS = ("Go on.", "What happened next?", "Tell me more.", "And then?")
 
-Messages = list[dict[str, str]]
-
-
-def show_tiers(console: Console, folder: Path) -> dict[str, Any]:
-    """Three servers on one directory, one after the other; the findings."""
-    with tempfile.TemporaryDirectory(prefix="quire-demo-") as directory:
-        flags = _flags(folder, Path(directory))
-        with console.status("A server with host memory and storage ..."), server_process(*flags) as (summary, _):
-            talk = _Talk(Client(summary["url"]), summary["context"])
-            first = talk.until_the_last_question()
-        _damage(Path(directory), talk.num_pages_before + DAMAGED_PAGE)
-        with console.status("Stopped, and started again ..."), server_process(*flags) as (summary, process):
-            talk.client = Client(summary["url"])
-            second = talk.ask_again()
-            stranger = talk.ask(talk.last, salt="another")
-            _until_stored(talk.client, second)
-            talk.push(1)
-            process.kill()
-        with console.status("Killed, and started again ..."), server_process(*flags) as (summary, _):
-            talk.client = Client(summary["url"])
-            third = talk.ask_again()
-    found: dict[str, Any] = {
-        "model": summary["model"],
-        "tiers": summary["tiers"],
-        "pool_tokens": summary["tokens_that_fit"],
-        "runs": [first, second, third],
-        "stranger": stranger,
-    }
-    return found | {"checks": {tick.name: tick.passed for tick in tier_ticks(found)}}
+Rows = Sequence[tuple[str, str]]
 
 
-def _flags(folder: Path, directory: Path) -> list[str]:
-    context = min(int(read_config(folder)["max_position_embeddings"]), MOST_CONTEXT)
-    pool = pool_bytes(folder, num_tokens=context, page_size=PAGE_SIZE)
-    options = {
-        "--model": folder,
-        "--dtype": "float32",
-        "--page-size": PAGE_SIZE,
-        "--max-model-len": context,
-        "--eviction": "lru",
-        "--kv-memory": pool,
-        "--host-memory": HOST_POOLS * pool,
-        "--storage": directory,
-        "--storage-size": STORAGE_POOLS * pool,
-        "--load": "always",  # such a small model computes sooner than any tier loads; the default would say so
-        "--prefetch": "wait_complete",
-    }
-    return [str(part) for option in options.items() for part in option]
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Something that the demo has to show: whether it did, and the numbers."""
+
+    name: str
+    passed: bool
+    numbers: str = ""
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 page`, `2,048 pages`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def question(subject: str, number: int, seed: int) -> str:
+    """Question `number` of a conversation about `subject`; conversations of other seeds go on in other words."""
+    return FOLLOW_UPS[(number + seed) % len(FOLLOW_UPS)] if number else f"Tell me about {subject}."
+
+
+@contextmanager
+def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+    """`quire serve` on a free port: its start-up summary and its process, stopped at the end."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL)
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                process.wait(STOP_S)
+                log.seek(0)
+                raise start_error(log.read(), process.returncode)
+            yield json.loads(line), process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def start_error(log: str, exit_code: int) -> QuireError:
+    """What the server said before it ended."""
+    said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
+    try:
+        found = json.loads(said[0])["error"]
+    except (ValueError, KeyError, TypeError):
+        found = {"message": said[0]}
+    error = QuireError(found["message"], fix=found.get("fix", ""))
+    error.code, error.exit_code = found.get("code", error.code), max(exit_code, 1)
+    return error
+
+
+@dataclass(slots=True)
 class _Talk:
-    """One conversation, and others that push it out of the device."""
+    """One conversation with a server, and others that push it out of the device."""
 
-    def __init__(self, client: Client, context: int) -> None:
-        self.client = client
-        self.last: Messages = []
-        # A short prompt says about how many characters make a token.
-        probe = client.chat([{"role": "user", "content": " ".join(RULES)[:PROBED]}], max_tokens=1)
-        num_tokens = probe["usage"]["prompt_tokens"]
-        self.num_pages_before = num_tokens // PAGE_SIZE
-        self._characters = int(SYSTEM_SHARE * context * PROBED / num_tokens)
+    url: str
+    messages: list[dict[str, str]] = field(default_factory=list)
 
-    def until_the_last_question(self) -> dict[str, Any]:
-        """Two turns, others meanwhile, and the third."""
-        messages = self._begin(0)
-        for number in range(2):
-            messages.append({"role": "user", "content": question("Emma", number, 0)})
-            messages.append({"role": "assistant", "content": self.ask(messages)["answer"]})
-        for seed in (1, 2):
-            self.push(seed)
-        self.last = [*messages, {"role": "user", "content": question("Emma", 2, 0)}]
-        return self.ask_again()
+    def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.load(response)
 
-    def ask_again(self) -> dict[str, Any]:
-        """The last question, and what the tiers of this server have done by then."""
-        found = self.ask(self.last)
-        statistics = self.client.get("/v1/cache/statistics")
-        tiers = statistics["tiers"]
-        moved = {link: counters["bytes"] for link, counters in tiers["links"].items() if counters["bytes"]}
-        private = sum(frames["private"] for frames in statistics["frames"].values())
-        return found | {"moved_bytes": moved, "defects": tiers["defects"], "private_frames": private}
+    def ask(self, messages: Sequence[Mapping[str, str]], salt: str = "") -> dict[str, Any]:
+        """One answer, and where its prompt came from."""
+        body = {"messages": messages, "max_tokens": 16, "temperature": 0, "cache_salt": salt}
+        answer = self.request("/v1/chat/completions", body)
+        usage = answer["usage"]
+        tiers = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
+        return {"answer": answer["choices"][0]["message"]["content"], "prompt_tokens": usage["prompt_tokens"], **tiers}
 
     def push(self, seed: int) -> None:
         """One question of another conversation."""
-        self.ask([*self._begin(seed), {"role": "user", "content": question("the house", 0, seed)}])
+        self.ask([_system(seed), {"role": "user", "content": question("the house", 0, seed)}])
 
-    def ask(self, messages: Messages, salt: str = "") -> dict[str, Any]:
-        """One answer, and where its prompt came from."""
-        answer = self.client.chat(messages, max_tokens=ANSWER_TOKENS, temperature=0, cache_salt=salt)
-        usage = answer["usage"]
-        return {
-            "answer": answer["choices"][0]["message"]["content"],
-            "prompt_tokens": usage["prompt_tokens"],
-            **usage["prompt_tokens_details"]["cached_tokens_by_tier"],
-        }
+    def last_question(self) -> dict[str, Any]:
+        """The last question of the conversation, and what the tiers of this server have done by then."""
+        found, statistics = self.ask(self.messages), self.request("/v1/cache/statistics")
+        lanes = statistics["tiers"]["links"]
+        moved = {name: counters["bytes"] for name, counters in lanes.items() if counters["bytes"]}
+        private = sum(frames["private"] for frames in statistics["frames"].values())
+        return found | {"moved_bytes": moved, "defects": statistics["tiers"]["defects"], "private_frames": private}
 
-    def _begin(self, seed: int) -> Messages:
-        """A system prompt that no other seed shares."""
-        rules = " ".join((f"Edition {seed}.", *RULES[seed:], *RULES[:seed]))
-        text = (rules + " ") * (self._characters // len(rules) + 1)
-        return [{"role": "system", "content": text[: self._characters]}]
+    def wait_until_stored(self, run: Mapping[str, Any]) -> None:
+        """What that run computed again has been stored again."""
+        wanted, until = (run["prompt_tokens"] - run["storage"]) // PAGE_SIZE, time.monotonic() + PATIENCE_S
+        while self.request("/v1/cache/statistics")["tiers"]["archived_frames"] < wanted and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _system(seed: int) -> dict[str, str]:
+    """A system prompt of half a context that no other seed shares."""
+    rules = (f"Style {seed}.", *RULES[seed:], *RULES[:seed])
+    return {"role": "system", "content": " ".join(rules)[:SYSTEM_CHARACTERS]}
+
+
+def show_tiers() -> tuple[dict[str, Any], list[Tick], Rows]:
+    """Three servers on one directory, one after the other, and one question to each: findings, ticks and a table."""
+    with tempfile.TemporaryDirectory(prefix="quire-demo-") as directory:
+        flags = ["--storage", directory, *FLAGS.split()]
+        with server_process(*flags) as (summary, _):
+            talk = _Talk(summary["url"], [_system(0)])
+            for number in range(2):
+                talk.messages.append({"role": "user", "content": question("Emma", number, 0)})
+                talk.messages.append({"role": "assistant", "content": talk.ask(talk.messages)["answer"]})
+            for seed in (1, 2):
+                talk.push(seed)
+            talk.messages.append({"role": "user", "content": question("Emma", 2, 0)})
+            first = talk.last_question()
+        _damage(Path(directory), DAMAGED_PAGE)
+        with server_process(*flags) as (summary, process):
+            talk.url = summary["url"]
+            second = talk.last_question()
+            stranger = talk.ask(talk.messages, salt="another")
+            talk.wait_until_stored(second)
+            talk.push(1)
+            process.kill()
+        with server_process(*flags) as (summary, _):
+            talk.url = summary["url"]
+            third = talk.last_question()
+    found = {name: summary[name] for name in ("model", "tiers")} | {"pool_tokens": summary["tokens_that_fit"]}
+    found |= {"runs": [first, second, third], "stranger": stranger}
+    return found, tier_ticks(found), _rows(found)
 
 
 def _damage(directory: Path, number: int) -> None:
@@ -150,46 +194,33 @@ def _damage(directory: Path, number: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def _until_stored(client: Client, run: Mapping[str, Any]) -> None:
-    """What that run computed again has been stored again."""
-    wanted = (run["prompt_tokens"] - run["storage"]) // PAGE_SIZE
-    until = time.monotonic() + PATIENCE_S
-    while client.get("/v1/cache/statistics")["tiers"]["archived_frames"] < wanted and time.monotonic() < until:
-        time.sleep(0.02)
-
-
 def tier_ticks(found: Mapping[str, Any]) -> list[Tick]:
     """What the findings of `show_tiers` have to show."""
     first, second, third = found["runs"]
     reusable = (third["prompt_tokens"] - 1) // PAGE_SIZE * PAGE_SIZE
-    same = len({run["answer"] for run in (first, second, third, found["stranger"])}) == 1
+    loaded, fetched = first["moved_bytes"].get("load", 0), second["moved_bytes"].get("fetch", 0)
+    damage = second["defects"] == {"storage:digest": 1} and second["storage"] == DAMAGED_PAGE * PAGE_SIZE
+    answers = {run["answer"] for run in (first, second, third, found["stranger"])}
+    strange = sum(found["stranger"][tier] for tier in TIERS)
+    whole = third["storage"] == reusable and not third["defects"]
+    from_store = f"{third['storage']:,} of {third['prompt_tokens']:,} prompt tokens, every whole page"
     return [
-        Tick(
-            "what left the device came back from host memory",
-            first["host"] > 0 and first["moved_bytes"].get("load", 0) > 0,
-            f"{first['host']:,} of {first['prompt_tokens']:,} prompt tokens, "
-            f"{first['moved_bytes'].get('load', 0):,} bytes loaded",
-        ),
-        Tick(
-            "stopped and started again, it came from storage",
-            second["storage"] > 0 and second["moved_bytes"].get("fetch", 0) > 0,
-            f"{second['storage']:,} of {second['prompt_tokens']:,}, up to the damaged record",
-        ),
-        Tick(
-            "one damaged record was found and computed again",
-            second["defects"] == {"storage:digest": 1} and second["storage"] == DAMAGED_PAGE * PAGE_SIZE,
-            f"corrupt {sum(second['defects'].values())}",
-        ),
-        Tick(
-            "another salt found nothing",
-            not any(found["stranger"][tier] for tier in ("device", "host", "storage")),
-            f"0 of {found['stranger']['prompt_tokens']:,}",
-        ),
-        Tick(
-            "killed and started again, all of it came from storage",
-            third["storage"] == reusable and not third["defects"],
-            f"{third['storage']:,} of {third['prompt_tokens']:,}",
-        ),
-        Tick("every server gave the same answer", same),
+        Tick("what had left the device came back from host memory", first["host"] > 0 < loaded, format_bytes(loaded)),
+        Tick("after a stop and a start, it came from storage", second["storage"] > 0 < fetched, format_bytes(fetched)),
+        Tick("one damaged record was found and computed again", damage),
+        Tick("a client with another cache_salt found nothing", not strange),
+        Tick("after SIGKILL and a start, all of it came from storage", whole, from_store),
+        Tick("every server gave the same answer", len(answers) == 1),
         Tick("no frame leaked", not any(run["private_frames"] for run in found["runs"])),
     ]
+
+
+def _rows(found: Mapping[str, Any]) -> Rows:
+    """Sizes of the tiers, and where the prompt of the last question came from, server by server."""
+    host, storage = found["tiers"]["host"], found["tiers"]["storage"]
+    sizes = {"Device": found["pool_tokens"], "Host memory": host["tokens"], "Storage": storage["tokens"]}
+    rows = [(name, f"room for {tokens:,} tokens") for name, tokens in sizes.items()]
+    for name, run in zip(("First server", "After SIGTERM", "After SIGKILL"), found["runs"], strict=True):
+        places = ", ".join(f"{run[tier]:,} from {tier}" for tier in TIERS)
+        rows.append((name, f"of {run['prompt_tokens']:,} prompt tokens {places}"))
+    return rows

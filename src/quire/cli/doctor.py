@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine is and what Quire would assume on it, or what a KV dtype costs a model."""
+"""`quire doctor`: what this machine is and what Quire would assume on it."""
 
 from __future__ import annotations
 
@@ -7,98 +7,44 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from quire import __version__
 from quire.cli.doctor_tiers import examine_tiers, tier_rows
-from quire.cli.kv_error import MAX_ERROR, report_kv_error
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
-from quire.errors import InvalidInput
-
-KV_ERROR = "What a KV dtype costs a model"
+from quire.engine.setting import Settings
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
-def doctor(
-    kv_dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Measure what this KV dtype costs the model: fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, fp4_e2m1; "
-            "several with commas, or given again.",
-            rich_help_panel=KV_ERROR,
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The model's folder or hub name. (default: the bundled model)",
-            rich_help_panel=KV_ERROR,
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(help="The text to measure on. (default: a sample of several kinds)", rich_help_panel=KV_ERROR),
-    ] = None,
-    max_error: Annotated[
-        float,
-        typer.Option(
-            help="The relative error of keys, values, latents or attention above which a layer is refused, with exit "
-            "code 4. Rounding to four bits costs 0.1 of a vector, and attention up to twice that; more is a sign of "
-            "large channels, or of numbers out of range.",
-            rich_help_panel=KV_ERROR,
-        ),
-    ] = MAX_ERROR,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="auto, float32, float16 or bfloat16. (default: auto)", rich_help_panel=KV_ERROR),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:N or auto. (default: auto)", rich_help_panel=KV_ERROR)
-    ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Say what this machine is, what Quire would assume on it, and what looks wrong; or what a KV dtype costs a model.
+class DoctorSettings(Settings):
+    """`quire doctor` has no settings; it says where the check of a KV dtype is."""
+
+    FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "kv_dtype": (
+            "what a KV dtype costs a model is measured by a script of the repository.",
+            "run `python bench/kv_error.py MODEL --kv-dtype fp8_e4m3` in a checkout.",
+        )
+    }
+
+
+def doctor(settings: DoctorSettings, *, as_json: bool) -> None:
+    """Say what this machine is, what Quire would assume on it, and what looks wrong.
 
     [dim]Example:[/dim] quire doctor --json
-
-    [dim]Example:[/dim] quire doctor --kv-dtype fp8_e4m3,nvfp4 --model Qwen/Qwen3-0.6B
     """
-    with reported(as_json=as_json, debug=debug):
-        if kv_dtype:
-            report_kv_error(
-                [name.strip() for names in kv_dtype for name in names.split(",")],
-                model=model,
-                dtype=dtype,
-                device=device,
-                prompt_file=prompt_file,
-                max_error=max_error,
-                as_json=as_json,
-            )
-            return
-        if any(option is not None for option in (model, dtype, device, prompt_file)):
-            raise InvalidInput(
-                "--model, --dtype, --device and --prompt-file say what a KV dtype is measured on, and none was named.",
-                fix="add --kv-dtype fp8_e4m3.",
-            )
-        found = examine()
-        if as_json:
-            print(json.dumps(found))
-        else:
-            _print(found)
+    found = examine()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print(found)
 
 
 def examine() -> dict[str, Any]:

@@ -5,100 +5,67 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from quire.cli import plan_options as options
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
+from quire.cli.plan_request import PlanRequest
+from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from quire.cli.plan_inputs import PlannedModel
+    from quire.cli.planned_model import PlannedModel
     from quire.plan.plan import PlanSettings
 
 EXIT_DOES_NOT_FIT = 2
 
-_ABOUT_OUTPUT = {"model", "measure", "why", "sweep", "values", "plot", "compare", "names", "as_json", "debug"}
+_OUTPUT = "Output"
 
 
-def plan(
-    model: options.Model = None,
-    kv_memory: options.KvMemory = None,
-    gpu: options.Gpu = None,
-    device_memory: options.DeviceMemory = None,
-    mem_fraction_static: options.MemFraction = None,
-    weights: options.Weights = None,
-    measure: options.Measure = False,
-    kv_dtype: options.KvDtype = None,
-    dtype: options.Dtype = None,
-    state_dtype: options.StateDtype = None,
-    page_size: options.PageSize = None,
-    context: options.Context = None,
-    concurrency: options.Concurrency = None,
-    input_tokens: options.InputTokens = None,
-    output_tokens: options.OutputTokens = None,
-    trace: options.Trace = None,
-    chunk: options.Chunk = None,
-    shares: options.Shares = True,
-    swa_full_tokens_ratio: options.SwaRatio = None,
-    mamba_full_memory_ratio: options.MambaRatio = None,
-    max_mamba_cache_size: options.MambaSize = None,
-    max_total_tokens: options.MaxTokens = None,
-    window_pool: options.WindowPool = True,
-    tp: options.Tp = None,
-    pp: options.Pp = None,
-    pp_layers: options.PpLayers = None,
-    dp: options.Dp = None,
-    dcp: options.Dcp = None,
-    speculative_num_steps: options.Steps = None,
-    speculative_topk: options.TopK = None,
-    speculative_num_draft_tokens: options.DraftTokens = None,
-    speculative_draft_layers: options.DraftLayers = None,
-    why: options.Why = False,
-    sweep: options.Sweep = None,
-    values: options.Values = None,
-    plot: options.Plot = None,
-    compare: options.Compare = None,
-    names: options.Names = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+class PlanOutput(Settings):
+    """What is printed of a plan."""
+
+    measure: bool = setting(
+        False, "Load the model here and measure instead of estimating.", group="Budget", option="--measure"
+    )
+    why: bool = setting(False, "Explain each line by its formula.", group=_OUTPUT, option="--why")
+    sweep: Literal["context", "concurrency", "dtype", "page-size", "tp"] | None = setting(
+        None, "Vary one thing: {choices}.", group=_OUTPUT
+    )
+    values: str | None = setting(None, "The values to sweep: 4k,8k,16k.", group=_OUTPUT)
+    plot: Path | None = setting(None, "Draw the sweep into a PNG or SVG file.", group=_OUTPUT)
+    compare: tuple[str, str] | None = setting(
+        None,
+        "Two models side by side; settings may follow a comma: llama-3.1-8b,kv-dtype=fp8.",
+        group=_OUTPUT,
+    )
+    names: bool = setting(False, "Print the catalogue.", group=_OUTPUT, option="--list")
+
+
+def plan(request: PlanRequest, output: PlanOutput, *, as_json: bool) -> None:
     """Plan a server's memory from a model's config.json and a budget.
 
     Exit codes: 0 fits, 2 does not fit or bad input, 3 a model or combination that is refused.
 
     [dim]Example:[/dim] quire plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k
     """
-    words = {name: value for name, value in locals().items() if name not in _ABOUT_OUTPUT}
-    with reported(as_json=as_json, debug=debug):
-        if names:
-            _print_catalogue(as_json)
-        elif compare is not None:
-            _compare(compare, words, as_json)
+    if output.names:
+        _print_catalogue(as_json)
+    elif output.compare is not None:
+        _compare(output.compare, request, as_json)
+    else:
+        if output.sweep is None and (output.plot is not None or output.values is not None):
+            raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
+        subject, settings = request.planned_model(), request.settings()
+        if output.measure:
+            settings = _measured(request.model or "", settings)
+        if output.sweep is not None:
+            _sweep(subject, settings, output.sweep, output.values, output.plot, as_json)
         else:
-            if sweep is None and (plot is not None or values is not None):
-                raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
-            subject, settings = _read(model, words)
-            if measure:
-                settings = _measured(model or "", settings)
-            if sweep is not None:
-                _sweep(subject, settings, sweep, values, plot, as_json)
-            else:
-                _one(subject, settings, why=why, as_json=as_json)
-
-
-def _read(model: str | None, words: dict[str, Any]) -> tuple[PlannedModel, PlanSettings]:
-    from quire.cli.plan_inputs import plan_settings, planned_model
-
-    if model is None:
-        raise InvalidInput("a plan is of a model.", fix="name one: `quire plan llama-3.1-8b`, or see --list.")
-    subject = planned_model(model, dtype=words["dtype"], state_dtype=words["state_dtype"])
-    return subject, plan_settings(words)
+            _one(subject, settings, why=output.why, as_json=as_json)
 
 
 def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool, as_json: bool) -> None:
@@ -152,16 +119,12 @@ def _sweep(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _compare(two: tuple[str, str], words: dict[str, Any], as_json: bool) -> None:
-    from quire.cli.plan_inputs import with_settings
+def _compare(two: tuple[str, str], request: PlanRequest, as_json: bool) -> None:
     from quire.cli.plan_table import rows_table
     from quire.plan.report import comparison, plan_as_dict
 
-    plans = {}
-    for text in two:
-        name, own = with_settings(text, words)
-        subject, settings = _read(name, own)
-        plans[text] = subject.plan_or_least(settings)
+    requests = {text: request.changed(text) for text in two}
+    plans = {text: each.planned_model().plan_or_least(each.settings()) for text, each in requests.items()}
     if as_json:
         print(json.dumps({name: plan_as_dict(found, model=name) for name, found in plans.items()}))
         return

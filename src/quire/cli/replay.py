@@ -5,80 +5,26 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
+from quire.cli.replay_request import ReplayedCache, ReplayedEngine, ReplayedTiers
+from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
 
-if TYPE_CHECKING:
-    from quire.cli.replay_inputs import ReplayWords
 
-_CACHE = "Cache"
-_COST = "Cost of steps"
-_ENGINE = "Engine"
-_TIERS = "Below the device"
-_OUTPUT = "Output"
+class ReplayOutput(Settings):
+    """Which trace is replayed, and what is drawn of it."""
 
-
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+    trace: str | None = setting(None, "A trace's file or folder, or a workload: see --list.", argument=True)
+    plot: Path | None = setting(None, "Draw hit rates and occupancy into a PNG or SVG file.", group="Output")
+    names: bool = setting(False, "Print workloads, trace formats and policies.", group="Output", option="--list")
 
 
 def replay(
-    trace: Annotated[
-        str | None, typer.Argument(help="A trace's file or folder, or a workload: see --list.", show_default=False)
-    ] = None,
-    policy: Annotated[str, _option(_CACHE, "Eviction policies to compare: lru,lfu.")] = "lru,density",
-    pool_tokens: Annotated[
-        str | None,
-        _option(_CACHE, "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/4). (default: 1/8)"),
-    ] = None,
-    page_size: Annotated[str, _option(_CACHE, "Page sizes, in tokens: 1,16,64.")] = "16",
-    model: Annotated[
-        list[str] | None,
-        _option(_CACHE, "Plan the pools of this model: a name of the catalogue or a config.json; may be repeated.",
-                "--model", "-m"),
-    ] = None,
-    gpu: Annotated[str, _option(_COST, "A device whose published peaks give the times.")] = "h100-80gb",
-    tp: Annotated[int, _option(_COST, "Devices that share the work of a step.")] = 1,
-    prefill_rate: Annotated[float | None, _option(_COST, "Prompt tokens per second, instead of a device.")] = None,
-    decode_ms: Annotated[float | None, _option(_COST, "Milliseconds of a decode step, instead of a device.")] = None,
-    fit: Annotated[bool, _option(_COST, "Measure the engine here with the bundled model.", "--fit")] = False,
-    max_running: Annotated[int, _option(_ENGINE, "Requests that run at once.")] = 256,
-    chunk: Annotated[int, _option(_ENGINE, "Tokens of one step.", "--max-num-batched-tokens")] = 2048,
-    overlap: Annotated[
-        bool, _option(_ENGINE, "Launch a step before the one before it has settled.", "--overlap/--no-overlap")
-    ] = False,
-    order: Annotated[str, _option(_ENGINE, "Who waits first: fcfs, or lpm.")] = "fcfs",
-    host_tokens: Annotated[
-        str | None, _option(_TIERS, "Tokens that host memory holds; everything is replayed without it and with it.")
-    ] = None,
-    host_memory: Annotated[str | None, _option(_TIERS, "The same in bytes: 64GiB.")] = None,
-    storage_tokens: Annotated[str | None, _option(_TIERS, "Tokens that storage behind it holds.")] = None,
-    host_bandwidth: Annotated[float | None, _option(_TIERS, "GB/s each way. (default: the device's bus)")] = None,
-    storage_bandwidth: Annotated[float | None, _option(_TIERS, "GB/s each way. (default: 7)")] = None,
-    write_policy: Annotated[
-        str, _option(_TIERS, "write_through, write_through_selective or write_back.")
-    ] = "write_through",
-    prefetch_policy: Annotated[
-        str, _option(_TIERS, "break_even, best_effort, wait_complete or timeout.")
-    ] = "break_even",
-    load: Annotated[str, _option(_TIERS, "break_even: where that beats computing; or always.")] = "break_even",
-    limit: Annotated[int | None, _option(_OUTPUT, "Only the first N requests.", min=1)] = None,
-    seed: Annotated[int, _option(_OUTPUT, "Of a workload.")] = 0,
-    check: Annotated[
-        str, _option(_OUTPUT, "off; reads: every page that a step reads; all: and the cache's laws.")
-    ] = "off",
-    plot: Annotated[Path | None, _option(_OUTPUT, "Draw hit rates and occupancy into a PNG or SVG file.")] = None,
-    names: Annotated[bool, _option(_OUTPUT, "Print workloads, trace formats and policies.", "--list")] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:  # fmt: skip
+    output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers, *, as_json: bool
+) -> None:
     """Replay a trace through the cache and the scheduler of the engine, on a simulated device.
 
     Nothing waits: times are those of a virtual clock, from what steps would cost. Requests that can never fit are
@@ -86,39 +32,23 @@ def replay(
 
     [dim]Example:[/dim] quire replay chat --policy lru,lfu --pool-tokens 1/16,1/8,1/4 --check reads
     """
-    with reported(as_json=as_json, debug=debug):
-        if names:
-            _print_names(as_json)
-            return
-        if trace is None:
-            raise InvalidInput("a replay is of a trace.", fix="name a file or a workload; see --list.")
-        from quire.cli.replay_inputs import ReplayWords, TierWords
-
-        tiers = TierWords(
-            host_tokens=host_tokens, host_memory=host_memory, storage_tokens=storage_tokens,
-            host_bandwidth=host_bandwidth, storage_bandwidth=storage_bandwidth, write_policy=write_policy,
-            prefetch_policy=prefetch_policy, load=load,
-        )  # fmt: skip
-        words = ReplayWords(
-            policy=policy, pool_tokens=pool_tokens, page_size=page_size, models=model or (), gpu=gpu,
-            tp=tp, prefill_rate=prefill_rate, decode_ms=decode_ms, fit=fit, max_running=max_running, chunk=chunk,
-            overlap=overlap, order=order, check=check, tiers=tiers,
-        )  # fmt: skip
-        _replay(trace, limit, seed, words, plot, as_json)
-
-
-def _replay(source: str, limit: int | None, seed: int, words: ReplayWords, plot: Path | None, as_json: bool) -> None:
-    from quire.cli.replay_inputs import grid_of
+    if output.names:
+        _print_names(as_json)
+        return
+    if output.trace is None:
+        raise InvalidInput("no trace is named.", fix="name a file or a workload; see --list.")
+    from quire.cli.replay_grid import grid_of
     from quire.cli.replay_plot import check_picture, draw_runs
     from quire.cli.replay_table import heading, progress_bar, remarks, run_tables
     from quire.cli.replay_tiers import tier_tables
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
 
-    grid = grid_of(words)
+    plot = output.plot
+    grid = grid_of(cache, engine, tiers)
     if plot is not None:
         check_picture(plot)
-    trace = open_trace(source, limit=limit, seed=seed)
+    trace = open_trace(output.trace, limit=cache.limit, seed=cache.seed)
     with progress_bar(len(trace)) as progress:
         runs = compare(trace, grid, progress)
     if plot is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from quire.cli.command import command
 from quire.cli.store_bench import bench
 from quire.cli.store_gc import gc
 from quire.cli.store_inspect import inspect
@@ -16,7 +17,5 @@ store_app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-store_app.command()(inspect)
-store_app.command()(verify)
-store_app.command()(gc)
-store_app.command()(bench)
+for body in (inspect, verify, gc, bench):
+    command(store_app)(body)

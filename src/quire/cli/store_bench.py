@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
-from quire.cli.store_options import UrlArgument, opened
-from quire.errors import InvalidInput, StoreError
+from quire.cli.store_options import StoreUrl, opened
+from quire.engine.setting import Bytes, Settings, setting
+from quire.errors import StoreError
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from quire.cli.store_bandwidth import Bandwidth
 
-_SIZES = "64KiB,256KiB,1MiB,4MiB"
+
+class BenchSettings(Settings):
+    """What is written and read, and how."""
+
+    sizes: str = setting("64KiB,256KiB,1MiB,4MiB", "Bytes of a record, several with commas.", metavar="SIZES")
+    total: Bytes = setting("256MiB", "Bytes to write for each size.", validate_default=True)
+    batch: int = setting(64, "Records in a call; fewer of large ones, up to 16 MiB.", ge=1)
+    threads: int = setting(4, "Threads of a directory, and of the plain disk.", ge=1)
 
 
-def bench(
-    url: UrlArgument,
-    sizes: Annotated[str, typer.Option(help="Bytes of a record, several with commas.")] = _SIZES,
-    total: Annotated[str, typer.Option(help="Bytes to write for each size.")] = "256MiB",
-    batch: Annotated[int, typer.Option(help="Records in a call; fewer of large ones, up to 16 MiB.", min=1)] = 64,
-    threads: Annotated[int, typer.Option(help="Threads of a directory, and of the plain disk.", min=1)] = 4,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+def bench(store: StoreUrl, settings: BenchSettings, *, as_json: bool) -> None:
     """Measure put and get: GB/s in batches, milliseconds of one record alone, by record size.
 
     Of a directory, a new store inside it is measured with O_DIRECT and without, each beside plain reads and writes of
@@ -42,26 +39,23 @@ def bench(
 
     [dim]Example:[/dim] quire store bench valkey://127.0.0.1:6379/0 --sizes 64KiB,1MiB --json
     """
-    with reported(as_json=as_json, debug=debug):
-        from quire.plan.budget import parse_bytes
-        from quire.tiers.stores.options import without_secrets
-        from quire.tiers.stores.registry import directory_of
+    from quire.plan.budget import parse_bytes
+    from quire.tiers.stores.options import without_secrets
+    from quire.tiers.stores.registry import directory_of
 
-        record_sizes = [parse_bytes(size) for size in sizes.split(",")]
-        total_bytes = parse_bytes(total)
-        if min(record_sizes) < 1:
-            raise InvalidInput("a record has at least one byte.", fix="give sizes such as 64KiB,1MiB.")
-        path = directory_of(url)
-        with Console(stderr=True, quiet=as_json).status("Measuring ...") as status:
-            if path is None:
-                rows = _of_server(url, record_sizes, total_bytes, batch, status)
-            else:
-                rows = _of_directory(Path(path), record_sizes, total_bytes, batch, threads, status)
-        data = {"url": without_secrets(url), "threads": threads, "total_bytes": total_bytes, "rows": rows}
-        if as_json:
-            print(json.dumps(data))
+    url, batch, threads = store.url, settings.batch, settings.threads
+    record_sizes = [parse_bytes(size) for size in settings.sizes.split(",")]
+    path = directory_of(url)
+    with Console(stderr=True, quiet=as_json).status("Measuring ...") as status:
+        if path is None:
+            rows = _of_server(url, record_sizes, settings.total, batch, status)
         else:
-            _print(data)
+            rows = _of_directory(Path(path), record_sizes, settings.total, batch, threads, status)
+    data = {"url": without_secrets(url), "threads": threads, "total_bytes": settings.total, "rows": rows}
+    if as_json:
+        print(json.dumps(data))
+    else:
+        _print(data)
 
 
 def _of_server(url: str, sizes: list[int], total_bytes: int, batch: int, status: Status) -> list[dict[str, Any]]:

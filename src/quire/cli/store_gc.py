@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
-from quire.cli.store_options import UrlArgument, counted, opened, parse_seconds, scope_prefix
+from quire.cli.store_options import StoreUrl, counted, opened, parse_seconds, scope_prefix
+from quire.engine.setting import Bytes, Settings, setting
 from quire.errors import InvalidInput, StoreError
 
 if TYPE_CHECKING:
@@ -22,25 +20,18 @@ if TYPE_CHECKING:
 _BATCH = 500
 
 
-def gc(
-    url: UrlArgument,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Drop all scopes but this one, in hex or how it begins; given again for more.", metavar="SCOPE"
-        ),
-    ] = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Drop what was not used for so long: 90s, 15m, 36h, 7d, 2w.", metavar="TIME")
-    ] = None,
-    to_bytes: Annotated[
-        str | None,
-        typer.Option(help="Then drop what was used least lately, down to this size: 100GiB.", metavar="SIZE"),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+class GcSettings(Settings):
+    """Which records go."""
+
+    keep: list[str] = setting(
+        [], "Drop all scopes but this one, in hex or how it begins; given again for more.", metavar="SCOPE"
+    )
+    older_than: str | None = setting(None, "Drop what was not used for so long: 90s, 15m, 36h, 7d, 2w.", metavar="TIME")
+    to_bytes: Bytes | None = setting(None, "Then drop what was used least lately, down to this size: 100GiB.")
+    dry_run: bool = setting(False, "Say what would go, and drop nothing.", option="--dry-run")
+
+
+def gc(url: StoreUrl, settings: GcSettings, *, as_json: bool) -> None:
     """Drop records by scope, age and size, what was flushed and is still there, and what dead writers had prepared.
 
     In a directory, what is left then moves together, and the disk has the rest back.
@@ -49,16 +40,15 @@ def gc(
 
     [dim]Example:[/dim] quire store gc /var/cache/quire --keep 3fa9 --dry-run
     """
-    with reported(as_json=as_json, debug=debug), opened(url) as store:
-        from quire.plan.budget import parse_bytes
+    with opened(url.url) as store:
         from quire.tiers.stores.options import without_secrets
 
-        kept = None if not keep else tuple(scope_prefix(scope) for scope in keep)
-        seconds = None if older_than is None else parse_seconds(older_than)
-        most = None if to_bytes is None else parse_bytes(to_bytes)
+        dry_run = settings.dry_run
+        kept = tuple(scope_prefix(scope) for scope in settings.keep) or None
+        seconds = None if settings.older_than is None else parse_seconds(settings.older_than)
         with Console(stderr=True, quiet=as_json).status("Looking for what can go ...") as status:
             entries, marks = _listed(counted(store.entries(), status, "Looking for what can go"))
-            doomed = choose(entries, kept, seconds, most, tuple(marks.values()))
+            doomed = choose(entries, kept, seconds, settings.to_bytes, tuple(marks.values()))
             before = _on_disk(store)
             removed = 0 if dry_run else _remove(store, doomed, status)
             if doomed and not removed and not dry_run:
@@ -72,7 +62,7 @@ def gc(
             status.update("Giving room back to the disk ...")
             freed = max(0, before - _on_disk(store, compact=not dry_run))
         data = {
-            "url": without_secrets(url),
+            "url": without_secrets(url.url),
             "dry_run": dry_run,
             "records": len(entries),
             "bytes": sum(entry.num_bytes for entry in entries),

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
-from quire.cli.store_options import UrlArgument, counted, format_seconds, opened
+from quire.cli.store_options import StoreUrl, counted, format_seconds, opened
 
 if TYPE_CHECKING:
     from quire.tiers.store import Entry, Store
@@ -28,7 +26,7 @@ class _Scope:
     oldest_idle_seconds: float | None = None
 
 
-def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def inspect(url: StoreUrl, *, as_json: bool) -> None:
     """Say what is in a store: records, bytes and ages by scope, and how much room is left.
 
     A scope stands for a model, its weights, its layouts, an adapter and a salt: what pages are kept apart by. Its first
@@ -39,9 +37,9 @@ def inspect(url: UrlArgument, as_json: JsonOption = False, debug: DebugOption = 
 
     [dim]Example:[/dim] quire store inspect valkey://cache:6379/0 --json
     """
-    with reported(as_json=as_json, debug=debug), opened(url) as store:
+    with opened(url.url) as store:
         with Console(stderr=True, quiet=as_json).status("Reading the index ...") as status:
-            data = examine(url, store, counted(store.entries(), status, "Reading the index"))
+            data = examine(url.url, store, counted(store.entries(), status, "Reading the index"))
         if as_json:
             print(json.dumps(data))
         else:

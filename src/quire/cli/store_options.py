@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -16,15 +15,17 @@ if TYPE_CHECKING:
 
     from quire.tiers.store import Entry, Store
 
-UrlArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR_OR_URL", help="A directory, or valkey://, redis://, s3://, mooncake:// and what follows."
-    ),
-]
-ScopeOption = Annotated[
-    str | None, typer.Option(help="Only this scope, in hex as `inspect` shows it, or how it begins.")
-]
+
+class StoreUrl(Settings):
+    """The store that a command looks at."""
+
+    url: str = setting(
+        ...,
+        "A directory, or valkey://, redis://, s3://, mooncake:// and what follows.",
+        argument=True,
+        metavar="DIR_OR_URL",
+    )
+
 
 _TOLD_EVERY = 5000
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

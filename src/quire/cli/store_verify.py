@@ -7,15 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from quire.cli.options import DebugOption, JsonOption
-from quire.cli.report import reported
-from quire.cli.store_options import ScopeOption, UrlArgument, opened, scope_prefix
+from quire.cli.store_options import StoreUrl, opened, scope_prefix
+from quire.engine.setting import Settings, setting
 
 if TYPE_CHECKING:
     from quire.tiers.store import Entry, Store, StoreKey
@@ -39,13 +38,14 @@ class Verdict:
     removed: int = 0
 
 
-def verify(
-    url: UrlArgument,
-    scope: ScopeOption = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Drop what is corrupt.")] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+class VerifySettings(Settings):
+    """Which records are read, and what becomes of corrupt ones."""
+
+    scope: str | None = setting(None, "Only this scope, in hex as `inspect` shows it, or how it begins.")
+    remove: bool = setting(False, "Drop what is corrupt.", option="--remove")
+
+
+def verify(url: StoreUrl, settings: VerifySettings, *, as_json: bool) -> None:
     """Read every record and check it: its header, the digest that binds it to key, layout and length, and its place.
 
     Serving checks the same on every load, and treats what fails as a miss. To look changes nothing, nor what a
@@ -55,10 +55,10 @@ def verify(
 
     [dim]Example:[/dim] quire store verify s3://bucket/prefix --remove --json
     """
-    with reported(as_json=as_json, debug=debug), opened(url) as store:
+    with opened(url.url) as store:
         from quire.tiers.tombstones import tombstone_scope
 
-        prefix = "" if scope is None else scope_prefix(scope)
+        prefix = "" if settings.scope is None else scope_prefix(settings.scope)
         started = time.monotonic()
         told = Console(stderr=True)
         with Progress(console=told, transient=True, disable=as_json or not told.is_terminal) as bar:
@@ -70,9 +70,9 @@ def verify(
             ]
             bar.update(task, description="Reading", total=sum(entry.num_bytes for entry in listed))
             verdict = check(store, listed, lambda num_bytes: bar.advance(task, num_bytes))
-        if remove and verdict.corrupt:
+        if settings.remove and verdict.corrupt:
             verdict.removed = store.remove([key for key, _ in verdict.corrupt])
-        data = _as_dict(url, verdict, time.monotonic() - started)
+        data = _as_dict(url.url, verdict, time.monotonic() - started)
         if as_json:
             print(json.dumps(data))
         else:

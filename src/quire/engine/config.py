@@ -1,22 +1,22 @@
-"""EngineConfig: every setting of an engine, checked once, on the way in."""
+"""EngineConfig: every setting of an engine, declared and checked once, on the way in."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from quire.cache.kv_cache import CHECKPOINT_INTERVAL
+from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
-from quire.offload.retention import RETAIN_SHARE
-from quire.plan.budget import parse_bytes
-from quire.plan.plan import PlanSettings
-from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
+
+if TYPE_CHECKING:
+    from quire.plan.plan import PlanSettings
 
 STORE_DRAIN_S = 30.0
 """What bytes on their way to storage may take to arrive when an engine ends."""
@@ -33,80 +33,248 @@ _ADD = {
 
 MOST_EPOCHS = 2**63
 
+WriteWord = Literal["write_through", "write_through_selective", "write_back"]
+LoadWord = Literal["break_even", "always"]
+PrefetchWord = Literal["break_even", "best_effort", "wait_complete", "timeout"]
 
-class EngineConfig(BaseModel):
+_MEMORY = "Memory"
+_TIERS = "Tiers below the device"
+_SCHEDULING = "Scheduling"
+
+SHORT_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+_LOAD_ASKS = "what the load asks for"
+_KV_MEMORY_INSTEAD = (
+    "leave it out (80 % of what is free after loading is taken), or give the bytes of the KV pools: --kv-memory 40GiB. "
+    "`quire plan MODEL --gpu h100-80gb --mem-fraction-static 0.85` says how many those are."
+)
+_SHARE = "is a share of the GPU for weights and pools together; Quire takes the bytes of the KV pools alone."
+
+
+class EngineConfig(Settings):
     """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
 
-    `kv_dtype` is how keys, values and latents are stored: `auto` as the model computes them, or a `KVFormat` by name.
-    `page_size` None: 16 tokens, or what the model's compressed entries need.
-    `kv_memory` is what the KV pools may take, in bytes or as text (`8GiB`); None lets the engine choose and say so.
-    `max_model_len` None means the model's own context. `max_num_batched_tokens` bounds a step: longer prompts are
-    computed in chunks. `overlap` schedules the next step while one is in flight; None: where the device computes on its
-    own. `threads` is how many CPU threads torch uses in this process; None: one for a model so small that a second
-    would mostly wait, else as many as torch would take. `explain`: each request's prompt tokens are counted by what
-    became of them, and the last requests can be asked about. `weights_epoch` counts how often weights were replaced
-    under the same name: pages of another epoch are never found (`EngineCore.set_weights_epoch` while it runs).
-    `retain_share` is what of the pool callers may ask to keep (`quire.offload.retention`), 0 for nothing.
-
-    Of models that keep less than every token in some layers: `window_pool` off keeps windows whole, in the pool of the
-    other layers; `swa_full_tokens_ratio` is tokens of window pools per token of full ones, `mamba_full_memory_ratio`
-    bytes of states per byte of other pools, `max_mamba_cache_size` states, all by default what the load asks for; and
-    `checkpoint_interval` is the tokens between states that a request leaves on its way, where frames are to spare.
-
-    Below the device: `host_memory` is one total in bytes for all groups (`auto`: as much as is useful and there; None:
-    none, or `auto` where there is `storage`); `storage` is a directory or a URL (`quire.tiers.stores.registry`), and
-    `storage_size` what may be kept there (None: as the store is, or what the disk of a new directory has room for).
-    `write_policy` says when a cached page is copied to the host, `load` whether it is loaded only where that is quicker
-    than to compute it, as measured, and `prefetch` how long a request waits for what is stored, `prefetch_seconds` so
-    with `timeout`. What contradicts itself, or would do nothing, is refused.
+    None lets the engine choose and say so. `host_memory` is one total in bytes for all groups. What contradicts itself,
+    or would do nothing, is refused.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    ENVIRONMENT: ClassVar[bool] = True
+    FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "gpu_memory_utilization": (f"--gpu-memory-utilization {_SHARE}", _KV_MEMORY_INSTEAD),
+        "mem_fraction_static": (f"--mem-fraction-static {_SHARE}", _KV_MEMORY_INSTEAD),
+        "trust_remote_code": (
+            "--trust-remote-code: Quire never runs code that comes with a model.",
+            "leave it out; use a model type that transformers has.",
+        ),
+        "quantization": (
+            "--quantization: weights are loaded as the model's configuration says.",
+            "leave it out; --kv-dtype fp8 stores the cache in 8 bits.",
+        ),
+        "max_total_tokens": (
+            "--max-total-tokens: a server is given the bytes of its pools.",
+            "use --kv-memory; `quire plan MODEL --max-total-tokens N` says how many bytes N tokens take.",
+        ),
+        "swap_space": ("--swap-space: host memory keeps pages that leave the device.", "use --host-memory 8GiB."),
+        "kv_offloading_size": ("--kv-offloading-size is another name here.", "use --host-memory 8GiB."),
+        "hicache_size": ("--hicache-size is another name here.", "use --host-memory 8GiB."),
+        "enable_hierarchical_cache": ("--enable-hierarchical-cache needs a size here.", "use --host-memory auto."),
+        "hicache_storage_backend": ("--hicache-storage-backend is a URL here.", "use --storage DIR or --storage URL."),
+        "disable_radix_cache": ("--disable-radix-cache is another name here.", "use --no-prefix-caching."),
+        "pipeline_parallel_size": ("--pipeline-parallel-size: this version runs on one device.", "leave it out."),
+        "data_parallel_size": ("--data-parallel-size: this version runs on one device.", "leave it out."),
+        "enforce_eager": ("--enforce-eager: Quire captures no graphs.", "leave it out."),
+        "disable_cuda_graph": ("--disable-cuda-graph: Quire captures no graphs.", "leave it out."),
+        "enable_chunked_prefill": (
+            "--enable-chunked-prefill: long prompts are always computed in chunks.",
+            "leave it out; --max-num-batched-tokens bounds a chunk.",
+        ),
+    }
 
-    model: str = DEFAULT_MODEL
-    tokenizer: str | None = None
-    served_model_name: str | None = None
-    skip_tokenizer_init: bool = False
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    kv_dtype: str = "auto"
-    page_size: int | None = Field(default=None, ge=1, le=1024)
-    kv_memory: int | None = Field(default=None)
-    max_model_len: int | None = Field(default=None, ge=1)
-    max_running_requests: int = Field(default=256, ge=1, le=65_536)
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    window_pool: bool = True
-    swa_full_tokens_ratio: float | None = Field(default=None, gt=0, le=1)
-    mamba_full_memory_ratio: float | None = Field(default=None, gt=0)
-    max_mamba_cache_size: int | None = Field(default=None, ge=1)
-    checkpoint_interval: int = Field(default=CHECKPOINT_INTERVAL, ge=1)
-    policy: Literal["fcfs", "lpm"] = "fcfs"
-    eviction: str = DEFAULT_POLICY
-    enable_prefix_caching: bool = True
-    enable_kv_events: bool = False
-    host_memory: int | Literal["auto"] | None = None
-    storage: str | None = None
-    storage_size: int | None = None
-    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
-    load: Literal["break_even", "always"] = "break_even"
-    prefetch: Literal["break_even", "best_effort", "wait_complete", "timeout"] = "break_even"
-    prefetch_seconds: float = Field(default=2.0, ge=0)
-    explain: bool = True
-    weights_epoch: int = Field(default=0, ge=0, lt=MOST_EPOCHS)
-    retain_share: float = Field(default=RETAIN_SHARE, ge=0, le=0.9)
-    overlap: bool | None = None
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    seed: int = 0
+    model: str = setting(
+        DEFAULT_MODEL,
+        "A bundled model's name, a folder or a hub name.",
+        aliases=("-m", "--model-path"),
+        otherwise="the bundled model",
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a model on the hub.", otherwise="its main branch", aliases=("--model-revision",)
+    )
+    tokenizer: str | None = setting(
+        None, "Folder or hub name of the tokenizer.", aliases=("--tokenizer-path",), otherwise="the model's"
+    )
+    chat_template: str | None = setting(
+        None, "File with the chat template, in Jinja.", metavar="FILE", otherwise="the tokenizer's"
+    )
+    served_model_name: str | None = setting(None, "The model's name for clients.", otherwise="that of the model")
+    skip_tokenizer_init: bool = setting(False, "Token ids in, token ids out: load no tokenizer.")
+    device: str = setting("auto", "cpu, cuda, cuda:N, or auto: the first GPU, else the CPU.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
+        "auto", "What the model computes in: {choices}; auto is the model's own."
+    )
+    tensor_parallel_size: int = setting(
+        1, "Devices of the engine; this version runs on 1.", aliases=("--tp-size", "--tp", "-tp"), ge=1
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "How keys, values and latents are stored: auto (as the model computes them), fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, "
+        "fp4_e2m1, or a plain dtype.",
+        group=_MEMORY,
+        aliases=("--kv-cache-dtype",),
+    )
+    page_size: int | None = setting(
+        None,
+        "Tokens in a page, and the shortest prefix that can be shared.",
+        group=_MEMORY,
+        aliases=("--block-size",),
+        otherwise="16, or what compressed entries need",
+        ge=1,
+        le=1024,
+    )
+    kv_memory: Bytes | None = setting(
+        None,
+        "Bytes of the KV pools: 2GiB, 512MiB.",
+        group=_MEMORY,
+        otherwise="on a CPU a quarter of the free memory, at most 4GiB; on a GPU 80 % of what is free after loading; "
+        "never more than all requests can use",
+    )
+    max_model_len: Tokens | None = setting(
+        None,
+        "Longest sequence, prompt and output, in tokens: 32k.",
+        aliases=("--context-length",),
+        otherwise="the model's context",
+    )
+    max_running_requests: int = setting(
+        256,
+        "Sequences that hold memory at once.",
+        group=_SCHEDULING,
+        aliases=("--max-num-seqs",),
+        ge=1,
+        le=65_536,
+    )
+    max_num_batched_tokens: Tokens = setting(
+        2048,
+        "Tokens in one step; longer prompts are computed in chunks.",
+        group=_SCHEDULING,
+        aliases=("--chunked-prefill-size",),
+    )
+    window_pool: bool = setting(
+        True, "Windows have a pool of their own, and free what they have passed.", group=_MEMORY
+    )
+    swa_full_tokens_ratio: float | None = setting(
+        None, "Tokens of window pools per token of full ones.", group=_MEMORY, otherwise=_LOAD_ASKS, gt=0, le=1
+    )
+    mamba_full_memory_ratio: float | None = setting(
+        None, "Bytes of states per byte of the other pools.", group=_MEMORY, otherwise=_LOAD_ASKS, gt=0
+    )
+    max_mamba_cache_size: int | None = setting(None, "Number of states.", group=_MEMORY, otherwise=_LOAD_ASKS, ge=1)
+    checkpoint_interval: int = setting(
+        512,
+        "Tokens between the states that a request leaves on its way, where frames are to spare.",
+        group=_MEMORY,
+        ge=1,
+    )
+    policy: Literal["fcfs", "lpm"] = setting(
+        "fcfs",
+        "Which waiting request goes first: {choices} (longest cached prefix first).",
+        group=_SCHEDULING,
+        aliases=("--schedule-policy",),
+    )
+    eviction: str = setting(
+        "density",
+        "Which cached pages go first: density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo, or one of your "
+        "own (`register_eviction`).",
+        group=_MEMORY,
+    )
+    enable_prefix_caching: bool = setting(
+        True,
+        "Share the pages of common prefixes.",
+        group=_MEMORY,
+        option="--prefix-caching/--no-prefix-caching",
+        aliases=("--enable-prefix-caching/--no-enable-prefix-caching",),
+    )
+    enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
+    host_memory: Bytes | Literal["auto"] | None = setting(
+        None,
+        "Host memory for pages that leave the device, in all: 8GiB, or auto for twice the KV memory where there is as "
+        "much.",
+        group=_TIERS,
+        metavar="SIZE",
+        otherwise="none, or auto with --storage",
+    )
+    storage: str | None = setting(
+        None,
+        "Where pages outlive the engine: a directory, or a URL (valkey://, redis://, s3://, mooncake://).",
+        group=_TIERS,
+        metavar="DIR_OR_URL",
+    )
+    storage_size: Bytes | None = setting(
+        None,
+        "What may be kept there: 100GiB.",
+        group=_TIERS,
+        otherwise="as the store is; of a new directory half of the free disk, at most 32GiB",
+    )
+    write_policy: WriteWord = setting("write_through", "When a page is copied to the host: {choices}.", group=_TIERS)
+    load: LoadWord = setting(
+        "break_even",
+        "Whether a cached page is loaded: {choices}; break_even only where that is faster than computing it, as "
+        "measured.",
+        group=_TIERS,
+    )
+    prefetch: PrefetchWord = setting("break_even", "How long a request waits for storage: {choices}.", group=_TIERS)
+    prefetch_seconds: float = setting(2.0, "The seconds of --prefetch timeout.", group=_TIERS, ge=0)
+    explain: bool = setting(
+        True, "Keep why prompts of the last requests were not cached, and count prompt tokens by cause.", group=_MEMORY
+    )
+    weights_epoch: int = setting(
+        0,
+        "How often weights were replaced under the same name; pages of another epoch are never found.",
+        group=_MEMORY,
+        ge=0,
+        lt=MOST_EPOCHS,
+    )
+    retain_share: float = setting(
+        0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
+    )
+    overlap: bool | None = setting(
+        None,
+        "Schedule a step while one is in flight.",
+        group=_SCHEDULING,
+        otherwise="where the device is not the CPU",
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads of torch in the engine's process.",
+        otherwise="1 for a tiny model, else torch's",
+        ge=1,
+        le=1024,
+    )
+    seed: int = setting(0, "Seed of requests that have none.", aliases=("--random-seed",))
 
     @field_validator("kv_memory", mode="before")
     @classmethod
-    def _bytes(cls, value: str | int | None) -> int | None:
-        return None if value is None or value == "auto" else parse_bytes(value)
+    def _auto(cls, value: Any) -> Any:
+        return None if value == "auto" else value
 
-    @field_validator("host_memory", "storage_size", mode="before")
+    @field_validator("dtype", mode="before")
     @classmethod
-    def _size(cls, value: str | int | None) -> int | str | None:
-        return value if value is None or value == "auto" else parse_bytes(value)
+    def _long_dtype(cls, value: Any) -> Any:
+        return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _one_device(cls, value: int) -> int:
+        if value > 1:
+            raise InvalidInput(
+                f"this version runs a model on one device, and {value} were asked for.",
+                fix=f"leave it out, or give 1; `quire plan MODEL --tp {value}` plans more.",
+            )
+        return value
+
+    @field_validator("chat_template")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_file():
+            raise InvalidInput(f"there is no file '{value}'.", fix="give a file that holds the template.")
+        return value
 
     @field_validator("kv_dtype")
     @classmethod
@@ -116,6 +284,8 @@ class EngineConfig(BaseModel):
     @field_validator("eviction")
     @classmethod
     def _eviction(cls, value: str) -> str:
+        from quire.prefix.evict import eviction_policy
+
         eviction_policy(value)
         return value
 
@@ -170,20 +340,14 @@ class EngineConfig(BaseModel):
 
 
 def engine_config(**settings: Any) -> EngineConfig:
-    """Build the settings. Raises InvalidInput naming each bad one, what it got and what is allowed."""
-    try:
-        return EngineConfig(**settings)
-    except ValidationError as error:
-        causes = [cause["ctx"]["error"] for cause in error.errors() if "error" in cause.get("ctx", {})]
-        for cause in causes:
-            if isinstance(cause, InvalidInput):
-                raise cause from error
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-        raise InvalidInput("settings: " + "; ".join(lines), fix="correct the settings named.") from error
+    """The settings, by name or alias. Raises InvalidInput naming each bad one, what it got and what is allowed."""
+    return EngineConfig.read(settings)
 
 
 def plan_settings(config: EngineConfig) -> PlanSettings:
     """What planning is told of an engine's settings, but for its budget."""
+    from quire.plan.plan import PlanSettings
+
     return PlanSettings(
         kv_dtype=config.kv_dtype,
         page_size=config.page_size,

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 """Longest time between two beats of an engine that is between steps."""
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
 _EMPTY_STEPS_BEFORE_REST = 64
 _REST_MS = 2
 
@@ -164,7 +166,10 @@ class EngineProcess:
         self.reports, reports = self._bind(zmq.PULL, "reports")
         wiring = Wiring(commands=commands, reports=reports, secret=self._secret)
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(config, wiring, build), name="quire-engine", daemon=True
+            target=run_engine,
+            args=(config, wiring, build, logging.getLogger().level),
+            name="quire-engine",
+            daemon=True,
         )
         with _signals_blocked():
             self.process.start()
@@ -257,8 +262,9 @@ def _clean_up(process: BaseProcess, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore) -> None:
-    """Main function of the child."""
+def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore, log_level: int) -> None:
+    """Main function of the child, which logs what its parent does."""
+    logging.basicConfig(level=log_level, format=LOG_FORMAT)
     _live_and_die_with_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)

@@ -20,36 +20,17 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from quire.engine.async_engine import STALL_AFTER_S, AsyncEngine
+from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import EngineConfig
 from quire.engine.lean_imports import without_torch
 from quire.engine.process import Progress
 from quire.errors import AddressInUse, InvalidInput
 from quire.serve.app import create_app
+from quire.serve.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
-"""Default time that open requests get to finish after a signal."""
-
 _BACKLOG = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Where to listen and how to stop. Port 0 takes a free one. Raises InvalidInput for a key nobody could send."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    drain_s: float = DRAIN_S
-    stall_after_s: float = STALL_AFTER_S
-
-    def __post_init__(self) -> None:
-        if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isprintable()):
-            raise InvalidInput("the API key is empty or not printable.", fix="give a key, or leave --api-key out.")
-        if self.api_key is not None and self.api_key != self.api_key.strip():
-            raise InvalidInput("the API key begins or ends with a space, which HTTP drops.", fix="leave the space out.")
 
 
 class StartEngine(Protocol):

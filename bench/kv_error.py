@@ -1,33 +1,60 @@
-"""KVError: what it costs a model to keep its cache in a KV format, measured on a prompt: call by call, and at the end.
+"""What it costs a model to keep its cache in a KV dtype, measured on a prompt: call by call, and at the end.
+
+    python bench/kv_error.py                                            the bundled model, fp8_e4m3
+    python bench/kv_error.py Qwen/Qwen3-0.6B --kv-dtype fp8_e4m3,nvfp4
 
 A plain pass over the prompt stores every key, value and latent plainly, and beside that in each format, and computes
 each call on both from the same inputs: the error of a call is its own, not one that earlier layers handed on. A second
 pass computes on what the format kept alone, as a server would: its logits have the errors of all layers, and those of
-tokens that a layer no longer selects.
+tokens that a layer no longer selects. Exits with 4 where a layer is above `--max-error`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import typer
+from pydantic import field_validator
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
-from quire.errors import InvalidInput
+from quire.cli.command import command
+from quire.engine.config import EngineConfig
+from quire.engine.core import resolve_device
+from quire.engine.setting import Settings, setting
+from quire.errors import InvalidInput, ModelLoadError
 from quire.kernels.batch import PagedBatch
 from quire.kernels.codec import largest_of
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.forward import ComparingForward, RunningForward, stored_rows
-from quire.models.hf import LoadedModel
+from quire.models.hf import LoadedModel, load_model
+from quire.models.tokenizer import load_tokenizer
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
-from quire.spec.kv_format import KVFormat, plain_format
+from quire.spec.kv_format import KVFormat, kv_format, plain_format
 from quire.spec.layout import Field
 from quire.spec.pages import pages_for
+
+EXIT_ABOVE = 4  # found to be wrong, as an audit that fails
+MAX_ERROR = 0.25
+"""Rounding to four bits costs a tenth of any vector, and attention in a sound layer up to twice that."""
+
+_TITLES = {"k": "keys", "v": "values", "latent": "latents", "rope": "rotary keys", "index_k": "index keys"}
+_SAMPLE = Path(__file__).with_name("kv_error_prompt.txt")  # prose, code, numbers and other scripts
+_RANDOM_TOKENS = 256
+
 
 _PAGE_SIZE = 16  # or more, where a page must hold a block of tokens that share an entry
 _CHUNK = 256  # tokens of one step, whose logits are held twice
@@ -274,3 +301,244 @@ def _field_error(field: Field, given: Tensor, kept: Tensor) -> FieldError:
 def _ratio(difference: float, norm: float) -> float:
     """The root of two sums of squares' ratio; of nothing, 0 where nothing differs."""
     return math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
+
+
+# -- the command
+
+
+class KVErrorSettings(Settings):
+    """What is measured, on which prompt, and what is too much."""
+
+    kv_dtype: list[str] = setting(
+        ["fp8_e4m3"],
+        "KV dtypes: fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, fp4_e2m1; several with commas, or given again.",
+        aliases=("--kv-cache-dtype",),
+    )
+    prompt_file: Path | None = setting(None, "The text to measure on.", otherwise="a sample of several kinds")
+    max_error: float = setting(
+        MAX_ERROR,
+        "The relative error of keys, values, latents or attention above which a layer is refused, with exit code 4. "
+        "Rounding to four bits costs 0.1 of a vector, and attention up to twice that; more is a sign of large "
+        "channels, or of numbers out of range.",
+    )
+
+    @field_validator("max_error")
+    @classmethod
+    def _above_zero(cls, value: float) -> float:
+        if not value > 0:
+            raise InvalidInput(f"{value} is no share.", fix="give a share above zero, such as 0.2 for 20%.")
+        return value
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+@command(app, positional="model")
+def main(settings: KVErrorSettings, engine: EngineConfig, *, as_json: bool) -> None:
+    """Measure what KV dtypes cost a model: layer by layer, and at the logits.
+
+    [dim]Example:[/dim] python bench/kv_error.py Qwen/Qwen3-0.6B --kv-dtype fp8_e4m3,nvfp4
+    """
+    names = [name.strip() for names in settings.kv_dtype for name in names.split(",")]
+    prompt_file, max_error = settings.prompt_file, settings.max_error
+    text = _read(prompt_file) if prompt_file is not None else None
+    console = Console(stderr=True)
+    with console.status(f"Loading {engine.model_name} ..."):
+        loaded = load_model(engine.model, dtype=engine.dtype, device=resolve_device(engine.device))
+        formats = [kv_format(name, loaded.spec.dtype) for name in dict.fromkeys(names)]
+        token_ids, prompt = _prompt(engine.model, loaded, text)
+    with Progress(console=console, transient=True, disable=as_json) as bar:
+        task = bar.add_task("Measuring", total=None)
+        found = measure_kv_errors(
+            loaded, formats, token_ids, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    data = {
+        "model": engine.model_name,
+        "architecture": loaded.spec.architecture,
+        "dtype": loaded.spec.dtype.value,
+        "device": str(loaded.device),
+        "prompt": prompt if prompt_file is None else str(prompt_file),
+        "prompt_tokens": len(token_ids),
+        "max_error": max_error,
+        "passed": not any(error.above(max_error) for error in found),
+        "kv_dtypes": [_as_dict(error, max_error) for error in found],
+    }
+    if as_json:
+        print(json.dumps(data))
+    else:
+        _print(data, found, max_error)
+    if not data["passed"]:
+        raise typer.Exit(EXIT_ABOVE)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the prompt file '{path}' cannot be read: {error}.", fix="give a UTF-8 text.") from error
+
+
+def _prompt(name: str, model: LoadedModel, text: str | None) -> tuple[Ids, str]:
+    """Token ids to measure on, and what they are. The sample is cut to the model's context, a given text is not."""
+    if text is not None:
+        return load_tokenizer(name).encode(text), ""
+    try:
+        sample = load_tokenizer(name).encode(_SAMPLE.read_text(encoding="utf-8"))
+    except ModelLoadError:
+        sample = np.empty(0, dtype=np.int32)
+    if len(sample):
+        return sample[: model.spec.context_length], "the sample"
+    # There is no tokenizer, or, as transformers makes one up for some types of models, an empty one.
+    count = min(_RANDOM_TOKENS, model.spec.context_length)
+    ids = np.random.default_rng(0).integers(0, model.spec.vocab_size, count).astype(np.int32)
+    return ids, "random tokens, because the model has no tokenizer"
+
+
+# -- data
+
+
+def _as_dict(error: KVError, most: float) -> dict[str, Any]:
+    return {
+        "kv_dtype": error.kv_format.name,
+        "bytes_per_token": error.bytes_per_token,
+        "plain_bytes_per_token": error.plain_bytes_per_token,
+        "logits_error": _finite(error.logits),
+        "kept_share": error.kept_share,
+        "same_next_token": error.same_next_token,
+        "layers_above": sorted({call.layer for call in error.above(most)}),
+        "calls": [
+            {
+                "layer": call.layer,
+                "ordinal": call.ordinal,
+                "attention_error": _finite(call.output),
+                "fields": [
+                    {
+                        "name": field.name,
+                        "relative_error": _finite(field.relative),
+                        "largest_error": _finite(field.largest),
+                        "largest_number": _finite(field.magnitude),
+                        "numbers": field.count,
+                        "saturated": field.saturated,
+                        "zeroed": field.zeroed,
+                        "nan": field.nan,
+                    }
+                    for field in call.fields
+                ],
+            }
+            for call in error.calls
+        ],
+    }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return number if math.isfinite(number) else None
+
+
+# -- tables
+
+
+def _print(data: dict[str, Any], found: Sequence[KVError], most: float) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"{data['model']} ({data['architecture']}, {data['dtype']}, {data['device']}), {data['prompt_tokens']:,} "
+        f"tokens ({data['prompt']}); an error is the norm of what changed over the norm of what was.",
+        style="dim",
+    )
+    for error in found:
+        console.print(_panel(error, most))
+    if len(found) > 1:
+        console.print(_summary(found, most))
+    for error in found:
+        if above := error.above(most):
+            console.print(
+                f"[bold red]Refused:[/bold red] {error.kv_format.name} costs {_layers(above)} more than {most:.0%}. "
+                "Use a format that costs less there, keep the model's dtype (auto), or raise --max-error."
+            )
+
+
+def _panel(error: KVError, most: float) -> Panel:
+    above = error.above(most)
+    verdict = f"{_layers(above)} above {most:.0%}" if above else f"every layer is within {most:.0%}"
+    rows = _calls(error, most) if error.calls else Text("Nothing that this model keeps is stored in another way.")
+    return Panel(
+        Group(rows, Text(""), _totals(error)),
+        title=f"[bold]{error.kv_format.name}[/bold]: {verdict}",
+        title_align="left",
+        border_style="red" if above else "green",
+        expand=False,
+    )
+
+
+def _layers(calls: Sequence[CallError]) -> str:
+    layers = sorted({call.layer for call in calls})
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def _calls(error: KVError, most: float) -> Table:
+    names = list(dict.fromkeys(field.name for call in error.calls for field in call.fields))
+    table = Table.grid(padding=(0, 2))
+    for title in ("layer", *(_TITLES.get(name, name) for name in names), "largest error", "attention", ""):
+        table.add_column(title, justify="left" if title == "" else "right")
+    table.add_row(*(f"[bold]{column.header}[/bold]" for column in table.columns))
+    for call in error.calls:
+        fields = {field.name: field.relative for field in call.fields}
+        table.add_row(
+            str(call.layer),
+            *(_share(fields[name], most) if name in fields else Text("-") for name in names),
+            _largest(call),
+            _share(call.output, most),
+            _remark(call),
+        )
+    return table
+
+
+def _share(error: float, most: float) -> Text:
+    return Text(f"{error:.2%}" if math.isfinite(error) else str(error), style="" if error <= most else "bold red")
+
+
+def _largest(call: CallError) -> str:
+    """The largest error of one number, and the largest number of the same field."""
+    field = max(call.fields, key=lambda field: field.largest if math.isfinite(field.largest) else math.inf)
+    return f"{field.largest:.3g} of {field.magnitude:.3g}"
+
+
+def _remark(call: CallError) -> str:
+    counts = {"saturated": sum(f.saturated for f in call.fields), "NaN": sum(f.nan for f in call.fields)}
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+
+def _totals(error: KVError) -> Table:
+    table = Table.grid(padding=(0, 2))
+    next_one = "does too" if error.same_next_token else "does not"
+    table.add_row(
+        Text("Logits", style="bold"),
+        f"{error.logits:.2%} off; {error.kept_share:.1%} of {error.num_tokens:,} positions keep their most likely "
+        f"token, the last one {next_one}",
+    )
+    table.add_row(
+        Text("Bytes", style="bold"), f"{error.bytes_per_token:,g} a token; {error.plain_bytes_per_token:,g} as auto"
+    )
+    return table
+
+
+def _summary(found: Sequence[KVError], most: float) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for title in ("KV dtype", "bytes a token", "worst layer", "logits", "kept", "next token"):
+        table.add_column(title, justify="left" if title == "KV dtype" else "right")
+    table.add_row(*(f"[bold]{column.header}[/bold]" for column in table.columns))
+    for error in found:
+        worst = max((call.worst for call in error.calls), key=lambda worst: (math.isnan(worst), worst), default=0.0)
+        table.add_row(
+            error.kv_format.name,
+            f"{error.bytes_per_token:,g}",
+            _share(worst, most),
+            f"{error.logits:.2%}",
+            f"{error.kept_share:.1%}",
+            "same" if error.same_next_token else "another",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,203 @@
+"""How a command is made from settings: its options are their fields, and its body is called with them.
+
+A setting comes from the command line, else from a variable `QUIRE_NAME` where its model has those, else from the file
+of `--config`, else it is the default.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from quire.cli.report import reported
+from quire.engine.setting import (
+    Settings,
+    choices_of,
+    default_of,
+    help_of,
+    kind_of,
+    metavar_of,
+    option_names,
+    own_names,
+    refuse_foreign,
+    shown_of,
+)
+from quire.errors import InvalidInput
+
+_OWN = {
+    "config_file": Annotated[
+        str | None,
+        typer.Option("--config", help="Settings from a YAML or TOML file; options and QUIRE_... variables win over it.",
+                     metavar="FILE"),
+    ],
+    "as_json": Annotated[bool, typer.Option("--json", help="Print JSON for machines.")],
+    "debug": Annotated[bool, typer.Option("--debug", hidden=True, help="Show tracebacks.")],
+}  # fmt: skip
+"""Options that every command has."""
+
+
+def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Add a command to `app`: a function of settings, one parameter for each model, and `as_json`.
+
+    Where two models have a setting of one name, it is the first one's. `positional` is a setting that may be given
+    without its option's name too. The function's docstring is the command's help.
+    """
+
+    def register(body: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(body)
+        models = [kind for kind in hints.values() if isinstance(kind, type) and issubclass(kind, Settings)]
+        parameters = list(_parameters(models, positional))
+
+        def run(**words: Any) -> None:
+            as_json, debug, path = (words.pop(name) for name in ("as_json", "debug", "config_file"))
+            with reported(as_json=as_json, debug=debug):
+                given = {name: value for name, value in words.items() if value is not None and value != []}
+                if (value := given.pop("positional", None)) is not None and given.setdefault(
+                    positional, value
+                ) != value:
+                    raise InvalidInput(f"the {positional} is given twice.", fix=f"leave out --{positional}.")
+                body(*_settings(models, given, path), as_json=as_json)
+
+        run.__doc__, run.__name__ = body.__doc__, body.__name__
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(cls=_command_class(models), **options)(run)
+        return body
+
+    return register
+
+
+def _fields(models: Sequence[type[Settings]]) -> Iterator[tuple[type[Settings], str]]:
+    """Each model with its settings that no model before it has."""
+    seen: set[str] = set()
+    for model in models:
+        for field in model.model_fields:
+            if field not in seen:
+                yield model, field
+        seen |= model.model_fields.keys()
+
+
+def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path: str | None) -> list[Settings]:
+    """The settings of each model, from the command line, the environment and a file. Raises InvalidInput."""
+    in_file = own_names(models, read_file(Path(path)), path) if path is not None else {}
+    in_environment = {
+        field: os.environ[_variable(field)]
+        for model, field in _fields(models)
+        if model.ENVIRONMENT and _variable(field) in os.environ
+    }
+    given = {**in_file, **in_environment, **options}
+    found = []
+    for model in models:
+        own = {field: given[field] for one, field in _fields(models) if one is model and field in given}
+        spelled = partial(_spelled, model, options=options, in_environment=in_environment)
+        found.append(model.read(own, spelled))
+    return found
+
+
+def _variable(field: str) -> str:
+    return f"QUIRE_{field.upper()}"
+
+
+def _spelled(
+    model: type[Settings], field: str, *, options: Mapping[str, Any], in_environment: Mapping[str, Any]
+) -> str:
+    """A setting's name as the user wrote it."""
+    if field in options and not shown_of(model, field)["argument"]:
+        return option_names(model, field)[0].partition("/")[0]
+    return _variable(field) if field in in_environment and field not in options else field
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a YAML or TOML file. Raises InvalidInput."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            found = tomllib.loads(text)
+        else:
+            import yaml
+
+            found = yaml.safe_load(text) or {}
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"the file '{path}' cannot be read: {error}.", fix="give a YAML or TOML file.") from error
+    except Exception as error:  # yaml's own errors, whose base is Exception
+        raise InvalidInput(
+            f"the file '{path}' is no YAML: {error}.", fix="write lines such as `page_size: 16`."
+        ) from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"the file '{path}' holds no settings.", fix="write lines such as `page_size: 16`.")
+    return found
+
+
+def _parameters(models: Sequence[type[Settings]], positional: str) -> Iterator[Parameter]:
+    """The parameters of a command, for typer to make its options of."""
+    fields = list(_fields(models))
+    for model, field in fields:
+        shown = shown_of(model, field)
+        if shown["argument"] or field == positional:
+            name = "positional" if field == positional else field
+            text, metavar = help_of(model.model_fields[field]), shown["metavar"] or field.upper()
+            argument = typer.Argument(help=text, metavar=metavar, show_default=False)
+            required = model.model_fields[field].is_required()
+            default = Parameter.empty if required else None
+            yield _parameter(name, str if required else str | None, argument, default)
+    for model, field in fields:
+        if option_names(model, field) and not shown_of(model, field)["argument"]:
+            yield _option(model, field)
+    for name, kind in _OWN.items():
+        yield Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=None if name == "config_file" else False)
+
+
+def _option(model: type[Settings], field: str) -> Parameter:
+    info, shown = model.model_fields[field], shown_of(model, field)
+    default = default_of(model, field)
+    names, *others = option_names(model, field)
+    about = help_of(info) + (f" (default: {default})" if default else "")
+    about += f" Also {', '.join(other.partition('/')[0] for other in others)}." if others else ""
+    more: dict[str, Any] = {"help": about, "rich_help_panel": shown["group"], "show_default": False}
+    kind = kind_of(info)
+    if kind is bool:
+        return _parameter(field, bool | None, typer.Option(names, **more), None)
+    if choices := choices_of(info):
+        more["autocompletion"] = lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+    plain = kind if get_origin(kind) is tuple else list[str] if get_origin(kind) is list else str
+    if get_origin(kind) is not tuple:
+        more["metavar"] = metavar_of(model, field)
+    return _parameter(field, plain | None, typer.Option(names, **more), None)
+
+
+def _parameter(name: str, kind: Any, shown: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, shown], default=default)
+
+
+def _command_class(models: Sequence[type[Settings]]) -> type[TyperCommand]:
+    """A command that knows its options by their other names, and says what to type in place of another server's."""
+    others = {other: own for model, field in _fields(models) for other, own in _aliases(model, field)}
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> Any:
+            end = args.index("--") if "--" in args else len(args)
+            words = [word.partition("=") for word in args[:end]]
+            with reported(as_json="--json" in args):
+                for name, _, _ in words:
+                    if name.startswith("--"):
+                        refuse_foreign(models, name[2:].replace("-", "_"))
+            return super().parse_args(
+                ctx, [others.get(word[0], word[0]) + word[1] + word[2] for word in words] + args[end:]
+            )
+
+    return Command
+
+
+def _aliases(model: type[Settings], field: str) -> Iterator[tuple[str, str]]:
+    """The other options of a setting and its own, of a switch for both of its sides."""
+    first, *others = option_names(model, field) or [""]
+    for other in others:
+        yield from zip(other.split("/"), first.split("/"), strict=True)

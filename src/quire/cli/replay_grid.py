@@ -1,0 +1,139 @@
+"""What is compared for a replay: the grid of models, pools, policies and tiers that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.cli.planned_model import PlannedModel, planned_model
+from quire.cli.replay_request import ReplayedCache, ReplayedEngine, ReplayedTiers
+from quire.errors import InvalidInput
+from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
+from quire.plan.budget import MemoryPlan
+from quire.plan.source import read_model_config
+from quire.prefix.evict import eviction_policy
+from quire.sim.clock import CostModel
+from quire.sim.comparison import Grid, SimulatedModel
+from quire.sim.pools import PLAIN, read_pool_sizes
+from quire.sim.replay import ReplaySettings
+from quire.sim.tiers import SimulatedTiers
+from quire.spec.config_reader import ConfigReader
+from quire.spec.record_size import HEADER_BYTES
+
+DEFAULT_POOL = "1/8"
+"""Of the working set."""
+
+_COSTS_LIKE = "llama-3.1-8b"
+"""What the steps of the plain model cost."""
+
+
+def grid_of(
+    cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers | None = None, *, explain: bool = False
+) -> Grid:
+    """What to compare. Raises InvalidInput for what cannot be understood, and what reading a model raises."""
+    return Grid(
+        models=[_model(name, engine) for name in cache.model or (PLAIN,)],
+        policies=_policies(cache.policy),
+        pools=read_pool_sizes(cache.pool_tokens or DEFAULT_POOL),
+        grows=cache.pool_tokens is None,
+        page_sizes=_page_sizes(cache.page_size),
+        max_running=engine.max_running_requests,
+        tiers=_tiers(tiers) if tiers is not None else None,
+        settings=ReplaySettings(
+            order=engine.order,
+            chunk=engine.max_num_batched_tokens,
+            overlap=engine.overlap,
+            check=engine.check,
+            explain=explain,
+        ),
+    )
+
+
+def _policies(text: str) -> list[str]:
+    found = list(dict.fromkeys(part.strip().lower() for part in text.split(",")))
+    for name in found:
+        eviction_policy(name)
+    return found
+
+
+def _page_sizes(text: str) -> list[int]:
+    try:
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InvalidInput(f"'{text}' are not page sizes.", fix="write them as 1,16,64.")
+    return found
+
+
+def _tiers(asked: ReplayedTiers) -> SimulatedTiers | None:
+    """The tiers, None where none is asked for. Raises InvalidInput where that does not agree with the rest."""
+    if asked.host_tokens is None and asked.host_memory is None:
+        if asked != ReplayedTiers():
+            raise InvalidInput(
+                "tiers are asked for, and no host tier is.", fix="give --host-tokens or --host-memory too."
+            )
+        return None
+    return SimulatedTiers(
+        host_tokens=asked.host_tokens or 0,
+        host_bytes=asked.host_memory or 0,
+        storage_tokens=asked.storage_tokens or 0,
+        host_bandwidth=(asked.host_bandwidth or 0.0) * 1e9,
+        storage_bandwidth=(asked.storage_bandwidth or 0.0) * 1e9,
+        write=WritePolicy(asked.write_policy),
+        prefetch=PrefetchPolicy(asked.prefetch_policy),
+        always=asked.load == "always",
+    )
+
+
+def _model(name: str, engine: ReplayedEngine) -> SimulatedModel:
+    if name == PLAIN:
+        return SimulatedModel(cost=_cost(_COSTS_LIKE, engine, plain=True), record_bytes=_plain_record_bytes)
+    cost = _cost(name, engine, plain=False)
+    return SimulatedModel(name=name, spec=planned_model(name).spec, cost=cost)
+
+
+def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
+    """Of the model whose steps the plain one costs."""
+    spec = planned_model(_COSTS_LIKE).spec
+    return tuple(group.layout.bytes_per_frame + HEADER_BYTES for group in spec.groups(plan.page_size))
+
+
+def _cost(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
+    """The costs of a model's steps; those of a plain one are of the model of that name, whatever its pools hold."""
+    if engine.fit:
+        from quire.sim.fit import fit_cost_model, measure_engine
+
+        fitted = fit_cost_model(measure_engine())
+        return lambda plan: fitted
+    if engine.prefill_rate is not None or engine.decode_ms is not None:
+        if engine.prefill_rate is None or engine.decode_ms is None:
+            raise InvalidInput("one of --prefill-rate and --decode-ms is missing.", fix="give both, or a --gpu.")
+        given = CostModel.from_flags(prefill_rate=engine.prefill_rate, decode_ms=engine.decode_ms)
+        return lambda plan: given
+    model = planned_model(name)
+    if model.weights is None:
+        raise InvalidInput(f"the weights of {name} cannot be estimated.", fix="give --prefill-rate and --decode-ms.")
+    weights, active = model.weights.bytes_on_rank(), _active_parameters(name, model)
+
+    def priced(plan: MemoryPlan) -> CostModel:
+        groups = model.spec.groups(plan.page_size) if plain else plan.groups
+        return CostModel.from_device(
+            engine.gpu, model.spec, groups, weight_bytes=weights, active_parameters=active, ranks=engine.tp
+        )
+
+    return priced
+
+
+def _active_parameters(name: str, model: PlannedModel) -> int:
+    """Parameters that one token goes through: of routed experts, those that are chosen."""
+    reader = ConfigReader(read_model_config(name)[0])
+    experts = reader.size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
+    chosen = reader.size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", default=experts)
+    assert model.weights is not None
+    routed = sum(
+        part.num_parameters
+        for layer in model.weights.layers
+        for part in layer.parts
+        if part.module in ("experts", "experts_beside")
+    )
+    return model.weights.num_parameters - (routed - routed * chosen // experts if experts else 0)
