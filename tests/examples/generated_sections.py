@@ -12,6 +12,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.setting import default_of, help_of, option_names
 from quire.models.registry import support_table
 from quire.serve.config import ServerConfig
+from tests.examples import generated_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.demo_server import running_server
+from quire.cli.demo_tiers import server_process
 from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated
 from tests.examples.shown_outputs import PLANS, output_of
 
@@ -54,7 +54,7 @@ def run_program(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of `quire serve` with the bundled model."""
-    with running_server("--kv-memory", "16MiB") as summary:
+    with server_process("--kv-memory", "16MiB") as (summary, _):
         yield summary["url"]
 
 

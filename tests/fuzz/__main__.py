@@ -14,7 +14,6 @@ from rich.panel import Panel
 from rich.progress import Progress
 from rich.text import Text
 
-from quire.cli.options import DebugOption, JsonOption
 from quire.cli.report import EXIT_DEFECT, reported
 from quire.errors import InvalidInput
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from tests.fuzz.parallel import Task
     from tests.fuzz.run import Tally, Violation
     from tests.fuzz.tier_world import TierAsk
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+DebugOption = Annotated[bool, typer.Option("--debug", hidden=True, help="Show tracebacks.")]
 
 _LEVELS = ("both", "cache", "scheduler", "tiers")
 _TIERS = ("device", "host", "storage")
