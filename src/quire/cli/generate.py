@@ -36,6 +36,9 @@ def generate(question: Question, engine: EngineConfig, *, as_json: bool) -> None
     params = SamplingParams(**question.model_dump(exclude={"prompt", "chat"}))
     text = sys.stdin.read() if question.prompt == "-" else question.prompt
     with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
+        from quire.engine.before_load import check_model
+
+        check_model(engine)  # before the imports that take seconds
         from quire.engine.llm import LLM
 
         llm = LLM(show_plan=False, **engine.model_dump())

@@ -25,6 +25,9 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
 
     [dim]Example:[/dim] quire serve --host-memory 8GiB --storage /var/cache/quire --storage-size 100GiB
     """
+    from quire.engine.before_load import check_model
+
+    check_model(engine)  # before the imports that take seconds
     from quire.engine.process import LOG_FORMAT
     from quire.plan.budget import format_bytes
     from quire.serve.server import serve as run
@@ -107,7 +110,11 @@ def _warnings(plan: dict[str, Any]) -> list[Text]:
     """What an operator should know before the first request."""
     if plan["fits"]:
         return []
-    text = f"No request of the whole context fits; the largest is {plan['largest_request']:,} tokens."
+    text = (
+        f"No request of the whole context of {plan['context']:,} tokens fits, so `quire plan` says 'does not fit'; the "
+        f"largest is {plan['largest_request']:,} tokens. Use --max-model-len {plan['largest_request']}, or raise "
+        "--kv-memory."
+    )
     return [Text(text, style="bold yellow")]
 
 

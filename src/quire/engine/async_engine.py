@@ -62,12 +62,6 @@ class Health:
     reason: str = ""
 
 
-def _load_tokenizer(path_or_id: str) -> Tokenizer:
-    from quire.models.tokenizer import load_tokenizer  # transformers takes seconds to import
-
-    return load_tokenizer(path_or_id)
-
-
 def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
     """Raises InvalidInput for what cannot be sent: integers beyond 64 bits, lone surrogates, odd types."""
     try:
@@ -136,8 +130,7 @@ class AsyncEngine:
         engine = cls(process, tokenizer, stall_after_s=stall_after_s)
         loading: asyncio.Task[Tokenizer] | None = None
         if tokenizer is None and not config.skip_tokenizer_init:
-            name = config.tokenizer or config.model
-            loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, name), name="quire-tokenizer")
+            loading = asyncio.create_task(asyncio.to_thread(config.load_tokenizer), name="quire-tokenizer")
         try:
             await engine._wait_ready(on_progress)
             if loading is not None:

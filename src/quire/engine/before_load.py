@@ -8,21 +8,22 @@ loads torch.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.engine.config import EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
-from quire.errors import PlanError, QuireError, StoreError
+from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, StoreError, UnsupportedModel
 from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.plan.host import host_budget, host_frames
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
-from quire.plan.source import read_model_config
-from quire.spec.bundled import BUNDLED_MODELS
+from quire.plan.source import check_tokenizer, model_folder, read_model_config
+from quire.spec.catalogue import catalogue_model
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
@@ -105,14 +106,42 @@ def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_by
         )
 
 
+def check_model(config: EngineConfig) -> Plan | None:
+    """Refuse a model that is not there, one without a tokenizer, and KV memory that holds no page.
+
+    Returns the plan of the engine where its KV memory is given and the configuration says enough; else the load finds
+    out. Raises ModelLoadError or PlanError.
+    """
+    known = catalogue_model(config.model)
+    if known is not None and known.hub != config.model:
+        raise ModelLoadError(
+            f"'{config.model}' is a name for `quire plan`, which needs no weights.",
+            fix=f"name the model '{known.hub}'.",
+        )
+    folder = model_folder(config.model)
+    if folder is not None and config.tokenizer is None and not config.skip_tokenizer_init:
+        check_tokenizer(folder)
+    if folder is None and config.revision is not None:
+        return None
+    found = read_model_config(config.model)[0]
+    with suppress(InvalidInput, UnsupportedModel):
+        return _plan(config, found, config.kv_memory) if config.kv_memory is not None else None
+    return None
+
+
+def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Plan:
+    spec = ModelSpec.from_config(found)
+    if config.dtype != "auto":
+        spec = replace(spec, dtype=DType(config.dtype))
+    return make_plan(spec, replace(plan_settings(config), kv_memory=kv_memory))
+
+
 def _plan_of(config: EngineConfig) -> MemoryPlan | None:
     """A plan with the layouts that the engine will have, if the configuration is here and says enough; else the load
     finds out."""
-    if not config.has_tiers or not (config.model in BUNDLED_MODELS or Path(config.model).expanduser().is_dir()):
+    if not config.has_tiers:
         return None
     with suppress(QuireError):
-        spec = ModelSpec.from_config(read_model_config(config.model)[0])
-        if config.dtype != "auto":
-            spec = replace(spec, dtype=DType(config.dtype))
-        return make_plan(spec, replace(plan_settings(config), kv_memory=_SOME_KV_BYTES)).memory
+        if model_folder(config.model) is not None:
+            return _plan(config, read_model_config(config.model)[0], _SOME_KV_BYTES).memory
     return None

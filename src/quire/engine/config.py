@@ -16,6 +16,7 @@ from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
 
 if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
     from quire.plan.plan import PlanSettings
 
 STORE_DRAIN_S = 30.0
@@ -337,6 +338,13 @@ class EngineConfig(Settings):
     def model_name(self) -> str:
         """The name clients use: as served, that of a bundled model, or the last part of the model's path or hub id."""
         return self.served_model_name or bundled_name(self.model) or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer, with the chat template that was named. Imports transformers. Raises ModelLoadError."""
+        from quire.models.tokenizer import load_tokenizer
+
+        revision = self.revision if self.tokenizer is None else None
+        return load_tokenizer(self.tokenizer or self.model, revision=revision, chat_template=self.chat_template)
 
 
 def engine_config(**settings: Any) -> EngineConfig:

@@ -84,6 +84,7 @@ class EngineCore:
                 device=self.device,
                 max_length=config.max_model_len,
                 threads=config.threads,
+                revision=config.revision,
             )
         self.model = model
         self.capacity = self._plan()

@@ -66,9 +66,7 @@ class LLM:
                 Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True, markup=False)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
-            from quire.models.tokenizer import load_tokenizer
-
-            self.tokenizer = load_tokenizer(self.config.tokenizer or self.config.model)
+            self.tokenizer = self.config.load_tokenizer()
         self._ids = count()
 
     def generate(

@@ -91,9 +91,7 @@ def own_names(models: Sequence[type[Settings]], given: Mapping[str, Any], where:
             fix = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(sorted(set(known.values())))}."
             raise InvalidInput(f"{where}: '{key}' is not a setting.", fix=fix)
         if known[name] in found:
-            raise InvalidInput(
-                f"{where}: '{key}' is another name of '{known[name]}', which is given too.", fix="give one."
-            )
+            raise InvalidInput(f"{where}: '{known[name]}' is given twice, once as '{key}'.", fix="give it once.")
         found[known[name]] = value
     return found
 

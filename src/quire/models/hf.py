@@ -246,9 +246,10 @@ def load_model(
     device: str | torch.device = "cpu",
     max_length: int | None = None,
     threads: int | None = None,
+    revision: str | None = None,
     check: bool = True,
 ) -> LoadedModel:
-    """Read, check and return the model in a folder or on the hub.
+    """Read, check and return the model in a folder or on the hub, of that revision there.
 
     `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
     the model's own by default; it matters to rotary embeddings that have a short and a long form. `threads` are those
@@ -258,7 +259,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}.", fix="use 'auto' or one of these.")
-    source = ModelSource.find(path_or_id)
+    source = ModelSource.find(path_or_id, revision)
     config = source.read_config()
     refuse_unknown(config, path_or_id)
     refuse_unsupported(config, path_or_id)
@@ -326,6 +327,7 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
                 source.name,
                 config=config,
                 dtype=dtype,
+                revision=source.revision,
                 local_files_only=source.local,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -359,7 +361,9 @@ def _transformers_config(source: ModelSource) -> Any:
     raw = source.read_config()
     other = ALIASES.get(str(raw.get("model_type")))
     if other is None:
-        return AutoConfig.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            source.name, revision=source.revision, local_files_only=source.local, trust_remote_code=False
+        )
     own = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map")}
     return AutoConfig.for_model(other, **own)
 

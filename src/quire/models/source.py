@@ -15,39 +15,30 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelLoadError
-from quire.spec.bundled import BUNDLED_MODELS
+from quire.plan.source import model_folder
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model or tokenizer is read from. `local`: a folder, so the network is never asked."""
+    """Where a model or tokenizer is read from. `local`: a folder, so the network is never asked. `revision` is that of
+    the hub, None for its main branch."""
 
     name: str
     local: bool
+    revision: str | None = None
 
     @classmethod
-    def find(cls, name: str) -> ModelSource:
-        """The source `name` means: a bundled model, a folder (what looks like a path must be one), or a hub name."""
-        path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
-        if path.is_dir():
-            return cls(str(path), True)
-        if path.exists():
-            raise ModelLoadError(
-                f"'{name}' is a file; a model is a folder with config.json and *.safetensors files.",
-                fix=f"pass the folder, '{path.parent}'.",
-            )
-        if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
-            raise ModelLoadError(
-                f"there is no folder '{name}'.", fix="check the path; a hub name has the form 'owner/model'."
-            )
-        return cls(name, False)
+    def find(cls, name: str, revision: str | None = None) -> ModelSource:
+        """The source `name` means: a bundled model, a folder, or a hub name. Raises what `model_folder` raises."""
+        folder = model_folder(name)
+        return cls(name, False, revision) if folder is None else cls(str(folder), True)
 
     def read_config(self) -> dict[str, Any]:
         """The contents of config.json, unchanged."""
         if self.local:
             return self._read_local_config()
         with reading(self, "config.json"), quiet():
-            found, _ = PreTrainedConfig.get_config_dict(self.name)
+            found, _ = PreTrainedConfig.get_config_dict(self.name, revision=self.revision)
         if not found:
             raise ModelLoadError(f"'{self.name}' has no config.json.", fix="name a repository that holds a model.")
         return dict(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.source import ModelSource, quiet, reading
+from quire.plan.source import check_tokenizer
 from quire.spec.ids import Ids
 
 
@@ -64,13 +66,22 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
 
-def load_tokenizer(path_or_id: str) -> Tokenizer:
-    """The tokenizer in a folder or on the hub. Raises ModelLoadError where there is none that can be read."""
-    source = ModelSource.find(path_or_id)
+def load_tokenizer(path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer in a folder or on the hub, with the chat template in the file `chat_template` where one is named.
+
+    Raises ModelLoadError where there is none that can be read.
+    """
+    source = ModelSource.find(path_or_id, revision)
+    if source.local:
+        check_tokenizer(Path(source.name))
     with quiet(), reading(source, "the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source.name, local_files_only=source.local, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.name, revision=source.revision, local_files_only=source.local, trust_remote_code=False
+        )
     if not len(tokenizer):
         raise ModelLoadError(
             f"'{path_or_id}' has no tokenizer.", fix="add tokenizer.json, or run with token ids and no tokenizer."
         )
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return Tokenizer(tokenizer, name=path_or_id)

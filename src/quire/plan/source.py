@@ -15,6 +15,7 @@ from quire.spec.bundled import BUNDLED_MODELS
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
 _TIMEOUT_S = 5
+_TOKENIZER_FILES = ("*token*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
@@ -43,6 +44,35 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
             + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue.",
         )
     return _read_file(_download(name)), f"hub: {name}"
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder of a model to load: a bundled one's, or what looks like a path; None for a hub name.
+
+    Raises ModelLoadError where there is no such folder.
+    """
+    path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelLoadError(
+            f"'{name}' is a file; a model is a folder with config.json and *.safetensors files.",
+            fix=f"pass the folder, '{path.parent}'.",
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+        raise ModelLoadError(
+            f"there is no folder '{name}'.", fix="check the path; a hub name has the form 'owner/model'."
+        )
+    return None
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ModelLoadError, with what to do, where a model's folder has no file of a tokenizer."""
+    if not any(found for pattern in _TOKENIZER_FILES for found in folder.glob(pattern)):
+        raise ModelLoadError(
+            f"the folder '{folder}' has no tokenizer.",
+            fix="name one with --tokenizer, or send token ids to a server with --skip-tokenizer-init.",
+        )
 
 
 def _with_quantisation(path: Path) -> Mapping[str, Any]:
