@@ -9,9 +9,8 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
-
 from quire.cli.demo_view import print_serving
+from rich.console import Console
 
 PICTURE = Path(__file__).parent / "images" / "demo.svg"
 
