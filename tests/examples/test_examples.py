@@ -86,6 +86,11 @@ def test_examples_are_short_listed_in_order_and_use_public_names() -> None:
         assert "quire.testing" not in text
 
 
+def test_the_readme_is_a_first_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200 and len(text.encode()) <= 12_000
+
+
 def _blocks(language: str) -> list[str]:
     """The different blocks of a language, of all documents."""
     texts = (path.read_text(encoding="utf-8") for path in DOCUMENTS)
