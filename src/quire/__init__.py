@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.cache.running import RunningBatch
     from quire.cache.statistics import CacheStatistics, FrameCounts
     from quire.engine.async_engine import AsyncEngine
-    from quire.engine.config import EngineConfig
+    from quire.engine.config import EngineConfig, engine_config
     from quire.engine.llm import LLM
     from quire.engine.output import CompletionOutput, RequestOutput
     from quire.errors import (
@@ -117,6 +117,7 @@ __all__ = [
     "StoreKey",
     "UnsupportedModel",
     "__version__",
+    "engine_config",
     "find_device",
     "format_bytes",
     "make_plan",
@@ -134,7 +135,7 @@ _NAMES = {
     "cache.running": ("RunningBatch",),
     "cache.statistics": ("CacheStatistics", "FrameCounts"),
     "engine.async_engine": ("AsyncEngine",),
-    "engine.config": ("EngineConfig",),
+    "engine.config": ("EngineConfig", "engine_config"),
     "engine.llm": ("LLM",),
     "engine.output": ("CompletionOutput", "RequestOutput"),
     "errors": (

@@ -16,7 +16,7 @@ import quire
 from quire.cli.app import app
 
 NAMES = {
-    "An engine": "LLM SamplingParams RequestOutput CompletionOutput AsyncEngine EngineConfig",
+    "An engine": "LLM SamplingParams RequestOutput CompletionOutput AsyncEngine EngineConfig engine_config",
     "The cache": "KVCache PrefixHit RequestKV RunningBatch CacheStatistics FrameCounts Namespace Pool",
     "Models and groups": "ModelSpec read_model_config GroupSpec ReachSpec PageLayout Field DType",
     "Plans": "make_plan PlanSettings Plan MemoryPlan options_to_fit find_device Parallelism parse_bytes format_bytes",

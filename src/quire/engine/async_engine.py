@@ -89,7 +89,7 @@ class _Progress:
 
 
 class AsyncEngine:
-    """Make one with `await AsyncEngine.start(config)`; belongs to the event loop it was started in."""
+    """An engine in a process of its own, for the event loop that made it by `await AsyncEngine.start(config)`."""
 
     def __init__(self, process: EngineProcess, tokenizer: Tokenizer | None, *, stall_after_s: float) -> None:
         self.tokenizer = tokenizer

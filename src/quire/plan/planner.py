@@ -33,7 +33,7 @@ _NO_LIMIT = 2**62  # tokens of a stage that keeps states alone
 
 
 def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None = None) -> Plan:
-    """Plan a server.
+    """The plan of a server: what of its memory each pool gets, and how many tokens and requests fit.
 
     Every pipeline stage is solved for; the tokens are those of the stage with the least room, all stages get pools for
     that many, and the rank of that stage is the one shown. More requests than fit are not planned for: then the plan is

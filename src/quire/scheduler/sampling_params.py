@@ -15,7 +15,7 @@ _MOST_ID = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Validated on construction: a bad value raises `InvalidInput` naming the field, the value and the range.
+    """How a prompt goes on: what is drawn, and when it ends. Raises InvalidInput for a bad value, with the range.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
     context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
