@@ -122,6 +122,8 @@ def test_refusals_name_the_numbers(folder: Path) -> None:
         llm.generate([[1] * 95], SamplingParams(max_tokens=6))
     with pytest.raises(InvalidInput, match="empty"):
         llm.generate([{"prompt_token_ids": []}], GREEDY)
+    with pytest.raises(InvalidInput, match="nothing else"):
+        llm.generate([{"prompt_token_ids": [1], "cache_salt": "a"}], GREEDY)
     with pytest.raises(InvalidInput, match="outside the vocabulary"):
         llm.generate([[1, 256]], GREEDY)
     with pytest.raises(InvalidInput, match="tokenizer"):

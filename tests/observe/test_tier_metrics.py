@@ -50,9 +50,9 @@ def statistics(**tiers: Any) -> dict[str, Any]:
 
 def samples(found: dict[str, Any]) -> dict[tuple[str, ...], float]:
     """By name and the values of the labels, in the order of the labels' names."""
-    text = ServerMetrics(lambda: found, lambda: True).text().decode()
+    text = ServerMetrics(lambda: found, lambda: True, model_name="m", version="1").text().decode()
     return {
-        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels.keys() - {"model_name"}))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }

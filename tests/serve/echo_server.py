@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from functools import partial
 
 from quire.engine.async_engine import AsyncEngine
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--api-key")
     parser.add_argument("--drain", type=float, default=5.0)
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
 
     def on_ready(running: Running) -> None:
         print(json.dumps({"url": running.url}), flush=True)

@@ -166,7 +166,7 @@ def test_metrics(server: LiveServer, client: OpenAI) -> None:
     status, text = server.request("/metrics")
     assert status == 200
     samples = {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *[value for name, value in sample.labels.items() if name != "model_name"]): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -204,6 +204,12 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
     ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "non-empty"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
     ("completions", {"prompt": "a", "echo": True}, 400, "echo", "leave echo out"),
+    ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "use temperature"),
+    ("completions", {"prompt": "a", "max_token": 5}, 400, "max_token", "use max_tokens"),
+    ("completions", {"prompt": "a", "xyz": {}}, 400, "xyz", "leave it out"),
+    ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex", "would change the answer"),
+    ("completions", {"prompt": "a", "typical_p": 0.5}, 400, "typical_p", "would change the answer"),
+    ("chat/completions", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens", "would change"),
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "not supported"),
     ("completions", {"prompt": "a" * 600}, 400, None, "512"),
@@ -244,7 +250,8 @@ def test_bad_bodies(
 
 
 def test_harmless_fields_are_ignored(server: LiveServer) -> None:
-    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "response_format": {"type": "text"}}
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "typical_p": 1.0, "nothing": None}
+    harmless |= {"add_special_tokens": False, "response_format": {"type": "text"}}
     status, answer = server.request("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2} | harmless)
     assert status == 200, answer
 

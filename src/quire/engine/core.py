@@ -25,6 +25,7 @@ from quire.memory.host_pool import Progress
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
+from quire.observe.histogram import Histogram
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Stored
 from quire.offload.flush import Flushed, change_model, flush, flushed
@@ -107,6 +108,8 @@ class EngineCore:
         self._in_flight: Launched | None = None
         self._settled_at = 0.0  # when the last step did, by `time.perf_counter`
         self._ended: list[TokenOutput] = []
+        self._queued: dict[str, float] = {}  # when a sequence that was not admitted yet was added
+        self.queue_s = Histogram()
         self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
 
     def _wire(self) -> None:
@@ -164,6 +167,7 @@ class EngineCore:
         except QuireError:
             self._counts["refused"] += 1
             raise
+        self._queued[message.request_id] = time.perf_counter()
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         """End a sequence at any moment; unknown and finished ids are ignored. Its last output says "abort".
@@ -171,6 +175,7 @@ class EngineCore:
         `stopped`: its text ended on a stop string, which only its reader sees; that counts as finished.
         """
         if self.scheduler.abort(request_id) is not None:
+            self._queued.pop(request_id, None)
             self._counts["finished" if stopped else "aborted"] += 1
             self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
@@ -226,6 +231,7 @@ class EngineCore:
         self.offload.retention.expire()
         step = self.scheduler.schedule()
         for request in step.admitted:
+            self.queue_s.observe(time.perf_counter() - self._queued.pop(request.request_id))
             self._explain(request, outputs)
         if not len(step) and self._in_flight is None and not len(outputs):
             self.offload.ahead.wait_moves(_MOVES_S)
@@ -389,6 +395,7 @@ class EngineCore:
             "refused_requests": self._counts["refused"],
             "failed_requests": self._counts["failed"],
             "steps": self._counts["steps"],
+            "queue_seconds": self.queue_s.to_dict(),
             "retentions": len(self.offload.retention),
             "retained_pages": self.offload.retention.num_pages,
             "retentions_expired": self.offload.retention.num_expired,

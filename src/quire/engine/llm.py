@@ -202,8 +202,11 @@ class LLM:
         text: str | None = None
         ids: Any = prompt
         if isinstance(prompt, Mapping):
-            if not {"prompt", "prompt_token_ids"} & set(prompt):
-                raise InvalidInput(f"a prompt needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}.")
+            known = {"prompt", "prompt_token_ids"}
+            if not known & set(prompt) or set(prompt) - known:
+                raise InvalidInput(
+                    f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, got {sorted(prompt)}."
+                )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):
             text, ids = prompt, None

@@ -6,13 +6,15 @@ twice and no number exists in two places. Counters restart with the engine proce
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.observe.histogram import TOKENS, Histogram
 from quire.observe.tier_metrics import tier_metrics
 
 FRAME_STATES = ("free", "private", "cached", "moving", "quarantined")
@@ -50,8 +52,6 @@ GAUGES = {
     "page_size": "Tokens in a page.",
 }
 
-_LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
 Snapshot = Callable[[], Mapping[str, Any]]
 
 
@@ -72,9 +72,15 @@ class EngineCollector(Collector):
         for key, text in GAUGES.items():
             if key in statistics:
                 yield GaugeMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
+        if "queue_seconds" in statistics:
+            yield _histogram(
+                "quire_request_queue_time_seconds", "Sequence queued to admitted.", statistics["queue_seconds"]
+            )
         causes = statistics.get("explained_tokens")
         if causes:
             yield self._causes(causes)
+        if statistics.get("num_pages"):
+            yield self._usage(statistics)
         groups = statistics.get("frames", {})
         tiers = statistics.get("tiers") or {}
         yield self._frames({"device": groups, "host": tiers.get("host", {})})
@@ -85,6 +91,15 @@ class EngineCollector(Collector):
             for group, frames in groups.items():
                 family.add_metric((group,), float(frames.get(name, 0)))
             yield family
+
+    def _usage(self, statistics: Mapping[str, Any]) -> GaugeMetricFamily:
+        pages = next(iter(statistics["frames"].values()))
+        held = pages["total"] - pages["free"] - statistics["evictable_pages"]
+        return GaugeMetricFamily(
+            "quire_kv_cache_usage_ratio",
+            "Pages that requests hold, of all, from 0 to 1: pages that could be evicted count as free.",
+            value=max(0.0, held / pages["total"]),
+        )
 
     def _causes(self, causes: Mapping[str, int]) -> CounterMetricFamily:
         family = CounterMetricFamily(
@@ -109,21 +124,63 @@ class EngineCollector(Collector):
         return family
 
 
-class ServerMetrics:
-    """All metrics of one server, in a registry of their own."""
+class ServerMetrics(Collector):
+    """All metrics of one server; each sample says of which model."""
 
-    def __init__(self, statistics: Snapshot, healthy: Callable[[], bool]) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(statistics, healthy))
-        self.first_token_s = self._histogram("quire_time_to_first_token_seconds", "Request received to first token.")
-        self.request_s = self._histogram("quire_request_latency_seconds", "Request received to last token.")
-        self.responses = Counter(
-            "quire_http_responses", "HTTP responses by route and status.", ("route", "status"), registry=self.registry
+    def __init__(self, statistics: Snapshot, healthy: Callable[[], bool], *, model_name: str, version: str) -> None:
+        self._engine = EngineCollector(statistics, healthy)
+        self._model_name = model_name
+        self._version = version
+        self.first_token_s = Histogram()
+        self.inter_token_s = Histogram()
+        self.request_s = Histogram()
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generation_tokens = Histogram(TOKENS)
+        self.finished = Counter[str]()  # sequences, by how they ended
+        self.responses = Counter[tuple[str, str]]()  # by route and status
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of one scrape."""
+        for family in (*self._engine.collect(), *self._own()):
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name}) for sample in family.samples
+            ]
+            yield family
+
+    def _own(self) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Request received to first token.", self.first_token_s),
+            ("inter_token_latency_seconds", "A sequence's token to its next.", self.inter_token_s),
+            ("request_latency_seconds", "Request received to last token.", self.request_s),
+            ("request_prompt_tokens", "Prompt tokens of a request.", self.prompt_tokens),
+            ("request_generation_tokens", "Tokens that a request generated.", self.generation_tokens),
+        ):
+            yield _histogram(f"quire_{name}", text, histogram.to_dict())
+        ended = CounterMetricFamily(
+            "quire_request_success", "Sequences that ended, by how.", labels=("finished_reason",)
         )
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, registry=self.registry, buckets=_LATENCY_BUCKETS_S)
+        for reason in dict.fromkeys(("stop", "length", "abort", "error", *self.finished)):
+            ended.add_metric((reason,), self.finished[reason])
+        yield ended
+        responses = CounterMetricFamily(
+            "quire_http_responses", "HTTP responses by route and status.", labels=("route", "status")
+        )
+        for labels, count in self.responses.items():
+            responses.add_metric(labels, count)
+        yield responses
+        build = GaugeMetricFamily("quire_build_info", "1; the version is a label.", labels=("version",))
+        build.add_metric((self._version,), 1.0)
+        yield build
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+
+def _histogram(name: str, text: str, counted: Mapping[str, Any]) -> HistogramMetricFamily:
+    buckets = [(str(float(bound)), float(count)) for bound, count in counted["at_most"]]
+    return HistogramMetricFamily(
+        name, text, buckets=[*buckets, ("+Inf", float(counted["count"]))], sum_value=float(counted["sum"])
+    )

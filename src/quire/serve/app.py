@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from quire import __version__
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.process import Core
 from quire.errors import EngineDead, UnknownModel
@@ -30,7 +31,12 @@ def create_app(
     api_key: str | None = None,
 ) -> FastAPI:
     """The app that serves `engine`, which must be started and is not shut down by the app."""
-    metrics = ServerMetrics(lambda: engine.last_statistics, lambda: engine.health().healthy)
+    metrics = ServerMetrics(
+        lambda: engine.last_statistics,
+        lambda: engine.health().healthy,
+        model_name=model_name,
+        version=__version__,
+    )
     service = Service(engine=engine, metrics=metrics, model_name=model_name, started_at=int(time.time()))
     app = FastAPI(title="Quire", summary="OpenAI-compatible server on a paged, prefix-shared KV cache.")
     errors.install(app)

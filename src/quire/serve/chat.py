@@ -56,7 +56,7 @@ def chat_router(service: Service) -> APIRouter:
         body.check()
         params = body.params()
         prompt = await chat_prompt(service.engine.tokenizer, body.messages, body.chat_template_kwargs or {})
-        submit = Generation.submit(service, [prompt], params, body, kind="chatcmpl")
+        submit = Generation.submit(service, [prompt], params, body, kind="chatcmpl", client_id=request.state.request_id)
         generation = await while_connected(request, submit)
         if body.stream:
             return EventStream(_events(service, body, generation), on_close=generation.close)

@@ -24,7 +24,9 @@ def completions_router(service: Service) -> APIRouter:
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()
-        submit = Generation.submit(service, body.prompts(), body.params(), body, kind="cmpl")
+        submit = Generation.submit(
+            service, body.prompts(), body.params(), body, kind="cmpl", client_id=request.state.request_id
+        )
         generation = await while_connected(request, submit)
         if body.stream:
             return EventStream(_events(service, body, generation), on_close=generation.close)

@@ -1,4 +1,4 @@
-"""What every request passes before its route: the API key, the size limit, and the count of answers.
+"""What every request passes before its route: its id, the API key, the size limit, and the count of answers.
 
 Plain ASGI, so that a closed connection reaches the routes untouched.
 """
@@ -6,13 +6,23 @@ Plain ASGI, so that a closed connection reaches the routes untouched.
 from __future__ import annotations
 
 import hmac
+import logging
+import re
+import uuid
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import BodyTooLarge, QuireError, WrongKey
 from quire.observe.metrics import ServerMetrics
 from quire.serve.errors import error_response
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "X-Request-Id"
+"""Header that a client may send, and gets back; without it, it gets one of the server's."""
+
+_IS_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
@@ -30,13 +40,21 @@ class Gate:
             await self._app(scope, receive, send)
             return
 
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if _IS_ID.fullmatch(given) else uuid.uuid4().hex
+
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "other")
-                self._metrics.responses.labels(route, str(message["status"])).inc()
+                route, status = getattr(scope.get("route"), "path", "other"), str(message["status"])
+                self._metrics.responses[route, status] += 1
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                if message["status"] >= 400:
+                    logger.info("%s %s: %s [%s]", scope["method"], route, status, request_id)
             await send(message)
 
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
+        scope.setdefault("state", {})["request_id"] = request_id
+        refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
             await error_response(refusal)(scope, receive, counted_send)
             return

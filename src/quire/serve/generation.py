@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.errors import BadField
 from quire.serve.protocol import MAX_CHOICES, GenerationBody
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +46,20 @@ class Generation:
     Made by `submit`; whoever holds it calls `close`, which aborts what still runs.
     """
 
-    def __init__(self, service: Service, params: SamplingParams, num_prompts: int, *, kind: str) -> None:
+    def __init__(
+        self, service: Service, params: SamplingParams, num_prompts: int, *, kind: str, client_id: str
+    ) -> None:
         self.request_id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self._client_id = client_id
         self._service = service
         self._params = params
         self._streams: list[RequestStream | None] = [None] * num_prompts
         self._started_s = time.perf_counter()
+        self._first_token_s: float | None = None
+        self._last_token_s: dict[int, float] = {}  # by choice
+        self._finish_reasons: dict[int, str] = {}  # by choice
+        self._ended_s: float | None = None
         self._num_output_tokens = 0
         self._cached: dict[int, tuple[int, int, int]] = {}  # by prompt: tokens, of these from the host, from storage
         self._has_tiers = bool(service.engine.start_statistics.get("tiers"))
@@ -62,6 +73,7 @@ class Generation:
         body: GenerationBody,
         *,
         kind: str,
+        client_id: str,
     ) -> Generation:
         """Hand all prompts to the engine, or none: the first refusal takes back the others and is raised."""
         if len(prompts) * params.n > MAX_CHOICES:
@@ -71,7 +83,7 @@ class Generation:
                 param="n",
                 fix="send several requests.",
             )
-        generation = cls(service, params, len(prompts), kind=kind)
+        generation = cls(service, params, len(prompts), kind=kind, client_id=client_id)
 
         async def submit_one(i: int) -> None:
             generation._streams[i] = await service.engine.submit(
@@ -101,7 +113,6 @@ class Generation:
         if len(streams) == 1:
             async for delta in streams[0]:
                 yield self._note(0, delta)
-            self._service.metrics.request_s.observe(time.perf_counter() - self._started_s)
             return
         queue: asyncio.Queue[tuple[int, SequenceDelta] | QuireError | None] = asyncio.Queue()
         pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
@@ -118,7 +129,6 @@ class Generation:
         finally:
             for pump in pumps:
                 pump.cancel()
-        self._service.metrics.request_s.observe(time.perf_counter() - self._started_s)
 
     async def finish(self) -> list[RequestOutput]:
         """Wait for the end; the outputs, prompt by prompt."""
@@ -144,21 +154,57 @@ class Generation:
         return {"cached_tokens": cached, "cached_tokens_by_tier": by_tier}
 
     def close(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Abort what still runs, and take down what became of the request. Idempotent."""
         for stream in self._streams:
             if stream is not None:
                 stream.close()
+        if self._ended_s is None and all(self._streams):
+            self._ended_s = time.perf_counter() - self._started_s
+            self._take_down(self._ended_s)
+
+    def _take_down(self, seconds: float) -> None:
+        usage, metrics = self.usage(), self._service.metrics
+        choices = range(len(self._streams) * self._params.n)
+        reasons = Counter(self._finish_reasons.get(choice, "abort") for choice in choices)
+        metrics.finished.update(reasons)
+        metrics.prompt_tokens.observe(usage["prompt_tokens"])
+        metrics.generation_tokens.observe(usage["completion_tokens"])
+        if not {"abort", "error"} & set(reasons):
+            metrics.request_s.observe(seconds)
+        logger.info(
+            "%s [%s]: %d prompt tokens, %d cached, %d output tokens, first after %s, %.3f s, %s",
+            self.request_id,
+            self._client_id,
+            usage["prompt_tokens"],
+            usage["prompt_tokens_details"]["cached_tokens"],
+            usage["completion_tokens"],
+            "-" if self._first_token_s is None else f"{self._first_token_s:.3f} s",
+            seconds,
+            ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items())),
+        )
 
     def _open_streams(self) -> list[RequestStream]:
         return [stream for stream in self._streams if stream is not None]
 
     def _note(self, prompt: int, delta: SequenceDelta) -> tuple[int, SequenceDelta]:
-        if delta.token_ids and not self._num_output_tokens:
-            self._service.metrics.first_token_s.observe(time.perf_counter() - self._started_s)
+        choice = prompt * self._params.n + delta.index
+        if delta.token_ids:
+            self._time(choice, time.perf_counter() - self._started_s)
+        if delta.finish_reason is not None:
+            self._finish_reasons[choice] = delta.finish_reason
         self._num_output_tokens += len(delta.token_ids)
         found = (delta.num_cached_tokens, delta.num_host_tokens, delta.num_storage_tokens)
         self._cached[prompt] = min(self._cached.get(prompt, found), found, key=lambda cached: cached[0])
-        return prompt * self._params.n + delta.index, delta
+        return choice, delta
+
+    def _time(self, choice: int, now: float) -> None:
+        """A token of a choice came, so many seconds after the request."""
+        if self._first_token_s is None:
+            self._first_token_s = now
+            self._service.metrics.first_token_s.observe(now)
+        if choice in self._last_token_s:
+            self._service.metrics.inter_token_s.observe(now - self._last_token_s[choice])
+        self._last_token_s[choice] = now
 
 
 async def _pump(

@@ -2,11 +2,14 @@
 
 A field that Quire does not have is either harmless (`user`, `metadata`, `store`: ignored) or would change the answer
 (`tools`, `response_format`): those are refused by name, because an answer that silently ignores them is a wrong answer.
+A field that nothing here knows is refused with the nearest known name: it may be a typing error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -22,37 +25,82 @@ MAX_CHOICES = 512
 _NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 REFUSED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (None, True),
+    "add_special_tokens": (None, True),
     "allowed_token_ids": _NOTHING,
     "audio": _NOTHING,
     "bad_words": _NOTHING,
     "best_of": (None, 1),
     "chat_template": _NOTHING,
+    "continue_final_message": _NOTHING,
+    "custom_logit_processor": _NOTHING,
     "documents": _NOTHING,
+    "dry_multiplier": (None, 0, 0.0),
     "echo": _NOTHING,
+    "ebnf": _NOTHING,
     "function_call": (*_NOTHING, "none"),
     "functions": _NOTHING,
     "guided_choice": _NOTHING,
     "guided_grammar": _NOTHING,
     "guided_json": _NOTHING,
     "guided_regex": _NOTHING,
+    "json_schema": _NOTHING,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _NOTHING,
+    "lora_path": _NOTHING,
     "mm_processor_kwargs": _NOTHING,
     "modalities": (*_NOTHING, ["text"]),
+    "no_stop_trim": _NOTHING,
+    "prediction": _NOTHING,
     "prompt_embeds": _NOTHING,
     "prompt_logprobs": (None,),
     "reasoning_effort": (*_NOTHING, "none"),
+    "regex": _NOTHING,
     "response_format": (*_NOTHING, {"type": "text"}),
+    "return_tokens_as_token_ids": _NOTHING,
+    "sampling_seed": (None,),
+    "stop_regex": _NOTHING,
     "structured_outputs": _NOTHING,
     "suffix": _NOTHING,
     "tool_choice": (*_NOTHING, "none"),
     "tools": _NOTHING,
     "truncate_prompt_tokens": (None,),
+    "typical_p": (None, 1, 1.0),
     "use_beam_search": _NOTHING,
     "verbosity": (None, "medium"),
+    "vllm_xargs": _NOTHING,
     "web_search_options": _NOTHING,
 }
 """Fields that would change the answer, and the values with which they would not."""
+
+IGNORED = frozenset(
+    {
+        "detokenize",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "rid",
+        "safety_identifier",
+        "service_tier",
+        "skip_reading_prefix_cache",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+    }
+)
+"""Fields that other servers know and that change nothing in the answer of this one."""
+
+
+def unknown_field(name: str, known: Iterable[str]) -> BadField:
+    """The error for a field that nothing knows, with the nearest name that is known."""
+    near = get_close_matches(name, known, n=1)
+    return BadField(
+        f"{name[:60]} is no field of this request.",
+        param=name[:60],
+        fix=f"use {near[0]}, or leave it out." if near else "leave it out.",
+    )
 
 
 def _encodable(text: str) -> str:
@@ -95,6 +143,8 @@ class GenerationBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED
+
     model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -134,7 +184,9 @@ class GenerationBody(BaseModel):
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""
         for name, value in (self.model_extra or {}).items():
-            if value not in REFUSED.get(name, (value,)):
+            if name not in self.refused and name not in IGNORED and value is not None:
+                raise unknown_field(name, type(self).model_fields)
+            if value not in self.refused.get(name, (value,)):
                 raise BadField(
                     f"{name} is not supported and would change the answer.", param=name, fix=f"leave {name} out."
                 )
@@ -228,6 +280,8 @@ class Message(BaseModel):
 
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
+
+    refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Int32 | None = None

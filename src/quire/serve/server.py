@@ -108,13 +108,16 @@ async def _serve(
     loop = asyncio.get_running_loop()
     http: _Server | None = None
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stopping.is_set() and http is not None:
+            logger.warning("%s again: open requests are dropped", number.name)
             http.force_exit = True
+        else:
+            logger.warning("%s: no new requests; open ones get %g s to finish", number.name, server.drain_s)
         stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     engine = await _started(starting, stopping)
     if engine is None:
         return
