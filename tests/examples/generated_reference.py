@@ -140,10 +140,10 @@ def metrics() -> str:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
             statistics = llm.statistics()
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
-    server = ServerMetrics(lambda: statistics, lambda: True)
-    server.responses.labels("/v1/completions", "200")
-    for family in server.registry.collect():
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+    server = ServerMetrics(lambda: statistics, lambda: True, model_name="", version="")
+    server.responses["/v1/completions", "200"] += 1
+    for family in server.collect():
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
         name = family.name + ("_total" if family.type == "counter" else "")
         shown = ", ".join(f"`{label}`" for label in labels) or "-"
         lines.append(f"| `{name}` | {family.type} | {shown} | {_one_line(family.documentation)} |")
