@@ -85,7 +85,7 @@ def test_a_dead_engine_fails_health_and_every_request() -> None:
         assert live.request("/v1/cache/statistics")[0] == 503
         status, metrics = live.request("/metrics")
         assert status == 200
-        assert "quire_healthy 0.0" in metrics
+        assert 'quire_healthy{model_name="echo"} 0.0' in metrics
         live.terminate()
         assert live.wait() == 0, live.log()
 
