@@ -46,7 +46,7 @@ def metrics(server: LiveServer) -> dict[tuple[str, ...], float]:
     status, text = server.request("/metrics")
     assert status == 200
     return {
-        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels.keys() - {"model_name"}))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
