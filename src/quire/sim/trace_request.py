@@ -1,20 +1,23 @@
-"""TraceRequest and Trace: requests as they came in, with the tokens the model is going to produce."""
+"""TraceRequest and Trace: requests as they arrived, with the tokens that the model will produce."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypedDict
+
+from typing_extensions import Unpack
 
 from quire.errors import InvalidInput
-from quire.sim.pieces import Piece, num_tokens, tokens_of
+from quire.sim.synthetic_text import Text, tokens_of
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. The arrays belong to whoever iterates; nobody else changes them."""
+    """One request. The arrays belong to the reader of the trace."""
 
     request_id: str
     prompt: Ids
@@ -38,6 +41,21 @@ class TraceRequest:
             fix = "remove it, or use another tokenizer if it has text."
             raise InvalidInput(f"request '{self.request_id}' of the trace has no prompt tokens.", fix=fix)
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Prompt and output tokens."""
+        return len(self.prompt), len(self.output)
+
+
+class RequestFields(TypedDict, total=False):
+    """The optional fields of a `TraceRequest`."""
+
+    session: str
+    namespace: Namespace
+    after: str
+    think: float
+    abort_after: int | None
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -49,6 +67,18 @@ class Planned:
     """The request, given its arrival in seconds from the trace's start."""
     lengths: tuple[int, int] | None = None
     """Prompt and output tokens, where they are known without building."""
+
+    @classmethod
+    def of_texts(
+        cls, request_id: str, prompt: Sequence[Text], output: Text, arrival: float, **fields: Unpack[RequestFields]
+    ) -> Planned:
+        """A request of synthetic texts."""
+        prompt = tuple(prompt)
+
+        def build(arrival: float) -> TraceRequest:
+            return TraceRequest(request_id, tokens_of(prompt), tokens_of([output]), arrival, **fields)
+
+        return cls(arrival, build, (sum(text.length for text in prompt), output.length))
 
 
 class Trace:
@@ -65,7 +95,6 @@ class Trace:
         self._start = self._planned[0].arrival if self._planned else 0.0
 
     def __len__(self) -> int:
-        """Number of requests."""
         return len(self._planned)
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -77,63 +106,20 @@ class Trace:
         """Seconds from the first arrival to the last; those of follow-ups are estimates."""
         return self._planned[-1].arrival - self._start if self._planned else 0.0
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return self._totals[0]
+        return sum(prompt for prompt, _ in self.lengths)
 
-    @property
+    @cached_property
     def output_tokens(self) -> int:
         """Tokens of all outputs, whether or not the client stays to see them."""
-        return self._totals[1]
+        return sum(output for _, output in self.lengths)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
         """Prompt and output tokens of each request."""
-        return tuple(planned.lengths or _lengths(self._built(planned)) for planned in self._planned)
-
-    @cached_property
-    def _totals(self) -> tuple[int, int]:
-        return sum(prompt for prompt, _ in self.lengths), sum(output for _, output in self.lengths)
+        return tuple(planned.lengths or self._built(planned).lengths for planned in self._planned)
 
     def _built(self, planned: Planned) -> TraceRequest:
         return planned.build(round(planned.arrival - self._start, 6))
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedPieces:
-    """A request whose prompt and output are pieces, so that it costs no memory until it is built."""
-
-    request_id: str
-    prompt: tuple[Piece, ...]
-    output: tuple[Piece, ...]
-    arrival: float = 0.0
-    session: str = ""
-    namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
-    after: str = ""
-    think: float = 0.0
-    priority: int = 0
-    abort_after: int | None = None
-
-    def build(self, arrival: float) -> TraceRequest:
-        """The request with its tokens, arriving then."""
-        return TraceRequest(
-            request_id=self.request_id,
-            prompt=tokens_of(self.prompt),
-            output=tokens_of(self.output),
-            arrival=arrival,
-            session=self.session,
-            namespace=self.namespace,
-            after=self.after,
-            think=self.think,
-            priority=self.priority,
-            abort_after=self.abort_after,
-        )
-
-    def planned(self) -> Planned:
-        """What a trace keeps of it."""
-        return Planned(self.arrival, self.build, (num_tokens(self.prompt), num_tokens(self.output)))
-
-
-def _lengths(request: TraceRequest) -> tuple[int, int]:
-    return len(request.prompt), len(request.output)

@@ -4,34 +4,28 @@
     {"body": {"prompt": "Once"}, "response": {"choices": [{"text": " upon"}]}}
 
 `body` may also be called `request`, and a response may have a `body` around it, as in batch files. Without a response
-the output has as many tokens as `usage` says, or `max_tokens`, or 16, and nothing else has them. A timestamp is a date
+the output is a synthetic text of as many tokens as `usage` says, or `max_tokens`, or 16. A timestamp is a date
 in ISO form or a number of seconds, or of milliseconds or microseconds where it could not be a date otherwise. Messages
-are put together with a mark for each role; a prompt may be a list of token ids.
+are joined with a mark for each role; a prompt may be a list of token ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
-from quire.sim.formats.lines import MOST_TOKENS, Line, lines, row_decoder
-from quire.sim.formats.trace_format import Tokenize
-from quire.sim.pieces import Piece, piece_key, tokens_of
+from quire.sim.formats.trace_format import Length, Line, Timestamp, TokenId, Tokenize, TraceFormat, iso_seconds, lines
+from quire.sim.synthetic_text import Text, text_seed, tokens_of
 from quire.sim.trace_request import Planned, TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-_Length = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
-_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-DEFAULT_OUTPUT_TOKENS = 16
+_DEFAULT_OUTPUT_TOKENS = 16
 
 
 class _Message(msgspec.Struct):
@@ -46,7 +40,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: _Length | None = None
+    completion_tokens: Length | None = None
 
 
 class _Response(msgspec.Struct):
@@ -58,9 +52,9 @@ class _Response(msgspec.Struct):
 class _Body(msgspec.Struct):
     messages: list[_Message] = []
     tools: list[Any] = []
-    prompt: str | list[_TokenId] | None = None
-    max_tokens: _Length | None = None
-    max_completion_tokens: _Length | None = None
+    prompt: str | list[TokenId] | None = None
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
     user: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -71,31 +65,28 @@ class _Row(_Body):
     request: _Body | None = None
     response: _Response | None = None
     usage: _Usage | None = None
-    timestamp: Annotated[float, Meta(ge=0)] | str | None = None
+    timestamp: Timestamp | str | None = None
 
 
-_ROWS = row_decoder(_Row)
+_ROWS = msgspec.json.Decoder(_Row)
 
 
-class RequestLog:
-    """Reader of logs of chat and completion requests."""
+def _recognises(path: Path, first: bytes, fields: dict[str, Any]) -> bool:
+    bodies = (fields, fields.get("body"), fields.get("request"))
+    return any(isinstance(body, dict) and ("messages" in body or "prompt" in body) for body in bodies)
 
-    name = "OpenAI request log"
-    has_text = True
 
-    def recognises(self, path: Path, line: bytes, fields: dict[str, object]) -> bool:
-        """By its messages or prompt, which may be in a body."""
-        bodies = (fields, fields.get("body"), fields.get("request"))
-        return any(isinstance(body, dict) and ("messages" in body or "prompt" in body) for body in bodies)
+def _read(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
+    """The text of a request is read from the file again when it is built."""
+    for line in lines(path):
+        row = line.decode(_ROWS)
+        body = row.body or row.request or row
+        if not body.messages and not body.prompt:
+            line.refuse("there are no 'messages' and no 'prompt'")
+        yield Planned(_arrival(line, row.timestamp), partial(_request, line, tokenize))
 
-    def read(self, path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-        """The requests, whose text is read from the file again when they are built."""
-        for line in lines(path):
-            row = line.decode(_ROWS)
-            body = row.body or row.request or row
-            if not body.messages and not body.prompt:
-                line.refuse("there are no 'messages' and no 'prompt'")
-            yield Planned(_arrival(line, row.timestamp), partial(_request, line, tokenize))
+
+REQUEST_LOG = TraceFormat("OpenAI request log", _recognises, _read, has_text=True)
 
 
 def _request(line: Line, tokenize: Tokenize, arrival: float) -> TraceRequest:
@@ -119,29 +110,29 @@ def _request(line: Line, tokenize: Tokenize, arrival: float) -> TraceRequest:
 
 
 def _output(number: int, row: _Row, body: _Body, tokenize: Tokenize) -> Ids:
-    """What was answered, or as many tokens of no meaning as were answered or asked for."""
+    """The answer, or a synthetic text of its length, or of the length that was asked for."""
     response = row.response or _Response()
     response = response.body or response
     if response.choices:
         choice = response.choices[0]
         return tokenize(_said(choice.message) if choice.message else choice.text)
     usage = response.usage or row.usage or _Usage()
-    for length in (usage.completion_tokens, body.max_completion_tokens, body.max_tokens, DEFAULT_OUTPUT_TOKENS):
+    for length in (usage.completion_tokens, body.max_completion_tokens, body.max_tokens, _DEFAULT_OUTPUT_TOKENS):
         if length is not None:
-            return tokens_of([Piece(piece_key("request log output", number), length)])
+            return tokens_of([Text(text_seed("request log output", number), length)])
     raise AssertionError("there is a default")
 
 
 def _conversation(body: _Body) -> str:
-    """Tools, then messages, each after a mark for its role, and the mark of the one to come. What is answered follows
-    as it stands, so that the next turn's text begins with this one's and its answer."""
+    """Tools, then messages, each after a mark for its role, then the mark of the answer. The answer follows unchanged,
+    so that the next turn's text begins with this one's and its answer."""
     tools = f"<|tools|>\n{_json(body.tools)}\n" if body.tools else ""
     messages = "".join(f"<|{message.role}|>\n{_said(message)}\n" for message in body.messages)
     return f"{tools}{messages}<|assistant|>\n"
 
 
 def _said(message: _Message) -> str:
-    """The text of a message; parts that are no text, such as images, stand in it as they were sent."""
+    """The text of a message; parts that are no text, such as images, are in it as JSON."""
     content = message.content or ""
     if not isinstance(content, str):
         content = "".join(str(part["text"]) if "text" in part else _json(part) for part in content)
@@ -158,8 +149,7 @@ def _arrival(line: Line, timestamp: float | str | None) -> float:
         return 0.0
     if isinstance(timestamp, str):
         try:
-            when = datetime.fromisoformat(timestamp)
+            return iso_seconds(timestamp)
         except ValueError as error:
             line.refuse(f"'timestamp': {error}")
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     return timestamp / (1.0 if timestamp < 1e11 else 1e3 if timestamp < 1e14 else 1e6)

@@ -1,4 +1,4 @@
-"""Token traces: the tokens themselves, one request a line. What `write_trace` writes, and what any server can log.
+"""Token traces: the tokens themselves, one request a line. `write_trace` writes them, and any server can log them.
 
     {"prompt_token_ids": [5, 6, 7], "output_token_ids": [8, 9], "timestamp": 1500, "session": "s1"}
 
@@ -20,59 +20,50 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from quire.sim.formats.lines import Line, fields_of, lines, row_decoder
-from quire.sim.formats.trace_format import Tokenize
+from quire.sim.formats.trace_format import Line, Timestamp, TokenId, Tokenize, TraceFormat, fields_of, lines
 from quire.sim.trace_request import Planned, Trace, TraceRequest
 from quire.spec.events import Namespace
 
-_Tokens = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
 _Id = str | int  # 7 is "7"
 
 
 class _Row(msgspec.Struct, omit_defaults=True):
-    prompt_token_ids: Annotated[_Tokens, Meta(min_length=1)]
-    output_token_ids: _Tokens
-    timestamp: Annotated[float, Meta(ge=0)] = 0.0
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    output_token_ids: list[TokenId]
+    timestamp: Timestamp = 0.0
     session: _Id = ""
     request_id: _Id = ""
     after: _Id = ""
-    think: Annotated[float, Meta(ge=0)] = 0.0
+    think: Timestamp = 0.0
     adapter: str = ""
     salt: str = ""
     priority: int = 0
     abort_after: Annotated[int, Meta(ge=0)] | None = None
 
 
-_ROWS = row_decoder(_Row)
+_ROWS = msgspec.json.Decoder(_Row)
 
 
-class TokenTrace:
-    """Reader of token traces."""
+def _read(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
+    """The tokens of a request are read from the file again when it is built."""
+    arrivals: dict[str, float] = {}
+    for line in lines(path):
+        if not arrivals:
+            _refuse_misspelt(line)
+        row = line.decode(_ROWS)
+        lengths = len(row.prompt_token_ids), len(row.output_token_ids)
+        line.check_length("prompt_token_ids", sum(lengths))
+        after = str(row.after)
+        if after and arrivals.get(after, math.inf) > row.timestamp:
+            line.refuse(f"'after' names '{after}', and no line before this one has such a request that is earlier")
+        request_id = _request_id(row, line)
+        if request_id in arrivals:
+            line.refuse(f"there was a request '{request_id}' before")
+        arrivals[request_id] = row.timestamp
+        yield Planned(_seconds(row.timestamp), partial(_request, line), lengths)
 
-    name = "token trace"
-    has_text = False
 
-    def recognises(self, path: Path, line: bytes, fields: dict[str, object]) -> bool:
-        """By its field of prompt tokens."""
-        return "prompt_token_ids" in fields
-
-    def read(self, path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-        """The requests, whose tokens are read from the file again when they are built."""
-        arrivals: dict[str, float] = {}
-        for line in lines(path):
-            if not arrivals:
-                _refuse_misspelt(line)
-            row = line.decode(_ROWS)
-            line.check_length("prompt_token_ids", len(row.prompt_token_ids) + len(row.output_token_ids))
-            after = str(row.after)
-            if after and arrivals.get(after, math.inf) > row.timestamp:
-                line.refuse(f"'after' names '{after}', and no line before this one has such a request that is earlier")
-            request_id = _request_id(row, line)
-            if request_id in arrivals:
-                line.refuse(f"there was a request '{request_id}' before")
-            arrivals[request_id] = row.timestamp
-            lengths = len(row.prompt_token_ids), len(row.output_token_ids)
-            yield Planned(_seconds(row.timestamp), partial(_request, line), lengths)
+TOKEN_TRACE = TraceFormat("token trace", lambda path, first, fields: "prompt_token_ids" in fields, _read)
 
 
 def _refuse_misspelt(line: Line) -> None:
@@ -82,27 +73,6 @@ def _refuse_misspelt(line: Line) -> None:
     for name in fields.keys() - set(_Row.__struct_fields__):
         for likely in get_close_matches(name.lower(), missing, 1, cutoff=0.75):
             line.refuse(f"'{name}' is no field of a token trace, and nearly '{likely}'; write that, or another name")
-
-
-def write_trace(trace: Trace, path: Path) -> None:
-    """Writes `trace` to `path` as a token trace, from which `open_trace` makes the same requests again."""
-    encoder = msgspec.json.Encoder()
-    with path.open("wb") as file:
-        for request in trace:
-            row = _Row(
-                prompt_token_ids=request.prompt.tolist(),
-                output_token_ids=request.output.tolist(),
-                timestamp=_milliseconds(request.arrival),
-                session=request.session,
-                request_id=request.request_id,
-                after=request.after,
-                think=_milliseconds(request.think),
-                adapter=request.namespace.adapter,
-                salt=request.namespace.salt,
-                priority=request.priority,
-                abort_after=request.abort_after,
-            )
-            file.write(encoder.encode(row) + b"\n")
 
 
 def _request_id(row: _Row, line: Line) -> str:
@@ -125,8 +95,24 @@ def _request(line: Line, arrival: float) -> TraceRequest:
     )
 
 
-def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+def write_trace(trace: Trace, path: Path) -> None:
+    """Writes `trace` to `path` as a token trace, from which `open_trace` makes the same requests again."""
+    with path.open("wb") as file:
+        for request in trace:
+            row = _Row(
+                prompt_token_ids=request.prompt.tolist(),
+                output_token_ids=request.output.tolist(),
+                timestamp=round(request.arrival * 1e3, 3),
+                session=request.session,
+                request_id=request.request_id,
+                after=request.after,
+                think=round(request.think * 1e3, 3),
+                adapter=request.namespace.adapter,
+                salt=request.namespace.salt,
+                priority=request.priority,
+                abort_after=request.abort_after,
+            )
+            file.write(msgspec.json.encode(row) + b"\n")
 
 
 def _seconds(milliseconds: float) -> float:

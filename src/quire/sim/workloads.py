@@ -1,0 +1,284 @@
+"""Generated workloads, by name. Each is a function that fills a draft; its other arguments are settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from quire.errors import InvalidInput
+from quire.sim.draft import Conversation, Draft
+from quire.sim.trace_request import Planned
+from quire.spec.events import Namespace
+
+# -- conversations: each prompt repeats what was said before
+
+_TURNS = (1, 1, 2, 3, 3, 4, 5, 6, 8, 10)
+
+
+def chat(draft: Draft, *, requests: int = 200, systems: int = 8, documents: int = 40, rate: float = 2.0) -> None:
+    """Conversations of 1 to 10 turns under popular system prompts, every fourth about a popular document.
+
+    `rate` is new conversations a second.
+    """
+    opening = [draft.text(256, 2048) for _ in range(systems)]
+    attached = [draft.text(1024, 6144) for _ in range(documents)]
+    for number, arrival in enumerate(draft.poisson(rate)):
+        if len(draft.requests) >= requests:
+            break
+        said = [draft.popular(opening, 1.1)]
+        if draft.random.random() < 0.25:
+            said.append(draft.popular(attached, 0.9))
+        conversation = Conversation(draft, f"c{number}", said, arrival=arrival)
+        for turn in range(min(draft.random.choice(_TURNS), requests - len(draft.requests))):
+            think = draft.random.uniform(0.5, 20.0) if turn else 0.0
+            conversation.turn(draft.text(20, 400), draft.between(40, 300), think=think)
+
+
+def sessions(draft: Draft, *, requests: int = 200, systems: int = 16, rate: float = 4.0) -> None:
+    """Many sessions at a time, 1 to 8 turns each, that come back after 96 to 640 requests of others.
+
+    `rate` is requests a second, new sessions and turns together.
+    """
+    opening = [draft.text(256, 2048) for _ in range(systems)]
+    due: list[tuple[int, int, Conversation, int]] = []
+    for tick in range(requests):
+        if due and due[0][0] <= tick:
+            _, number, conversation, turns = heappop(due)
+        else:
+            said, turns, number = [draft.popular(opening)], draft.between(1, 8), tick
+            conversation = Conversation(draft, f"s{number}", said, arrival=tick / rate)
+        wait = draft.between(96, 640)
+        conversation.turn(draft.text(32, 512), draft.between(16, 192), think=wait / rate)
+        if turns > 1:
+            heappush(due, (tick + wait, number, conversation, turns - 1))
+
+
+def alternating(
+    draft: Draft, *, sessions: int = 2, tokens: int = 8192, turns: int = 6, user: int = 200, think: float = 30.0
+) -> None:
+    """A few sessions of `tokens` each, the whole of which every turn repeats, taking turns: the room one needs is where
+    the other was."""
+    for number in range(sessions):
+        conversation = Conversation(draft, f"s{number}", [draft.text(tokens)], arrival=number * think / sessions)
+        for _ in range(turns):
+            conversation.turn(draft.text(user), user // 2 + 1, think=think)
+
+
+def agents(draft: Draft, *, tasks: int = 32, calls: int = 12, tools: int = 1024) -> None:
+    """Agents that call the model in a loop: 86 % of the gaps are under a second, 95 % under ten, the rest minutes.
+
+    `tools` is the length of the instructions that all of them share.
+    """
+    instructions = draft.text(tools)
+    for number in range(tasks):
+        task = draft.text(100, 800)
+        agent = Conversation(draft, f"a{number}", [instructions, task], arrival=draft.random.uniform(0.0, 20.0))
+        for _ in range(calls):
+            draw = draft.random.random()
+            low, high = (0.05, 1.0) if draw < 0.86 else (1.0, 10.0) if draw < 0.95 else (60.0, 600.0)
+            think = draft.random.uniform(low, high)
+            agent.turn(draft.text(20, 600), draft.between(20, 160), think=think)
+
+
+# -- prefixes that a cache finds hard to keep, or to find
+
+
+def rag_scan(draft: Draft, *, requests: int = 200, system: int = 2048, hot_every: int = 8, rate: float = 4.0) -> None:
+    """A scan: long prompts of passages that never come again, and every `hot_every`-th request a short question under
+    one system prompt, which a cache should not forget for the passages."""
+    hot = draft.text(system)
+    for number, arrival in zip(range(requests), draft.poisson(rate), strict=False):
+        if number % hot_every:
+            prompt = [draft.text(256, 512) for _ in range(4)]
+        else:
+            prompt = [hot, draft.text(20, 100)]
+        draft.add(prompt, draft.text(16, 64), arrival=arrival)
+
+
+def mixed_prefixes(
+    draft: Draft, *, requests: int = 400, large: int = 4, small: int = 96, tokens: int = 8192, rate: float = 4.0
+) -> None:
+    """`large` prefixes of up to `tokens` and `small` ones of a 16th to a 64th of that, every one asked for alike: a
+    cache that takes the large ones for one entry each has room for little else."""
+    shared = [draft.text(tokens // 2, tokens) for _ in range(large)]
+    shared += [draft.text(max(tokens // 64, 1), max(tokens // 16, 1)) for _ in range(small)]
+    for _, arrival in zip(range(requests), draft.poisson(rate), strict=False):
+        draft.add([draft.random.choice(shared), draft.text(10, 50)], draft.text(8, 32), arrival=arrival)
+
+
+def match_unit(draft: Draft, *, unit: int = 64, requests: int = 4, rate: float = 2.0) -> None:
+    """Families of `requests` prompts that share just less than a unit, a unit and just more, and 1,600 tokens of 2,200
+    and 1,500 of 2,200: what is found depends on the unit in which prefixes match."""
+    lengths = [(shared, 2 * unit) for shared in (unit - 1, unit, unit + 1) if shared]
+    arrival = 0.0
+    for shared, own in (*lengths, (1600, 600), (1500, 700)):
+        prefix = draft.text(shared)
+        for _ in range(requests):
+            session = f"{shared}+{own}"
+            draft.add([prefix, draft.text(own)], draft.text(8), arrival=arrival, session=session)
+            arrival += 1 / rate
+
+
+# -- more than there is room for, just as much, and less
+
+
+def over_commit(
+    draft: Draft, *, pool: int = 16384, ratio: float = 1.25, prompt: int = 128, output: int = 512, rate: float = 50.0
+) -> None:
+    """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and not all
+    of them can end without another giving way."""
+    requests = max(round(pool * ratio / (prompt + output)), 1)
+    for _, arrival in zip(range(requests), draft.poisson(rate), strict=False):
+        length = draft.between(output // 2 + 1, output + output // 2)
+        draft.add([draft.text(prompt)], draft.text(length), arrival=arrival)
+
+
+def two_loads(draft: Draft, *, pool: int = 16384, share: float = 0.6, rounds: int = 4, output: int = 64) -> None:
+    """Two prompts of `share` of the pool at the same time, again and again: each fits, both do not."""
+    prompts = [draft.text(max(int(pool * share) - output, 1)) for _ in range(2)]
+    for number in range(rounds):
+        for prompt in prompts:
+            draft.add([prompt], draft.text(output), arrival=number * 10.0)
+
+
+def near_capacity(draft: Draft, *, pool: int = 4096, page: int = 16, rounds: int = 2, output: int = 32) -> None:
+    """Requests of a pool's length, and of up to two pages less and more; the longer ones can never be served."""
+    for number in range(rounds):
+        for at, pages in enumerate((0, -2, 1, -1, 2)):
+            prompt = draft.text(max(pool + pages * page - output, 1))
+            arrival = number * 50.0 + at * 10.0
+            draft.add([prompt], draft.text(output), arrival=arrival, session=f"{pages:+d} pages")
+
+
+def abort_storm(
+    draft: Draft, *, requests: int = 200, share: float = 0.89, systems: int = 4, rate: float = 40.0
+) -> None:
+    """Requests of which `share` lose their client: a third while they wait, the rest at some token of the answer."""
+    opening = [draft.text(256, 1024) for _ in range(systems)]
+    leaving = set(draft.random.sample(range(requests), round(requests * min(share, 1.0))))
+    for number, arrival in zip(range(requests), draft.poisson(rate), strict=False):
+        length = draft.between(40, 200)
+        abort_after = 0 if draft.random.random() < 1 / 3 else draft.between(1, length - 1)
+        draft.add(
+            [draft.popular(opening), draft.text(50, 500)],
+            draft.text(length),
+            arrival=arrival,
+            abort_after=abort_after if number in leaving else None,
+        )
+
+
+def fillers(
+    draft: Draft, *, requests: int = 24, fillers: int = 2000, filler_tokens: int = 1, rate: float = 200.0
+) -> None:
+    """The same `requests` twice, and between them `fillers` prompts of `filler_tokens` that answer with one token: the
+    second time should be as good as the first left it."""
+    system = draft.text(1024)
+    asked = [(draft.text(50, 400), draft.text(16, 64)) for _ in range(requests)]
+    arrival = 0.0
+    for session in ("before", "after"):
+        for question, answer in asked:
+            draft.add([system, question], answer, arrival=arrival, session=session)
+            arrival += 20.0 / rate
+        if session == "before":
+            for _ in range(fillers):
+                draft.add([draft.text(filler_tokens)], draft.text(1), arrival=arrival, session="filler")
+                arrival += 1 / rate
+
+
+def fits(draft: Draft, *, pool: int = 32768, turns: int = 4) -> None:
+    """Conversations that a pool of `pool` tokens holds all at once: nothing has to be forgotten, so nothing that is
+    done to make room should cost anything."""
+    tokens = pool // 2
+    system = draft.text(tokens // 8)
+    for number in range(8):
+        conversation = Conversation(draft, f"s{number}", [system], arrival=number * 2.0)
+        for _ in range(turns):
+            share = max(tokens // (16 * turns), 1)
+            conversation.turn(draft.text(share), max(share // 2, 1), think=draft.random.uniform(1.0, 5.0))
+
+
+# -- requests that must not share, or must not suffer from one another, whatever their text is
+
+
+def rl_groups(
+    draft: Draft, *, epochs: int = 3, prompts: int = 4, fewest: int = 8, most: int = 64, round_s: float = 60.0
+) -> None:
+    """Reinforcement learning: in each round `fewest` to `most` samples of each prompt at once, and new weights after
+    it, which nothing computed before may be used with. The prompts are the same in every round."""
+    asked = [draft.text(128, 1024) for _ in range(prompts)]
+    for epoch in range(epochs):
+        weights, arrival = Namespace(salt=f"weights {epoch}"), epoch * round_s
+        for number, prompt in enumerate(asked):
+            for _ in range(draft.between(min(fewest, most), most)):
+                output, session = draft.text(32, 256), f"group {number}"
+                draft.add([prompt], output, arrival=arrival, session=session, namespace=weights)
+
+
+def same_text_other_namespace(draft: Draft, *, texts: int = 6, repeats: int = 2, rate: float = 4.0) -> None:
+    """The same prompts under the plain model, two adapters and two salts (two images behind the same placeholder, or
+    two tenants): each may only find what its own namespace wrote."""
+    plain, one, other = Namespace(), Namespace(adapter="one"), Namespace(adapter="other")
+    namespaces = (plain, one, other, Namespace(salt="one"), Namespace(adapter="one", salt="other"))
+    asked = [(draft.text(200, 1500), draft.text(16, 64)) for _ in range(texts)]
+    arrival = 0.0
+    for _ in range(repeats):
+        for prompt, output in asked:
+            for namespace in namespaces:
+                draft.add([prompt], output, arrival=arrival, namespace=namespace)
+                arrival += 1 / rate
+
+
+def noisy_neighbour(draft: Draft, *, requests: int = 200, noise: int = 9, rate: float = 4.0) -> None:
+    """Two tenants: for each turn of a quiet one's conversations a noisy one sends `noise` prompts that never recur."""
+    quiet, noisy = Namespace(salt="quiet"), Namespace(salt="noisy")
+    system = draft.text(1024)
+    turns = max(requests // (noise + 1), 1)
+    think = (noise + 1) / rate
+    for number in range(0, turns, 4):
+        conversation = Conversation(draft, f"quiet {number}", [system], arrival=number * think, namespace=quiet)
+        for _ in range(min(4, turns - number)):
+            conversation.turn(draft.text(50, 300), draft.between(20, 100), think=think)
+    for number in range(max(requests - turns, 0)):
+        prompt, output = draft.text(500, 2000), draft.text(20, 100)
+        draft.add([prompt], output, arrival=number / rate, session="noisy", namespace=noisy)
+
+
+# -- by name
+
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    chat, sessions, alternating, agents, rag_scan, mixed_prefixes, match_unit, over_commit, two_loads, near_capacity,
+    abort_storm, fillers, fits, rl_groups, same_text_other_namespace, noisy_neighbour,
+)  # fmt: skip
+
+WORKLOADS = {make.__name__.replace("_", "-"): make for make in _FUNCTIONS}
+"""Name to function; its docstring says what the workload is."""
+
+
+def make_workload(source: str, seed: int) -> Sequence[Planned]:
+    """The requests of a workload: `name`, or `name:setting=value,setting=value`. The same source and seed give the same
+    requests everywhere. Raises InvalidInput for a setting it does not have."""
+    name, _, settings = source.partition(":")
+    draft = Draft(name, seed)
+    WORKLOADS[name](draft, **_settings(name, settings))
+    return draft.requests
+
+
+def _settings(name: str, settings: str) -> dict[str, float]:
+    parameters = inspect.signature(WORKLOADS[name]).parameters
+    known: dict[str, Any] = {key: each.default for key, each in parameters.items() if key != "draft"}
+    fix = "it has " + ", ".join(f"{key}={value}" for key, value in known.items()) + "."
+    found: dict[str, float] = {}
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        if key not in known:
+            raise InvalidInput(f"workload '{name}' has no setting '{key}'.", fix=fix)
+        try:
+            found[key] = type(known[key])(value)
+        except ValueError:
+            why = f"setting '{key}' of workload '{name}' is not a number such as {known[key]}: '{value}'."
+            raise InvalidInput(why, fix=fix) from None
+        if not 0 < found[key] < 1e9:
+            raise InvalidInput(f"setting '{key}' of workload '{name}' is {value}.", fix="use a number above 0.")
+    return found
