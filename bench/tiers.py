@@ -44,8 +44,7 @@ from quire.cli.replay_request import ReplayedCache, ReplayedEngine, ReplayedTier
 from quire.cli.store_bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
 from quire.plan.budget import parse_bytes  # noqa: E402
 from quire.sim.comparison import Grid, compare  # noqa: E402
-from quire.sim.ideal import ideal_hits  # noqa: E402
-from quire.sim.page_runs import PageRuns  # noqa: E402
+from quire.sim.hit_bounds import HitBounds  # noqa: E402
 from quire.sim.trace import Trace, open_trace  # noqa: E402
 
 Row = dict[str, Any]
@@ -229,7 +228,7 @@ def measure_traces(options: argparse.Namespace) -> list[Row]:
 
 def _replayed(name: str, trace: Trace) -> list[Row]:
     longest = max(sum(lengths) for lengths in trace.lengths)
-    working_set = ideal_hits(PageRuns(trace, PAGE), PAGE).working_set_tokens
+    working_set = HitBounds(trace, PAGE).working_set_tokens
     pool = max(working_set // 8, longest * 5 // 4) // PAGE * PAGE
     cache = ReplayedCache(policy="density", pool_tokens=str(pool), page_size=str(PAGE))
     tiers = {

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.sim.ideal import IdealHits, ideal_hits, optimal_hit_tokens
-from quire.sim.page_runs import PageRuns
+from quire.sim.hit_bounds import HitBounds
 from quire.sim.trace import Trace, open_trace
 from tests.sim.tiny_traces import request, trace_of
 
@@ -59,16 +58,16 @@ def test_all_of_it_is_read(name: str, requests: int, prompt_tokens: int, output_
     ],
 )
 def test_the_ideal_is_what_others_found(name: str, page_size: int, percent: float) -> None:
-    found = ideal_hits(published(name), page_size)
-    assert found.hit_rate * 100 == pytest.approx(percent, abs=0.5)
+    found = HitBounds(published(name), page_size)
+    assert found.ideal_hit_rate * 100 == pytest.approx(percent, abs=0.5)
 
 
 @pytest.mark.parametrize("name", [CONVERSATION, SYNTHETIC])
 @pytest.mark.parametrize("page_size", [16, 512])
 def test_the_first_of_mooncake_hits_what_its_block_ids_say(name: str, page_size: int) -> None:
-    found = ideal_hits(published(name, limit=300), page_size)
+    found = HitBounds(published(name, limit=300), page_size)
     with (TRACES / name).open() as lines:
-        assert found.hit_tokens == hit_by_block_ids([json.loads(line) for line in islice(lines, 300)], page_size)
+        assert found.ideal_hit_tokens == hit_by_block_ids([json.loads(line) for line in islice(lines, 300)], page_size)
 
 
 @pytest.mark.slow
@@ -76,15 +75,14 @@ def test_the_first_of_mooncake_hits_what_its_block_ids_say(name: str, page_size:
 def test_all_of_mooncake_in_seconds(name: str, percent: float) -> None:
     trace = published(name)
     began = time.process_time()
-    runs = PageRuns(trace, 16)
-    found = ideal_hits(runs, 16)
-    assert found.hit_rate * 100 == pytest.approx(percent, abs=0.05)
+    found = HitBounds(trace, 16)
+    assert found.ideal_hit_rate * 100 == pytest.approx(percent, abs=0.05)
     pools = [found.working_set_tokens // parts for parts in (64, 16, 8, 4)]
-    hits = [optimal_hit_tokens(runs, 16, pool) for pool in pools]
+    hits = [found.optimal_hit_tokens(pool) for pool in pools]
     assert time.process_time() - began < 20
-    assert hits == sorted(hits) and hits[-1] <= found.hit_tokens
+    assert hits == sorted(hits) and hits[-1] <= found.ideal_hit_tokens
     with (TRACES / name).open() as lines:
-        assert found.hit_tokens == hit_by_block_ids([json.loads(line) for line in lines], 16)
+        assert found.ideal_hit_tokens == hit_by_block_ids([json.loads(line) for line in lines], 16)
 
 
 def hit_by_block_ids(rows: list[dict[str, Any]], page_size: int) -> int:
@@ -113,20 +111,20 @@ def neutral_trace(requests: int) -> tuple[Any, list[Any]]:
     return module, module.make_trace(1234, requests)
 
 
-def ideal_of(turns: list[Any], page_size: int) -> IdealHits:
+def ideal_of(turns: list[Any], page_size: int) -> HitBounds:
     trace = trace_of([request(number, turn.prompt, turn.output) for number, turn in enumerate(turns)])
-    return ideal_hits(trace, page_size)
+    return HitBounds(trace, page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_another_count_of_the_ideal_agrees(page_size: int) -> None:
     module, turns = neutral_trace(40)
-    assert ideal_of(turns, page_size).hit_tokens == module.ideal_hit_tokens(turns, page_size) > 0
+    assert ideal_of(turns, page_size).ideal_hit_tokens == module.ideal_hit_tokens(turns, page_size) > 0
 
 
 @pytest.mark.slow
 def test_the_ideal_of_a_trace_that_others_were_measured_with() -> None:
     _, turns = neutral_trace(2000)
     found = [ideal_of(turns, page_size) for page_size in (16, 64)]
-    assert [round(each.hit_rate, 4) for each in found] == [0.9028, 0.8953]
+    assert [round(each.ideal_hit_rate, 4) for each in found] == [0.9028, 0.8953]
     assert found[0].prompt_tokens == 7_000_709

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput
-from quire.sim.ideal import ideal_hits
-from quire.sim.page_runs import PageRuns
+from quire.sim.hit_bounds import HitBounds
 from quire.sim.trace import TraceRequest, open_trace
 from quire.sim.workloads import WORKLOADS
 from tests.sim.replays import COST, HYBRIDS, SLOW, replay_of, requests, run
@@ -41,8 +40,8 @@ def test_one_after_the_other_in_a_large_pool_hits_what_an_endless_cache_would(pa
     result = run(serial, num_pages=400_000 // page_size, page_size=page_size, context=40_000, chunk=4096)
     assert result.hit_tokens == hits_without_limits(serial, page_size) > 0
     assert result.evicted_tokens == result.preemptions == 0
-    ideal = ideal_hits(PageRuns(trace, page_size), page_size)
-    assert 0 <= ideal.hit_tokens - result.hit_tokens <= 14 * page_size  # it counts last tokens that are never computed
+    ideal = HitBounds(trace, page_size)
+    assert 0 <= ideal.ideal_hit_tokens - result.hit_tokens <= 14 * page_size  # it counts last tokens that are never computed
     assert result.records[0].hit_tokens == 0
 
 
@@ -106,7 +105,7 @@ def test_a_client_that_leaves_before_it_runs_counts_in_no_rate() -> None:
     result = run(trace, num_pages=16, context=600)
     assert [record.end for record in result.records] == ["refused", "abort", "length"]
     assert (result.prompt_tokens, result.refused_tokens) == (8, 0)
-    assert ideal_hits(PageRuns(trace_of(trace), 4), 4).prompt_tokens == 8
+    assert HitBounds(trace_of(trace), 4).prompt_tokens == 8
 
 
 def test_a_replay_runs_once() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput
-from quire.sim.ideal import ideal_hits, optimal_hit_tokens
+from quire.sim.hit_bounds import HitBounds
 from quire.sim.synthetic_text import VOCABULARY, Text, text_seed, tokens_of
 from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS
@@ -88,7 +88,7 @@ def test_settings_are_checked() -> None:
 
 
 def hit_rate(trace: Trace, page_size: int = 16) -> float:
-    return ideal_hits(trace, page_size).hit_rate
+    return HitBounds(trace, page_size).ideal_hit_rate
 
 
 def by_session(trace: Trace) -> dict[str, list[int]]:
@@ -119,7 +119,7 @@ def test_alternating_sessions_take_turns_and_do_not_fit_together() -> None:
     trace = open_trace("alternating:tokens=5000")
     assert [each.session for each in trace] == ["s0", "s1"] * 6
     most = max(map(max, by_session(trace).values()))
-    assert optimal_hit_tokens(trace, 16, most + 500) < 0.2 * trace.prompt_tokens
+    assert HitBounds(trace, 16).optimal_hit_tokens(most + 500) < 0.2 * trace.prompt_tokens
     assert hit_rate(trace) > 0.8
 
 
@@ -136,7 +136,7 @@ def test_a_scan_leaves_one_prompt_worth_keeping() -> None:
     hot = [each for each in trace if len(each.prompt) > 2000 and len(each.prompt) <= 2148]
     assert hit_rate(trace) * trace.prompt_tokens == (200 // 8 - 1) * 2048
     assert len(hot) >= 25
-    assert optimal_hit_tokens(trace, 16, 6000) == (200 // 8 - 1) * 2048
+    assert HitBounds(trace, 16).optimal_hit_tokens(6000) == (200 // 8 - 1) * 2048
 
 
 def test_mixed_prefixes_are_few_large_and_many_small() -> None:
@@ -195,7 +195,7 @@ def test_rl_groups_share_a_prompt_under_the_same_weights_only() -> None:
     assert len(groups) == 3 * 4 and min(groups.values()) >= 8 and max(groups.values()) <= 64
     prompts = {(each.namespace, each.session): (len(each.prompt) - 1) // 16 * 16 for each in trace}
     expected = sum((count - 1) * prompts[group] for group, count in groups.items())
-    assert ideal_hits(trace, 16).hit_tokens == expected
+    assert HitBounds(trace, 16).ideal_hit_tokens == expected
     assert len({each.prompt.tobytes() for each in trace}) == 4
 
 
@@ -203,7 +203,7 @@ def test_the_same_text_is_found_in_its_own_namespace_only() -> None:
     trace = open_trace("same-text-other-namespace")
     texts = Counter((each.namespace, each.prompt.tobytes()) for each in trace)
     assert set(texts.values()) == {2} and len(texts) == 5 * len({text for _, text in texts})
-    assert ideal_hits(trace, 1).hit_tokens == sum(len(each.prompt) - 1 for each in trace) // 2
+    assert HitBounds(trace, 1).ideal_hit_tokens == sum(len(each.prompt) - 1 for each in trace) // 2
 
 
 def test_the_quiet_tenant_is_one_in_ten() -> None:
@@ -228,4 +228,4 @@ def test_fillers_stand_between_the_same_requests() -> None:
 def test_fits_fits(pool: int) -> None:
     trace = open_trace(f"fits:pool={pool}")
     partly_full = 16 * len(by_session(trace))
-    assert ideal_hits(trace, 16).working_set_tokens + partly_full < pool
+    assert HitBounds(trace, 16).working_set_tokens + partly_full < pool

@@ -14,7 +14,7 @@ WITHOUT_TORCH = ("quire.errors", "quire.spec.model", "quire.plan.budget", "quire
 WITHOUT_TORCH += ("quire.memory.allocator", "quire.memory.residency", "quire.observe.events", "quire.cache")
 WITHOUT_TORCH += (
     "quire.sim.trace",
-    "quire.sim.ideal",
+    "quire.sim.hit_bounds",
     "quire.memory.record",
     "quire.memory.host_pool",
     "quire.plan.host",

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidInput
-from quire.sim.ideal import ideal_hits, optimal_hit_tokens
-from quire.sim.page_runs import PageRuns
+from quire.sim.hit_bounds import HitBounds
 from quire.sim.trace import TraceRequest, open_trace
 from tests.sim.tiny_traces import request, trace_of
 
@@ -103,16 +102,16 @@ REQUESTS = st.lists(REQUEST, min_size=1, max_size=6).map(
 @settings(max_examples=100)
 @given(requests=REQUESTS, page_size=st.integers(1, 3))
 def test_the_ideal_is_that_of_a_set_of_prefixes(requests: list[TraceRequest], page_size: int) -> None:
-    found = ideal_hits(trace_of(requests), page_size)
+    found = HitBounds(trace_of(requests), page_size)
     hits, different = plain_ideal(requests, page_size)
-    assert (found.hit_tokens, found.working_set_tokens) == (hits * page_size, different * page_size)
+    assert (found.ideal_hit_tokens, found.working_set_tokens) == (hits * page_size, different * page_size)
     assert found.prompt_tokens == sum(len(each.prompt) for each in requests if each.abort_after != 0)
 
 
 @settings(max_examples=150)
 @given(requests=REQUESTS, page_size=st.integers(1, 3), pool_pages=st.integers(1, 10))
 def test_no_choice_is_better_than_the_optimum(requests: list[TraceRequest], page_size: int, pool_pages: int) -> None:
-    found = optimal_hit_tokens(trace_of(requests), page_size, pool_pages * page_size + page_size - 1)
+    found = HitBounds(trace_of(requests), page_size).optimal_hit_tokens(pool_pages * page_size + page_size - 1)
     assert found == best_of_all_choices(requests, page_size, pool_pages) * page_size
 
 
@@ -128,8 +127,9 @@ def test_the_tiny_traces_make_the_optimum_choose() -> None:
             )
             for number in range(6)
         ]
-        best = optimal_hit_tokens(trace_of(requests), 1, 9)
-        between += 0 < best < ideal_hits(trace_of(requests), 1).hit_tokens
+        bounds = HitBounds(trace_of(requests), 1)
+        best = bounds.optimal_hit_tokens(9)
+        between += 0 < best < bounds.ideal_hit_tokens
         worse += least_recently_used(requests, 1, 9) < best
     assert between > 50 and worse > 30
 
@@ -141,46 +141,43 @@ def test_the_tiny_traces_make_the_optimum_choose() -> None:
 def test_lru_is_never_better_and_a_large_pool_reaches_the_ideal(name: str, page_size: int) -> None:
     trace = open_trace(name)
     requests = list(trace)
-    runs = PageRuns(trace, page_size)
-    ideal = ideal_hits(runs, page_size)
-    assert ideal.hit_tokens == plain_ideal(requests, page_size)[0] * page_size
+    bounds = HitBounds(trace, page_size)
+    assert bounds.ideal_hit_tokens == plain_ideal(requests, page_size)[0] * page_size
     last = -1
     for part in (8, 4, 2):
-        pool = ideal.working_set_tokens // part
-        best = optimal_hit_tokens(runs, page_size, pool)
-        assert least_recently_used(requests, page_size, pool // page_size) * page_size <= best <= ideal.hit_tokens
+        pool = bounds.working_set_tokens // part
+        best = bounds.optimal_hit_tokens(pool)
+        assert least_recently_used(requests, page_size, pool // page_size) * page_size <= best <= bounds.ideal_hit_tokens
         assert best >= last
         last = best
-    room = ideal.working_set_tokens + page_size
-    assert optimal_hit_tokens(runs, page_size, room) == ideal.hit_tokens
+    room = bounds.working_set_tokens + page_size
+    assert bounds.optimal_hit_tokens(room) == bounds.ideal_hit_tokens
 
 
 def test_a_request_that_the_pool_cannot_hold_touches_nothing() -> None:
     small = [request(0, [1, 2, 3], [4]), request(2, [1, 2, 3], [4])]
     large = request(1, list(range(10, 30)), [])
-    alone = optimal_hit_tokens(trace_of(small), 1, 4)
+    alone = HitBounds(trace_of(small), 1).optimal_hit_tokens(4)
     assert alone == 2
-    assert optimal_hit_tokens(trace_of([small[0], large, small[1]]), 1, 4) == alone
+    assert HitBounds(trace_of([small[0], large, small[1]]), 1).optimal_hit_tokens(4) == alone
 
 
 def test_of_a_prompt_the_last_token_is_computed() -> None:
     trace = trace_of([request(0, [1, 2, 3, 4], []), request(1, [1, 2, 3, 4], [])])
-    assert [ideal_hits(trace, page_size).hit_tokens for page_size in (1, 2, 4)] == [3, 2, 0]
+    assert [HitBounds(trace, page_size).ideal_hit_tokens for page_size in (1, 2, 4)] == [3, 2, 0]
 
 
 def test_outputs_are_found_by_the_next_turn() -> None:
     trace = trace_of([request(0, [1, 2], [3, 4]), request(1, [1, 2, 3, 4, 5], [])])
-    assert ideal_hits(trace, 2).hit_tokens == 4
+    assert HitBounds(trace, 2).ideal_hit_tokens == 4
 
 
 def test_what_was_not_said_before_the_client_left_is_not_found() -> None:
     trace = trace_of([request(0, [1, 2], [3, 4, 5], abort_after=1), request(1, [1, 2, 3, 4, 5], [])])
-    assert ideal_hits(trace, 1).hit_tokens == 3
+    assert HitBounds(trace, 1).ideal_hit_tokens == 3
 
 
-def test_pages_of_nothing_and_runs_of_other_pages_are_refused() -> None:
+def test_pages_of_no_tokens_are_refused() -> None:
     trace = trace_of([request(0, [1], [])])
     with pytest.raises(InvalidInput, match="page of 0 tokens"):
-        ideal_hits(trace, 0)
-    with pytest.raises(InvalidInput, match="pages of 2 tokens, not 4"):
-        optimal_hit_tokens(PageRuns(trace, 2), 4, 100)
+        HitBounds(trace, 0)

@@ -1,0 +1,221 @@
+"""HitBounds: what the best possible cache hits on a trace, with unlimited memory (ideal) and in a pool (optimum).
+
+Both serve one request at a time, in the order of the trace, each done before the next one comes. Prompts and outputs
+become cached, in whole pages; of a prompt at most all but its last token is found.
+
+For concurrent requests neither is strictly a bound, though it is close to one. They hold memory together and cannot use
+what another has not written yet, so they hit less. But another order than the trace's may hit more: a scheduler may
+delay a request until the one that writes its prefix is done, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidInput
+from quire.sim.trace_request import TraceRequest
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+
+_Keys = npt.NDArray[np.int32] | npt.NDArray[np.uint64]
+"""A key for each page: its token where a page is one token, otherwise a 64-bit hash of its tokens."""
+
+_NEVER = -1
+
+
+class HitBounds:
+    """The bounds of one trace in pages of `page_size` tokens.
+
+    Requests whose client leaves while they wait are not counted; of one whose client leaves later, the tokens that the
+    client saw are. Memory: 8 bytes for each different page, 4 where a page is one token. Raises InvalidInput for pages
+    of no tokens.
+    """
+
+    def __init__(self, trace: Iterable[TraceRequest], page_size: int) -> None:
+        if page_size < 1:
+            raise InvalidInput(f"a page of {page_size} tokens holds nothing.", fix="use a page size of at least 1.")
+        self._page_size = page_size
+        self._uses: list[_PageUse] = []
+        self._roots: dict[Namespace, _Node] = {}
+        random = np.random.Generator(np.random.PCG64(page_size))
+        self._weights = random.integers(1 << 63, size=page_size, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        self.prompt_tokens = 0
+        for request in trace:
+            if request.abort_after != 0:
+                self._add(request)
+        self._nodes = [node for root in self._roots.values() for node in root.descendants()]
+        for number, node in enumerate(self._nodes):
+            node.number = number
+        self.ideal_hit_tokens = sum(use.hit_pages for use in self._uses) * page_size
+        """Hits of a cache that never evicts."""
+        self.working_set_tokens = sum(len(node.keys) for node in self._nodes) * page_size
+        """Different whole pages of all prompts and outputs: what that cache holds at the end."""
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        """Share of the prompt tokens that a cache hits that never evicts."""
+        return self.ideal_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def optimal_hit_tokens(self, pool_tokens: int) -> int:
+        """The most prompt tokens that any eviction policy could hit in a pool of `pool_tokens`, knowing the future.
+
+        Why this is the optimum. A page that is used twice is worth keeping in between if the second use looks it up
+        (other uses write it anyway), and is then worth one page. While a request is served its own pages are in the
+        pool, so the pages of others have at most the rest. So this chooses as many intervals as possible, with a limit
+        on those that overlap. Going through time, whenever there are too many, evict the interval that ends last: what
+        it would still conflict with includes what any other choice would (Belady). Pages that are never looked up again
+        are not kept at all.
+
+        Why the tree does not change it. A page is of use only with all pages before it. Where a page is looked up, those
+        are too, at the same time; so the last interval before that use ends together for all of them, and theirs began
+        no earlier than the page's own. Evict the deepest page first among intervals that end together, and a page that
+        is kept until it is looked up has everything before it: the best choice without the tree's rule can be made so
+        that it obeys the rule. How ties are broken does not change how many pages are kept, so the count ignores it.
+
+        Nodes stand for their pages, and are evicted page by page. A request that the pool cannot hold is refused, and
+        touches nothing. Costs O(uses * log(uses)).
+        """
+        pool_pages = pool_tokens // self._page_size
+        uses = [use for use in self._uses if use.held_pages <= pool_pages]
+        kept = [0] * len(self._nodes)
+        furthest: list[tuple[int, int]] = []  # (-request that looks it up, node); stale where nothing is kept of a node
+        num_kept, hits = 0, 0
+        for use, upcoming in zip(uses, _next_lookups(uses, len(self._nodes)), strict=True):
+            for node in use.nodes():
+                hits += kept[node.number]
+                num_kept -= kept[node.number]
+                kept[node.number] = 0
+            while (excess := num_kept - (pool_pages - use.held_pages)) > 0:
+                _, number = furthest[0]
+                if not kept[number]:
+                    heappop(furthest)
+                    continue
+                evicted = min(kept[number], excess)
+                kept[number] -= evicted
+                num_kept -= evicted
+            for node, lookup in zip(use.nodes(), upcoming, strict=True):
+                if lookup != _NEVER:
+                    kept[node.number] = len(node.keys)
+                    num_kept += len(node.keys)
+                    heappush(furthest, (-lookup, node.number))
+        return hits * self._page_size
+
+    def _add(self, request: TraceRequest) -> None:
+        root = self._roots.get(request.namespace)
+        if root is None:
+            root = self._roots[request.namespace] = _Node(None, self._keys(request.prompt[:0]), 0)
+        tokens = np.concatenate((request.prompt, request.output[: request.abort_after]))
+        keys = self._keys(tokens)
+        lookup = (len(request.prompt) - 1) // self._page_size
+        node, known = root.descend(keys)
+        if known < len(keys):
+            rest = node.children[int(keys[known])] = _Node(node, keys[known:].copy(), len(keys))
+            node = rest
+        node.split_above(lookup)
+        held = max(len(keys), -(-(len(tokens) - 1) // self._page_size))
+        self.prompt_tokens += len(request.prompt)
+        self._uses.append(_PageUse(node, lookup, min(known, lookup), held))
+
+    def _keys(self, tokens: Ids) -> _Keys:
+        """Of each whole page. Two different pages have the same key about once in 2 ** 64 comparisons."""
+        if self._page_size == 1:
+            return tokens
+        whole = len(tokens) - len(tokens) % self._page_size
+        pages = tokens[:whole].reshape(-1, self._page_size).astype(np.uint64)
+        return np.asarray(pages @ self._weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _PageUse:
+    """What one request does to pages: its prompt and output end at the end of `last`, in whole pages."""
+
+    last: _Node
+    lookup_pages: int
+    """Whole pages of the prompt that may be found in a cache: at least the prompt's last token is computed."""
+    hit_pages: int
+    """Those of them that requests before this one had."""
+    held_pages: int
+    """What it occupies when it ends, the page that is not full included."""
+
+    def nodes(self) -> Iterator[_Node]:
+        """The nodes it uses, deepest first."""
+        node = self.last
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Consecutive pages that are always used together, in a radix tree over all requests.
+
+    Nodes are split where requests diverge, where one ends, and where the part of a prompt ends that may be found. So the
+    bounds are computed on some thousand nodes instead of millions of pages. A split node stays itself as the lower part.
+    """
+
+    parent: _Node | None
+    keys: _Keys
+    end: int
+    """Pages from the beginning of the prefix to the end of this node."""
+    children: dict[int, _Node] = field(default_factory=dict)
+    number: int = -1
+
+    def descend(self, keys: _Keys) -> tuple[_Node, int]:
+        """The node that ends where `keys` and the tree diverge, split there if needed, and how many pages that is."""
+        node, at = self, 0
+        while at < len(keys):
+            child = node.children.get(int(keys[at]))
+            if child is None:
+                break
+            length = min(len(child.keys), len(keys) - at)
+            different = np.flatnonzero(child.keys[:length] != keys[at : at + length])
+            same = int(different[0]) if len(different) else length
+            at += same
+            if same < len(child.keys):
+                return child.split(same), at
+            node = child
+        return node, at
+
+    def split(self, pages: int) -> _Node:
+        """Split after some of its pages; returns the upper part, which is new."""
+        assert self.parent is not None
+        upper = _Node(self.parent, self.keys[:pages], self.end - len(self.keys) + pages)
+        self.parent.children[int(self.keys[0])] = upper
+        upper.children[int(self.keys[pages])] = self
+        self.parent, self.keys = upper, self.keys[pages:]
+        return upper
+
+    def split_above(self, end: int) -> None:
+        """Ensure that one of the nodes from the root to this one ends after `end` pages."""
+        node = self
+        while node.parent is not None and node.end - len(node.keys) > end:
+            node = node.parent
+        start = node.end - len(node.keys)
+        if start < end < node.end:
+            node.split(end - start)
+
+    def descendants(self) -> Iterator[_Node]:
+        """Every node under a root, which has no pages itself."""
+        waiting = list(self.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+
+def _next_lookups(uses: list[_PageUse], num_nodes: int) -> list[list[int]]:
+    """For each request and each node it uses, deepest first: the request that uses the node next, if that looks it up."""
+    upcoming = [_NEVER] * num_nodes
+    found = []
+    for now in range(len(uses) - 1, -1, -1):
+        use = uses[now]
+        found.append([upcoming[node.number] for node in use.nodes()])
+        for node in use.nodes():
+            upcoming[node.number] = now if node.end <= use.lookup_pages else _NEVER
+    found.reverse()
+    return found
