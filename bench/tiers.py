@@ -243,12 +243,12 @@ def _replayed(name: str, trace: Trace) -> list[Row]:
     for kind, asked in tiers.items():
         grid: Grid = grid_of(cache, ReplayedEngine(max_running_requests=64), asked)
         without, beside = compare(trace, replace(grid, pools=[pool]), lambda what, ended: None)
-        use = beside.result.tiers
+        use = beside.tiers
         assert use is not None
         times = {}
         for label, run in (("without", without), ("with", beside)):
-            middle, late = run.result.first_token_seconds((50, 95))
-            times[label] = {"p50_s": middle, "p95_s": late, "mean_s": run.result.mean_first_token_seconds}
+            middle, late = run.first_token_seconds((50, 95))
+            times[label] = {"p50_s": middle, "p95_s": late, "mean_s": run.mean_first_token_seconds}
         rows.append(
             {
                 "trace": name,
@@ -256,7 +256,7 @@ def _replayed(name: str, trace: Trace) -> list[Row]:
                 "tiers": kind,
                 "pool_tokens": pool,
                 "working_set_tokens": working_set,
-                "hit_rate": [without.result.hit_rate, beside.result.hit_rate],
+                "hit_rate": [without.hit_rate, beside.hit_rate],
                 "ttft": times,
                 "of_without": {key: times["with"][key] / max(1e-9, times["without"][key]) for key in times["with"]},
                 "host_hit_tokens": use.host_hit_tokens,
@@ -265,7 +265,7 @@ def _replayed(name: str, trace: Trace) -> list[Row]:
                 "loaded_gb": use.loaded_bytes / 1e9,
                 "fetched_gb": use.fetched_bytes / 1e9,
                 "off": use.off,
-                "wall_s": without.result.wall_seconds + beside.result.wall_seconds,
+                "wall_s": without.wall_seconds + beside.wall_seconds,
             }
         )
     return rows

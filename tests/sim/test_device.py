@@ -12,7 +12,7 @@ import pytest
 from quire.cache.fences import Fences
 from quire.cache.states import Pieces
 from quire.errors import WrongContent
-from quire.sim.names import NameChain
+from quire.sim.prefix_hash import PrefixHasher
 from quire.sim.replay import Replay
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -170,25 +170,25 @@ def test_tokens_that_were_drawn_for_another() -> None:
         runs(replay)
 
 
-def test_names_are_a_chain_over_all_tokens_before() -> None:
-    chain = NameChain(64, 4)
+def test_a_hash_depends_on_all_tokens_before() -> None:
+    hasher = PrefixHasher(64, 4)
     tokens = np.arange(50, dtype=np.int32)
-    names = chain.names(Namespace(), tokens)
-    assert len(set(names.tolist())) == 50
+    hashes = hasher.hashes(Namespace(), tokens)
+    assert len(set(hashes.tolist())) == 50
     for at in range(50):
         other = tokens.copy()
         other[at] += 1
-        changed = chain.names(Namespace(), other) != names
+        changed = hasher.hashes(Namespace(), other) != hashes
         assert not changed[:at].any() and changed[at:].all()
-    assert (chain.names(Namespace(salt="x"), tokens) != names).all()
+    assert (hasher.hashes(Namespace(salt="x"), tokens) != hashes).all()
 
 
 def test_a_digest_changes_with_any_slot() -> None:
-    chain = NameChain(64, 8)
-    names = chain.names(Namespace(), np.arange(8, dtype=np.int32))
-    (digest,) = chain.digests(names)
+    hasher = PrefixHasher(64, 8)
+    hashes = hasher.hashes(Namespace(), np.arange(8, dtype=np.int32))
+    (digest,) = hasher.digests(hashes)
     for at in range(8):
-        wrong = names.copy()
+        wrong = hashes.copy()
         wrong[at] ^= np.uint64(1 << 63)
-        assert chain.digests(wrong)[0] != digest
-    assert chain.digests(names[::-1].copy())[0] != digest
+        assert hasher.digests(wrong)[0] != digest
+    assert hasher.digests(hashes[::-1].copy())[0] != digest

@@ -147,7 +147,9 @@ def test_lru_is_never_better_and_a_large_pool_reaches_the_ideal(name: str, page_
     for part in (8, 4, 2):
         pool = bounds.working_set_tokens // part
         best = bounds.optimal_hit_tokens(pool)
-        assert least_recently_used(requests, page_size, pool // page_size) * page_size <= best <= bounds.ideal_hit_tokens
+        assert (
+            least_recently_used(requests, page_size, pool // page_size) * page_size <= best <= bounds.ideal_hit_tokens
+        )
         assert best >= last
         last = best
     room = bounds.working_set_tokens + page_size

@@ -41,7 +41,9 @@ def test_one_after_the_other_in_a_large_pool_hits_what_an_endless_cache_would(pa
     assert result.hit_tokens == hits_without_limits(serial, page_size) > 0
     assert result.evicted_tokens == result.preemptions == 0
     ideal = HitBounds(trace, page_size)
-    assert 0 <= ideal.ideal_hit_tokens - result.hit_tokens <= 14 * page_size  # it counts last tokens that are never computed
+    assert (
+        0 <= ideal.ideal_hit_tokens - result.hit_tokens <= 14 * page_size
+    )  # it counts last tokens that are never computed
     assert result.records[0].hit_tokens == 0
 
 

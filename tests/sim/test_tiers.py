@@ -12,7 +12,7 @@ from quire.errors import InvalidInput, WrongContent
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.sim.clock import CostModel
 from quire.sim.copies import SimulatedCopies
-from quire.sim.pools import PoolRequest, plain_pools
+from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.store import SimulatedStore
@@ -33,9 +33,8 @@ def both(source: str, tiers: SimulatedTiers, *, limit: int | None = None, **sett
     """A replay without tiers and one with them, in a pool that holds an eighth of the trace, or its longest request."""
     trace = open_trace(source, limit=limit, seed=1)
     lengths = [sum(each) for each in trace.lengths]
-    plan = plain_pools(
-        max(sum(lengths) // 8, max(lengths) * 5 // 4), 16, PoolRequest(lengths=lengths, max_running=16, chunk=2048)
-    )
+    pool = max(sum(lengths) // 8, max(lengths) * 5 // 4)
+    plan = plain_pools(pool, 16, context=max(lengths), max_running=16)
     tiers = replace(tiers, record_bytes=(16 * TOKEN_BYTES + 64,))
     return [Replay(plan, FAST, ReplaySettings(tiers=below, **settings)).run(trace) for below in (None, tiers)]
 

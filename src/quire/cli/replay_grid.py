@@ -101,7 +101,7 @@ def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
 def _cost(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
     """The costs of a model's steps; those of a plain one are of the model of that name, whatever its pools hold."""
     if engine.fit:
-        from quire.sim.fit import fit_cost_model, measure_engine
+        from quire.sim.calibration import fit_cost_model, measure_engine
 
         fitted = fit_cost_model(measure_engine())
         return lambda plan: fitted

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.sim.comparison import Run
+from quire.sim.result import ReplayResult
 
 
 def check_picture(path: Path) -> None:
@@ -29,7 +29,7 @@ def check_picture(path: Path) -> None:
         )
 
 
-def draw_runs(path: Path, title: str, runs: Sequence[Run]) -> None:
+def draw_runs(path: Path, title: str, runs: Sequence[ReplayResult]) -> None:
     """Draw the runs of the first model and page size into `path`; its suffix says the format.
 
     Left a line for each policy over the pool sizes, with the ideal and the optimum dashed; right the share of the pool
@@ -40,11 +40,11 @@ def draw_runs(path: Path, title: str, runs: Sequence[Run]) -> None:
     from matplotlib import pyplot
 
     first = runs[0]
-    shown = [run for run in runs if (run.model, run.result.page_size) == (first.model, first.result.page_size)]
+    shown = [run for run in runs if (run.model, run.page_size) == (first.model, first.page_size)]
     figure, (rates, pool) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     _draw_rates(rates, shown)
-    _draw_occupancy(pool, max(shown, key=lambda run: run.result.pool_tokens))
-    figure.suptitle(f"{title}: {first.model}, pages of {first.result.page_size}")
+    _draw_occupancy(pool, max(shown, key=lambda run: run.pool_tokens))
+    figure.suptitle(f"{title}: {first.model}, pages of {first.page_size}")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -55,13 +55,13 @@ def draw_runs(path: Path, title: str, runs: Sequence[Run]) -> None:
         pyplot.close(figure)
 
 
-def _draw_rates(axis: Any, runs: Sequence[Run]) -> None:
-    runs = sorted(runs, key=lambda run: run.result.pool_tokens)
-    for policy in dict.fromkeys(run.result.policy for run in runs):
-        own = [run for run in runs if run.result.policy == policy]
-        pools = [run.result.pool_tokens for run in own]
-        axis.plot(pools, [run.result.hit_rate for run in own], marker="o", markersize=4, label=policy)
-    pools = [run.result.pool_tokens for run in runs]
+def _draw_rates(axis: Any, runs: Sequence[ReplayResult]) -> None:
+    runs = sorted(runs, key=lambda run: run.pool_tokens)
+    for policy in dict.fromkeys(run.policy for run in runs):
+        own = [run for run in runs if run.policy == policy]
+        pools = [run.pool_tokens for run in own]
+        axis.plot(pools, [run.hit_rate for run in own], marker="o", markersize=4, label=policy)
+    pools = [run.pool_tokens for run in runs]
     axis.plot(pools, [run.optimal_hit_rate for run in runs], "--", marker="_", color="#333333", label="optimum")
     axis.plot(pools, [run.ideal_hit_rate for run in runs], "--", marker="_", color="#aaaaaa", label="ideal")
     axis.set_xscale("log", base=2)
@@ -74,8 +74,8 @@ def _draw_rates(axis: Any, runs: Sequence[Run]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_occupancy(axis: Any, run: Run) -> None:
-    samples = run.result.occupancy
+def _draw_occupancy(axis: Any, run: ReplayResult) -> None:
+    samples = run.occupancy
     times = [sample.time for sample in samples]
     # A sample holds until the next: `step` draws it so.
     held, cached = [sample.held for sample in samples], [sample.cached for sample in samples]
@@ -84,6 +84,6 @@ def _draw_occupancy(axis: Any, run: Run) -> None:
     )
     axis.set_ylim(0, 1)
     axis.set_xlabel("seconds of the virtual clock")
-    axis.set_title(f"share of a pool of {run.result.pool_tokens:,} tokens, {run.result.policy}")
+    axis.set_title(f"share of a pool of {run.pool_tokens:,} tokens, {run.policy}")
     axis.legend(fontsize=8, loc="lower right")
     axis.spines[["top", "right"]].set_visible(False)

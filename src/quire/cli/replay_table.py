@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import attrgetter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -12,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.replay_tiers import tier_remarks
-from quire.sim.comparison import Run
+from quire.sim.comparison import Progress
+from quire.sim.result import ReplayResult
 from quire.sim.trace_request import Trace
 
 _COLUMNS = {
@@ -22,9 +24,9 @@ _COLUMNS = {
 """Columns of a table and their least widths; 0 for those that stand on the left."""
 
 
-def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
+def run_tables(runs: Sequence[ReplayResult]) -> Iterator[Table]:
     """A table for each model, page size and pool, in the order of the runs: its policies, and what they could reach."""
-    for (model, page_size, pool), group in groupby(runs, key=_place):
+    for (model, page_size, pool), group in groupby(runs, key=attrgetter("place")):
         same = list(group)
         share = pool / same[0].working_set_tokens if same[0].working_set_tokens else 0.0
         table = Table(
@@ -43,7 +45,7 @@ def run_tables(runs: Sequence[Run]) -> Iterator[Table]:
         yield table
 
 
-def heading(trace: Trace, runs: Sequence[Run]) -> Text:
+def heading(trace: Trace, runs: Sequence[ReplayResult]) -> Text:
     """The trace, and what it would fill."""
     return Text(
         f"{trace.source}: {len(trace):,} requests, {trace.prompt_tokens:,} prompt and {trace.output_tokens:,} output "
@@ -51,13 +53,13 @@ def heading(trace: Trace, runs: Sequence[Run]) -> Text:
     )
 
 
-def remarks(runs: Sequence[Run]) -> Iterator[Text]:
+def remarks(runs: Sequence[ReplayResult]) -> Iterator[Text]:
     """What a table does not say: pools that are larger than was asked for; requests that were refused, which depends on
     the pool alone, and why the first of them was; and what was checked."""
-    for note in dict.fromkeys(run.result.pool_note for run in runs if run.result.pool_note):
+    for note in dict.fromkeys(run.pool_note for run in runs if run.pool_note):
         yield Text(note, style="yellow")
-    for (model, page_size, pool), group in groupby(runs, key=_place):
-        result = next(group).result
+    for (model, page_size, pool), group in groupby(runs, key=attrgetter("place")):
+        result = next(group)
         refused = [record for record in result.records if record.refused]
         if refused:
             yield Text(
@@ -67,26 +69,21 @@ def remarks(runs: Sequence[Run]) -> Iterator[Text]:
                 style="yellow",
             )
     yield from tier_remarks(runs)
-    if runs and runs[0].result.checked != "off":
+    if runs and runs[0].checked != "off":
         yield Text("Every page that a step read held what it must.", style="green")
 
 
-def _refused(run: Run) -> str:
-    count = run.result.count("refused")
+def _refused(run: ReplayResult) -> str:
+    count = run.count("refused")
     return f"; {count:,} refused" if count else ""
 
 
-def _place(run: Run) -> tuple[str, int, int]:
-    return run.model, run.result.page_size, run.result.pool_tokens
-
-
-def _row(run: Run) -> tuple[str, ...]:
-    result = run.result
+def _row(result: ReplayResult) -> tuple[str, ...]:
     first, late = result.first_token_seconds((50, 99))
     return (
         result.policy if result.tiers is None else "  + tiers",
         f"{result.hit_rate:.2%}",
-        "" if run.gap_closed is None else f"{run.gap_closed:.1%}",
+        "" if result.gap_closed is None else f"{result.gap_closed:.1%}",
         _short(result.evicted_tokens),
         f"{result.preemptions:,}",
         f"{first:.2f} s",
@@ -114,19 +111,19 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def progress_bar(requests: int) -> Iterator[Callable[[Run | str, int], None]]:
+def progress_bar(requests: int) -> Iterator[Progress]:
     """A bar on the standard error stream, where that is a terminal, for runs of that many requests."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=requests)
 
-        def show(what: Run | str, ended: int) -> None:
+        def show(what: ReplayResult | str, ended: int) -> None:
             if bar.disable:
                 return
-            if isinstance(what, Run):
-                rate = f"{what.result.hit_rate:.2%} hit in {what.result.wall_seconds:.1f} s"
-                bar.console.print(f"{what.model}, {what.result.policy}: {rate}", style="dim")
+            if isinstance(what, ReplayResult):
+                rate = f"{what.hit_rate:.2%} hit in {what.wall_seconds:.1f} s"
+                bar.console.print(f"{what.model}, {what.policy}: {rate}", style="dim")
             elif not ended:
                 bar.reset(task, description=what, total=requests)
             else:

@@ -1,4 +1,4 @@
-"""What the tiers of `quire replay` did, as a person reads it: who was hit where, what moved, what that was worth."""
+"""What the tiers of `quire replay` did, as a person reads it: where tokens were hit, what moved, what that was worth."""
 
 from __future__ import annotations
 
@@ -7,50 +7,45 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from quire.sim.comparison import Run
 from quire.sim.result import ReplayResult
 
 _PERCENTILES = (50, 95, 99)
 _COLUMNS = ("policy", "device", "host", "storage", "declined", "saved", "loaded", "fetched")
 
 
-def tier_tables(runs: Sequence[Run]) -> Iterator[Table]:
+def tier_tables(runs: Sequence[ReplayResult]) -> Iterator[Table]:
     """For each model, page size and pool that was replayed with tiers: where its tokens were hit, and what moved; then
     the times to the first token without tiers and with them."""
-    for place in dict.fromkeys(map(_place, runs)):
-        same = [run for run in runs if _place(run) == place]
-        if not any(run.result.tiers for run in same):
+    for place in dict.fromkeys(run.place for run in runs):
+        same = [run for run in runs if run.place == place]
+        if not any(run.tiers for run in same):
             continue
         model, page_size, pool = place
         where = f"{model}: pages of {page_size}, {pool:,} tokens"
         table = _table(f"{where}: hits by tier, and GB moved", _COLUMNS)
         for run in same:
-            if run.result.tiers is not None:
-                table.add_row(*_uses(run.result))
+            if run.tiers is not None:
+                table.add_row(*_uses(run))
         yield table
         names = [f"p{percentile}" for percentile in _PERCENTILES] + ["mean"]
         table = _table(f"{where}: seconds to the first token, with and without", ("policy", *names))
         for without, beside in zip(same[::2], same[1::2], strict=True):
-            table.add_row(without.result.policy, *map(_change, _times(without.result), _times(beside.result)))
+            table.add_row(without.policy, *map(_change, _times(without), _times(beside)))
         yield table
 
 
-def tier_remarks(runs: Sequence[Run]) -> Iterator[Text]:
+def tier_remarks(runs: Sequence[ReplayResult]) -> Iterator[Text]:
     """How large and fast the tiers were, and which links turned themselves off, when and why."""
-    for tiers in [run.result.tiers for run in runs if run.result.tiers is not None][:1]:
+    for tiers in [run.tiers for run in runs if run.tiers is not None][:1]:
         storage = ""
         if tiers.storage_tokens:
             storage = f"; storage of {tiers.storage_tokens:,} at {tiers.storage_bandwidth / 1e9:.1f} GB/s"
         yield Text(f"A host of {tiers.host_tokens:,} tokens at {tiers.host_bandwidth / 1e9:.1f} GB/s{storage}.")
     for run in runs:
-        for change in run.result.tiers.changes if run.result.tiers is not None else ():
+        for change in run.tiers.changes if run.tiers is not None else ():
             what = f"turned itself off: {change.why}" if change.why else "is on again"
-            policy, pool = run.result.policy, f"{run.result.pool_tokens:,} tokens"
+            policy, pool = run.policy, f"{run.pool_tokens:,} tokens"
             yield Text(f"{policy}, {pool}, after {change.time:.1f} s: {change.link} {what}.", style="yellow")
-
-
-def _place(run: Run) -> tuple[str, int, int]:
-    return run.model, run.result.page_size, run.result.pool_tokens
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

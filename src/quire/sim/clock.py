@@ -20,7 +20,7 @@ _COMPUTE_SHARE = 0.5  # of the published peak, that large matrix products reach
 _MEMORY_SHARE = 0.8  # of the published bandwidth, that streaming reads reach
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
 _STORAGE_BANDWIDTH = 7e9  # an NVMe drive
-_LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has come
+_LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has arrived
 
 _FIGURES: Mapping[str, tuple[float, float, float]] = {
     "a10-24gb": (125, 600, 32),
@@ -72,15 +72,9 @@ class CostModel:
             raise InvalidInput("a step takes no time at all, or less.", fix="give times and bandwidths above zero.")
 
     def seconds(self, starts: Lengths, ends: Lengths) -> float:
-        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, without the
-        launch."""
-        contexts = ends
-        tokens, pairs = int((ends - starts).sum()), 0
-        if tokens > len(ends):  # some requests compute more than one token
-            prompts = ends - starts > 1
-            contexts, first, last = ends[~prompts], starts[prompts], ends[prompts]
-            # Token p of a prompt reads p + 1 keys: the sum over starts..ends - 1 is a difference of triangles.
-            pairs = int((last * (last + 1) - first * (first + 1)).sum()) // 2
+        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, and not the
+        launch's."""
+        tokens, pairs, contexts = work_of(starts, ends)
         total = max(self.weights, self.token * tokens) + self.pair * pairs
         for seconds, most in self.reads:
             total += seconds * int((np.minimum(contexts, most) if most else contexts).sum())
@@ -97,9 +91,9 @@ class CostModel:
         active_parameters: int,
         ranks: int = 1,
     ) -> CostModel:
-        """From the published peaks of a device (`quire.plan.devices` has their names) and what a model computes and
-        reads. Half of the peak of products and four fifths of the bandwidth are assumed to be reached, and that `ranks`
-        devices share the work evenly. Raises InvalidInput for a device that is not known."""
+        """From the published peaks of a device (`quire.plan.devices` has the names) and what a model computes and
+        reads. Assumes half of the peak of products, four fifths of the bandwidth, and that `ranks` devices share the
+        work evenly. Raises InvalidInput for an unknown device."""
         if ranks < 1:
             raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
         device = find_device(name, otherwise="give --prefill-rate and --decode-ms").name
@@ -138,9 +132,20 @@ class CostModel:
         )
 
 
+def work_of(starts: Lengths, ends: Lengths) -> tuple[int, int, Lengths]:
+    """Of a step as in `CostModel.seconds`: new tokens, (query, key) pairs of prompts, and contexts of single tokens."""
+    tokens = int((ends - starts).sum())
+    if tokens == len(ends):
+        return tokens, 0, ends
+    prompts = ends - starts > 1
+    first, last = starts[prompts], ends[prompts]
+    # Token p of a prompt reads p + 1 keys: the sum over starts..ends - 1 is a difference of triangles.
+    return tokens, int((last * (last + 1) - first * (first + 1)).sum()) // 2, ends[~prompts]
+
+
 def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
     """Operations for each (query, key) pair in layers that read everything, and for each token in layers that read a
-    window. The selection of sparse layers is not counted off: they are priced as if they read everything."""
+    window. Sparse layers are priced as if they read everything."""
     heads = spec.query_heads or 32
     full = windowed = 0.0
     for call in spec.calls:
@@ -157,7 +162,7 @@ def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
 class VirtualClock:
     """Time of a replay in seconds, and when the device will be free. It moves when it is told to, and never waits.
 
-    With steps in flight a launch costs the device nothing while it is busy; without, it stands still meanwhile.
+    While the device is busy a launch costs it nothing; otherwise it idles for that time.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -167,8 +172,8 @@ class VirtualClock:
         self._free_at = 0.0
 
     def launch(self, starts: Lengths, ends: Lengths, *, arrives: float = 0.0) -> float:
-        """A step is launched now; returns when it will have settled. Its layers wait for those of a load whose last one
-        `arrives` then, so that only the last one's work is left to do after that."""
+        """A step is launched now; returns when it will have settled. Its layers wait for those of a load, the last of
+        which `arrives` then: only that layer's work remains after it."""
         seconds = self._cost.seconds(starts, ends)
         self.busy += seconds
         self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
@@ -177,5 +182,5 @@ class VirtualClock:
         return self._free_at
 
     def move_to(self, time: float) -> None:
-        """Nothing happens before `time`."""
+        """Advance to `time`, never back."""
         self.now = max(self.now, time)

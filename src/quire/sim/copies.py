@@ -1,4 +1,4 @@
-"""SimulatedCopies: records of frames whose contents are names. What is saved, stored and loaded are real names."""
+"""SimulatedCopies: records of frames that hold prefix hashes, so that what comes back from a tier can be checked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from quire.memory.record import Rows
 from quire.sim.device import Frames
-from quire.sim.names import Names, page_weights
+from quire.sim.prefix_hash import Hashes, page_digests, page_weights
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Copies
 
 LAYER = 0
 """The one layer of simulated frames."""
 
-_HEADER = 3  # words of a row: two of the page's key, and a sum of these and all names
+_HEADER = 3  # words of a row: two of the page's key, and a sum of these and all hashes
 _KEY_BYTES = 16
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
@@ -23,7 +23,7 @@ _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 class SimulatedCopies(Copies):
     """Copies between `frames` of a simulated device, by group, and as many records as `host_frames` says.
 
-    A row is shorter than the record that it stands for: it has the names of the frame's slots and whose they are, while
+    A row is shorter than the record that it stands for: it has the hashes of the frame's slots and the page's key, while
     `record_bytes` are those of the frame on a real device, which movers and stores count. Without `frames`, where a
     replay checks nothing, rows have a header only.
     """
@@ -33,19 +33,19 @@ class SimulatedCopies(Copies):
     ) -> None:
         self._frames = frames
         self._record_bytes = tuple(record_bytes)
-        widths = [0] * len(host_frames) if frames is None else [each.names.shape[1] for each in frames]
-        self._rows: list[Names] = [
+        widths = [0] * len(host_frames) if frames is None else [each.hashes.shape[1] for each in frames]
+        self._rows: list[Hashes] = [
             np.zeros((count + 1, _HEADER + width), dtype=np.uint64)
             for count, width in zip(host_frames, widths, strict=True)
         ]
         self._weights = [page_weights(width) for width in widths]
 
     def layers(self) -> tuple[int, ...]:
-        """One stands for all; what layers change is how long a step waits, which `VirtualClock` says."""
+        """One stands for all: how long a step waits for a layer is estimated by `VirtualClock`."""
         return (LAYER,)
 
     def bytes_of(self, group: int) -> int:
-        """Of a frame's record on a real device."""
+        """On a real device."""
         return self._record_bytes[group]
 
     def rows(self, group: int) -> Rows:
@@ -54,17 +54,18 @@ class SimulatedCopies(Copies):
         return rows
 
     def to_host(self, group: int, device: Ids, host: Ids) -> None:
-        """Copy names."""
+        """Copy hashes."""
         if self._frames is not None:
-            self._rows[group][host, _HEADER:] = self._frames[group].names[device]
+            self._rows[group][host, _HEADER:] = self._frames[group].hashes[device]
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
-        """Copy names."""
+        """Copy hashes."""
         if self._frames is not None:
-            self._frames[group].write(device, self._rows[group][host, _HEADER:])
+            self._frames[group].hashes[device] = self._rows[group][host, _HEADER:]
+            self._frames[group].update_digests(device)
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
-        """Write whose they are."""
+        """Write the keys and the sums."""
         rows = self._rows[group]
         rows[host, :2] = _heads(keys)
         rows[host, 2] = self._sums(group, host)
@@ -79,14 +80,13 @@ class SimulatedCopies(Copies):
         pairs = zip(foreign.tolist(), changed.tolist(), strict=True)
         return ["key" if key else "digest" if digest else "" for key, digest in pairs]
 
-    def _sums(self, group: int, host: Ids) -> Names:
+    def _sums(self, group: int, host: Ids) -> Hashes:
         rows = self._rows[group][host]
-        sums: Names = rows[:, 0] * _FIRST + rows[:, 1] * _SECOND
-        sums += (rows[:, _HEADER:] * self._weights[group]).sum(axis=1, dtype=np.uint64)
-        return sums
+        sums: Hashes = rows[:, 0] * _FIRST + rows[:, 1] * _SECOND
+        return sums + page_digests(rows[:, _HEADER:], self._weights[group])
 
 
-def _heads(keys: Sequence[bytes]) -> Names:
+def _heads(keys: Sequence[bytes]) -> Hashes:
     """The first 16 bytes of each key as two words."""
-    found: Names = np.frombuffer(b"".join(key[:_KEY_BYTES] for key in keys), dtype=np.uint64).reshape(-1, 2)
+    found: Hashes = np.frombuffer(b"".join(key[:_KEY_BYTES] for key in keys), dtype=np.uint64).reshape(-1, 2)
     return found

@@ -154,8 +154,8 @@ class _PageUse:
 class _Node:
     """Consecutive pages that are always used together, in a radix tree over all requests.
 
-    Nodes are split where requests diverge, where one ends, and where the part of a prompt ends that may be found. So the
-    bounds are computed on some thousand nodes instead of millions of pages. A split node stays itself as the lower part.
+    Nodes are split where requests diverge, where one ends, and where the part of a prompt ends that may be found. So
+    the bounds are computed on some thousand nodes instead of millions of pages. A split node becomes the lower part.
     """
 
     parent: _Node | None
@@ -209,7 +209,7 @@ class _Node:
 
 
 def _next_lookups(uses: list[_PageUse], num_nodes: int) -> list[list[int]]:
-    """For each request and each node it uses, deepest first: the request that uses the node next, if that looks it up."""
+    """For each request, of each node it uses, deepest first: the next request that uses it, if that looks it up."""
     upcoming = [_NEVER] * num_nodes
     found = []
     for now in range(len(uses) - 1, -1, -1):

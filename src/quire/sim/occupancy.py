@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cache import KVCache
+from quire.scheduler.scheduler import Scheduler
 
 _MOST_SAMPLES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The pool at one moment, and until the next sample: shares of its pages that running requests hold, and that are
-    only cached; the rest is free. And how many requests run and wait. `ended` says that it was taken because requests
-    had ended, not because a step was launched."""
+    """The pool from `time` until the next sample: the shares of its pages that running requests hold, and that are only
+    cached; the rest is free. And how many requests run and wait. `ended`: requests had ended, no step was launched."""
 
     time: float
     held: float
@@ -25,28 +25,31 @@ class Occupancy:
 
 class OccupancyLog:
     """Samples of one cache: at every n-th step, where requests end next after that, and where the last one ends. When
-    there are too many, every other step is forgotten and n doubles."""
+    there are too many, every other step is dropped and n doubles."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, scheduler: Scheduler) -> None:
         self.samples: list[Occupancy] = []
         self._cache = cache
+        self._scheduler = scheduler
         self._every = 1
+        self._steps = 0
 
-    def launched(self, steps: int, now: float, running: int, waiting: int) -> None:
-        """Step number `steps` was launched."""
-        if steps % self._every:
+    def launched(self, now: float) -> None:
+        """A step was launched."""
+        self._steps += 1
+        if self._steps % self._every:
             return
         if len(self.samples) >= _MOST_SAMPLES:
             self._thin()
-        self.samples.append(self._sample(now, running, waiting, ended=False))
+        self._sample(now, ended=False)
 
-    def ended(self, now: float, running: int, waiting: int) -> None:
-        """Requests have ended and given back what they held."""
-        if self._adds(running):
-            self.samples.append(self._sample(now, running, waiting, ended=True))
+    def ended(self, now: float) -> None:
+        """Requests have ended and released what they held."""
+        if self._adds(self._scheduler.num_running):
+            self._sample(now, ended=True)
 
     def _adds(self, running: int) -> bool:
-        """Whether a sample after an end says what the last one does not: bounded by the samples of steps."""
+        """Whether a sample after an end differs from the last one: bounded by the samples of steps."""
         last = self.samples[-1] if self.samples else None
         return last is not None and (not last.ended or (last.running > 0 and running == 0))
 
@@ -59,9 +62,11 @@ class OccupancyLog:
             if self._adds(sample.running) if sample.ended else steps % 2:
                 self.samples.append(sample)
 
-    def _sample(self, now: float, running: int, waiting: int, *, ended: bool) -> Occupancy:
-        cache = self._cache
+    def _sample(self, now: float, *, ended: bool) -> None:
+        cache, scheduler = self._cache, self._scheduler
         total, cached = cache.plan.num_pages, cache.tree.num_evictable
         free = [group.num_free for group in cache.groups if group.reach.whole]
         available = cached + (min(free) if cache.pages.num_pages > total and free else cache.pages.num_free_pages)
-        return Occupancy(now, (total - available) / total, cached / total, running, waiting, ended)
+        held = (total - available) / total
+        running, waiting = scheduler.num_running, len(scheduler.waiting)
+        self.samples.append(Occupancy(now, held, cached / total, running, waiting, ended))

@@ -1,10 +1,10 @@
-"""What a replay runs on: the pools of a model for a number of tokens, and what its steps cost."""
+"""The pools of a replay: those of a model for a number of tokens, and sizes as users write them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from quire.errors import InvalidInput
@@ -23,23 +23,9 @@ PLAIN = "plain"
 """The model of one group that reads everything, in which a token takes one unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolRequest:
-    """What pools are for: requests of these lengths (prompt and output together), so many at once, and so many prompt
-    tokens in a step (`chunk`)."""
-
-    lengths: Sequence[int]
-    max_running: int
-    chunk: int
-
-    @property
-    def context(self) -> int:
-        """The longest request."""
-        return max(self.lengths)
-
-
-def plain_pools(pool_tokens: int, page_size: int, wanted: PoolRequest) -> MemoryPlan:
-    """Pools of one group that reads everything. Raises InvalidInput where there is not one page."""
+def plain_pools(pool_tokens: int, page_size: int, *, context: int, max_running: int) -> MemoryPlan:
+    """Pools of one group that reads everything, for requests of at most `context` tokens, prompt and output. Raises
+    InvalidInput where there is not one page."""
     if page_size < 1 or pool_tokens < page_size:
         raise InvalidInput(
             f"a pool of {pool_tokens:,} tokens in pages of {page_size:,} has no page.",
@@ -49,25 +35,27 @@ def plain_pools(pool_tokens: int, page_size: int, wanted: PoolRequest) -> Memory
         page_size=page_size,
         groups=(GroupSpec(name="full", layout=PageLayout(page_size, (_PLAIN_FIELD,))),),
         num_pages=pool_tokens // page_size,
-        context=wanted.context,
-        max_requests=wanted.max_running,
+        context=context,
+        max_requests=max_running,
     )
 
 
-def model_pools(spec: ModelSpec, pool_tokens: int, page_size: int, wanted: PoolRequest) -> MemoryPlan:
+def model_pools(
+    spec: ModelSpec, pool_tokens: int, page_size: int, *, lengths: Sequence[int], max_running: int, chunk: int
+) -> MemoryPlan:
     """Pools of a model for that many tokens, split between its groups as `quire plan` does for requests of these
     lengths. Requests beyond the model's context are refused when they come. Raises what the planner raises."""
     settings = PlanSettings(
         kv_memory=_NO_LIMIT,
         page_size=page_size,
-        context=min(spec.context_length, wanted.context),
-        chunk=wanted.chunk,
-        mix=mix_of(wanted.lengths, "the trace"),
-        max_requests=wanted.max_running,
+        context=min(spec.context_length, max(lengths)),
+        chunk=chunk,
+        mix=mix_of(lengths, "the trace"),
+        max_requests=max_running,
         max_total_tokens=pool_tokens,
     )
     plan = make_plan(spec, settings).memory
-    return replace(plan, max_requests=min(plan.max_requests, wanted.max_running))
+    return replace(plan, max_requests=min(plan.max_requests, max_running))
 
 
 def read_pool_sizes(text: str) -> tuple[int | Fraction, ...]:

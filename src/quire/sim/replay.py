@@ -6,9 +6,12 @@ real, so what is measured is the code that serves: its hits, evictions and preem
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from quire.cache import KVCache
 from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
@@ -16,32 +19,31 @@ from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
-from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
 from quire.sim.arrivals import Arrivals
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.copies import LAYER
-from quire.sim.device import Rows, SimulatedDevice, SimulatedStep
+from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
 from quire.sim.occupancy import OccupancyLog
-from quire.sim.result import Ledger, ReplayResult
+from quire.sim.result import ReplayResult, RequestRecord
 from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.sim.tiers import SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.tiers.transfer import Transfer
 
 CHECKS = ("off", "reads", "all")
-"""What a replay checks: nothing; what every step reads; and all laws of the cache every so often as well."""
+"""What a replay checks: nothing; what every step reads; and the invariants of the cache every so often as well."""
 
 _AUDIT_EVERY = 512  # steps
-_MOVES_S = 0.005  # between looks at what moves, where nothing can be computed: the engine's
+_POLL_S = 0.005  # between polls of transfers where nothing can be computed: the engine's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
     """How the engine is set up: the eviction policy, the order of waiting requests, the tokens of one step, whether a
     step is launched before the one before it has settled, what is checked, whether each record says why no more of its
-    prompt was cached, and what is below the device."""
+    prompt was cached, and the tiers below the device."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -57,6 +59,19 @@ class ReplaySettings:
             raise InvalidInput(f"'{self.check}' is not something to check.", fix=f"use one of {', '.join(CHECKS)}.")
         if self.chunk < 1:
             raise InvalidInput(f"a step of {self.chunk} tokens.", fix="give at least 1.")
+
+
+class _CpuTime:
+    """Sums the CPU seconds of this thread inside its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.thread_time() - self._began
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ class Replay:
         progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
         self.clock = VirtualClock(cost)
-        frames = SimulatedDevice.frames_of(plan) if settings.check != "off" else None
+        frames = frames_of(plan) if settings.check != "off" else None
         self.tiers = (
             VirtualTiers(settings.tiers, plan, cost, self.clock, frames) if settings.tiers is not None else None
         )
@@ -104,18 +119,20 @@ class Replay:
             max_tokens=settings.chunk,
             ahead=self.ahead,
         )
-        self.device = SimulatedDevice(self.cache, check=frames is not None, overlap=settings.overlap, frames=frames)
+        self.device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
         self._settings = settings
         self._progress = progress
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.carried)
-        self._ledger = Ledger()
+        self._arrivals = Arrivals(())
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will not stay
         self._in_flight: _Launched | None = None
         self._settled_at = 0.0  # when the last step did
         self._steps = 0
-        self._manager_seconds = 0.0
+        self._manager = _CpuTime()
+        self._records: list[RequestRecord] = []
+        self._digest = hashlib.sha256()
         self._refused_tokens = 0
-        self._occupancy = OccupancyLog(self.cache)
+        self._occupancy = OccupancyLog(self.cache, self.scheduler)
         self._used = False
 
     def run(self, trace: Iterable[TraceRequest]) -> ReplayResult:
@@ -125,51 +142,49 @@ class Replay:
             raise InvalidInput("this replay has run.", fix="make another Replay; its cache begins empty.")
         self._used = True
         began = time.perf_counter()
-        arrivals = Arrivals(trace)
+        self._arrivals = Arrivals(trace)
         while True:
-            for moment, request in arrivals.until(self.clock.now):
-                self._add(request, moment, arrivals)
+            for moment, request in self._arrivals.until(self.clock.now):
+                self._add(request, moment)
             if self.scheduler.has_requests or self._in_flight is not None:
-                self._step(arrivals)
+                self._step()
                 continue
-            following = arrivals.next_time
+            following = self._arrivals.next_time
             if following is None:
                 break
-            self._rest(following)
+            self._idle(following)
         if self._settings.check == "all":
             self.cache.audit()
-        self._progress(len(self._ledger.records))
         return self._result(time.perf_counter() - began)
 
     # -- one turn of the loop
 
-    def _step(self, arrivals: Arrivals) -> None:
+    def _step(self) -> None:
         """As `EngineCore.step`: schedule and launch, then settle the step before, or this one without overlap."""
-        watch = time.thread_time()
-        step = self.scheduler.schedule()
-        self._manager_seconds += time.thread_time() - watch
+        with self._manager:
+            step = self.scheduler.schedule()
         for request in scripted(step.admitted):
             request.admitted = self.clock.now
         launched = self._launch(step) if len(step) else None
-        if launched is None and self._in_flight is None and not self._wait(arrivals):
+        if launched is None and self._in_flight is None and not self._wait():
             assert self.scheduler.num_running, self.scheduler.waiting[0].wait_reason
         if self._in_flight is not None:
-            self._settle(self._in_flight, arrivals)
+            self._settle(self._in_flight)
         self._in_flight = launched
         if launched is not None and not self._settings.overlap:
-            self._settle(launched, arrivals)
+            self._settle(launched)
             self._in_flight = None
 
-    def _wait(self, arrivals: Arrivals) -> bool:
-        """There is nothing to compute until bytes have arrived. Looks again as often as the engine does."""
+    def _wait(self) -> bool:
+        """There is nothing to compute until bytes have arrived. Polls as often as the engine does."""
         if self.tiers is None or self.tiers.mover.next_end is None:
             return False
-        times = [self.clock.now + _MOVES_S, self.tiers.mover.next_end, arrivals.next_time]
+        times = [self.clock.now + _POLL_S, self.tiers.mover.next_end, self._arrivals.next_time]
         self.clock.move_to(min(time for time in times if time is not None))
         return True
 
-    def _rest(self, until: float) -> None:
-        """There are no requests until then. What moves goes on moving."""
+    def _idle(self, until: float) -> None:
+        """There are no requests until then. Transfers go on."""
         while self.tiers is not None and (end := self.tiers.mover.next_end) is not None and end < until:
             self.clock.move_to(end)
             self.ahead.settle_moves()
@@ -177,27 +192,21 @@ class Replay:
 
     def _launch(self, scheduled: Step) -> _Launched:
         self._steps += 1
-        rows = Rows.of(scheduled)
-        fence, pieces = self.cache.open_fence(), {}
-        if self._carried:
-            watch = time.thread_time()
-            launched = {
-                index: self.cache.launch(index, scheduled.batch, rows.ends, scheduled.draw_counts)
-                for index in self._carried
-            }
-            self._manager_seconds += time.thread_time() - watch
-            pieces = {index: found for index, found in launched.items() if found is not None}
-        step = self.device.launch(scheduled, fence, rows, pieces)
-        self._occupancy.launched(self._steps, self.clock.now, *self._load())
+        fence, ends = self.cache.open_fence(), scheduled.ends
+        with self._manager:
+            found = [self.cache.launch(index, scheduled.batch, ends, scheduled.draw_counts) for index in self._carried]
+        pieces = {index: each for index, each in zip(self._carried, found, strict=True) if each is not None}
+        step = self.device.launch(scheduled, fence, pieces)
+        self._occupancy.launched(self.clock.now)
         loads: list[Transfer] = []
         arrives = 0.0
         if self.tiers is not None:
             loads = [load for kv in scheduled.batch.kvs for load in kv.loads if not load.done]
             arrives = max(map(self.tiers.mover.end_of, loads), default=0.0)
         began = self.clock.now
-        return _Launched(step, loads, began, self.clock.launch(rows.starts, rows.ends, arrives=arrives))
+        return _Launched(step, loads, began, self.clock.launch(scheduled.starts, ends, arrives=arrives))
 
-    def _settle(self, launched: _Launched, arrivals: Arrivals) -> None:
+    def _settle(self, launched: _Launched) -> None:
         step = launched.step
         for load in launched.loads:
             load.wait_layer(LAYER)  # as a forward pass does before it reads one
@@ -206,76 +215,74 @@ class Replay:
         began, self._settled_at = max(launched.began, self._settled_at), launched.done
         if step.step.computes_prompts and not launched.loads:
             self.ahead.computed(step.step.num_tokens, launched.done - began)
-        watch = time.thread_time()
-        found = self.scheduler.settle(step.step, drawn)
-        self.cache.close_fence(step.fence)
-        self._manager_seconds += time.thread_time() - watch
-        ended = len(self._ledger.records)
-        self._note([found.requests[at] for at in found.noted], arrivals)
-        if self._leaving:
-            self._let_go(arrivals)
-        if len(self._ledger.records) > ended:
-            self._occupancy.ended(self.clock.now, *self._load())
-        if self._settings.check == "all" and self._steps % _AUDIT_EVERY == 0:
-            self.cache.audit()
-
-    def _note(self, noted: list[Request], arrivals: Arrivals) -> None:
-        """Write down first tokens and ends."""
-        for request in scripted(noted):
+        with self._manager:
+            settled = self.scheduler.settle(step.step, drawn)
+            self.cache.close_fence(step.fence)
+        num_ended = len(self._records)
+        for request in scripted(settled.requests[at] for at in settled.noted):
             if request.first_token is None:
                 request.first_token = self.clock.now
             if request.finish_reason is not None:
-                self._end(request, arrivals)
+                self._end(request)
+        for request in list(self._leaving.values()):
+            if request.abort_after is not None and request.num_outputs >= request.abort_after:
+                self._abort(request)
+        if len(self._records) > num_ended:
+            self._occupancy.ended(self.clock.now)
+        if self._settings.check == "all" and self._steps % _AUDIT_EVERY == 0:
+            self.cache.audit()
 
     # -- requests
 
-    def _add(self, incoming: TraceRequest, moment: float, arrivals: Arrivals) -> None:
+    def _add(self, incoming: TraceRequest, moment: float) -> None:
         request = ScriptedRequest(incoming, moment)
-        watch = time.thread_time()
         try:
-            self.scheduler.add(request)
+            with self._manager:
+                self.scheduler.add(request)
         except QuireError as error:
-            evicted = self.cache.statistics().evicted_pages
-            self._ledger.refuse(
-                request.request_id, request.num_prompt_tokens, evicted, moment, self._refusal(request, error)
-            )
+            self._record(request, "refused", self._refusal(request, error))
             if request.abort_after != 0:  # otherwise it would not have run in any pool
                 self._refused_tokens += request.num_prompt_tokens
-            arrivals.ended(request.request_id, self.clock.now)
             return
-        finally:
-            self._manager_seconds += time.thread_time() - watch
         if request.abort_after is not None and request.abort_after < request.max_tokens:
             self._leaving[request.request_id] = request
             if request.abort_after == 0:
-                self._abort(request, arrivals)
+                self._abort(request)
 
-    def _let_go(self, arrivals: Arrivals) -> None:
-        for request in list(self._leaving.values()):
-            assert request.abort_after is not None
-            if request.num_outputs >= request.abort_after:
-                self._abort(request, arrivals)
+    def _abort(self, request: ScriptedRequest) -> None:
+        with self._manager:
+            self.scheduler.abort(request.request_id)
+        self._end(request)
 
-    def _abort(self, request: ScriptedRequest, arrivals: Arrivals) -> None:
-        watch = time.thread_time()
-        self.scheduler.abort(request.request_id)
-        self._manager_seconds += time.thread_time() - watch
-        self._end(request, arrivals)
-
-    def _end(self, request: ScriptedRequest, arrivals: Arrivals) -> None:
-        if not request.is_as_written:
+    def _end(self, request: ScriptedRequest) -> None:
+        if not np.array_equal(request.tokens, request.script[: request.num_tokens]):
             raise WrongContent(f"request '{request.request_id}' got tokens that were drawn for another.")
         request.finished = self.clock.now
         self._leaving.pop(request.request_id, None)
-        self._ledger.end(request, self.cache.statistics().evicted_pages)
-        arrivals.ended(request.request_id, self.clock.now)
-        self._progress(len(self._ledger.records))
+        self._record(request, request.finish_reason or "")
 
-    # -- looking
-
-    def _load(self) -> tuple[int, int]:
-        """How many requests run and wait."""
-        return self.scheduler.num_running, len(self.scheduler.waiting)
+    def _record(self, request: ScriptedRequest, end: str, refused: str = "") -> None:
+        record = RequestRecord(
+            request_id=request.request_id,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_outputs,
+            hit_tokens=max(0, request.num_cached),
+            preemptions=request.num_preemptions,
+            evicted_pages=self.cache.statistics().evicted_pages,
+            end=end,
+            arrived=request.arrived,
+            admitted=request.admitted,
+            first_token=request.first_token,
+            finished=request.finished,
+            refused=refused,
+            explanation=request.explanation,
+        )
+        self._records.append(record)
+        numbers = (record.hit_tokens, record.preemptions, record.evicted_pages, record.output_tokens)
+        self._digest.update(f"{record.request_id!r} {end} {numbers}".encode())
+        self._digest.update(request.output_tokens.tobytes())
+        self._arrivals.ended(request.request_id, self.clock.now)
+        self._progress(len(self._records))
 
     def _refusal(self, request: ScriptedRequest, error: QuireError) -> str:
         """Why a request can never run, without the bytes of a pool that is given in tokens."""
@@ -292,11 +299,12 @@ class Replay:
         statistics = self.cache.statistics()
         evicted = statistics.evicted_pages * self.cache.page_size
         preemptions = self.scheduler.num_preemptions
+        self._digest.update(repr((statistics.prompt_tokens, statistics.hit_tokens, evicted, preemptions)).encode())
         return ReplayResult(
             policy=self._settings.policy,
             page_size=self.cache.page_size,
             pool_tokens=self.cache.plan.num_tokens,
-            records=tuple(self._ledger.records),
+            records=tuple(self._records),
             prompt_tokens=statistics.prompt_tokens + self._refused_tokens,
             refused_tokens=self._refused_tokens,
             hit_tokens=statistics.hit_tokens,
@@ -304,9 +312,9 @@ class Replay:
             preemptions=preemptions,
             steps=self._steps,
             seconds=self.clock.now,
-            manager_seconds=self._manager_seconds,
+            manager_seconds=self._manager.seconds,
             wall_seconds=wall_seconds,
-            digest=self._ledger.digest(statistics.prompt_tokens, statistics.hit_tokens, evicted, preemptions),
+            digest=self._digest.hexdigest(),
             checked=self._settings.check,
             occupancy=tuple(self._occupancy.samples),
             tiers=self.tiers.use(self.cache) if self.tiers is not None else None,

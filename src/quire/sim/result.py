@@ -1,16 +1,15 @@
-"""ReplayResult: what a replay did, request by request and in sum."""
+"""ReplayResult: what a replay did, request by request and in total. JSON, tables and plots read it."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from quire.observe.explain import Cause, Explanation
 from quire.sim.occupancy import Occupancy
-from quire.sim.scripted_request import ScriptedRequest
 from quire.sim.tiers import TierUse
 
 
@@ -33,61 +32,6 @@ class RequestRecord:
     finished: float | None = None
     refused: str = ""
     explanation: Explanation | None = None
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Collects records and the digest of a replay while it goes on."""
-
-    records: list[RequestRecord] = field(default_factory=list)
-    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    def end(self, request: ScriptedRequest, evicted_pages: int) -> None:
-        """A request has finished or was aborted."""
-        record = RequestRecord(
-            request_id=request.request_id,
-            prompt_tokens=request.num_prompt_tokens,
-            output_tokens=request.num_outputs,
-            hit_tokens=max(0, request.num_cached),
-            preemptions=request.num_preemptions,
-            evicted_pages=evicted_pages,
-            end=request.finish_reason or "",
-            arrived=request.arrived,
-            admitted=request.admitted,
-            first_token=request.first_token,
-            finished=request.finished,
-            explanation=request.explanation,
-        )
-        self._add(record, request.output_tokens.tobytes())
-
-    def refuse(self, request_id: str, prompt_tokens: int, evicted_pages: int, now: float, reason: str) -> None:
-        """A request was refused when it came."""
-        self._add(
-            RequestRecord(
-                request_id=request_id,
-                prompt_tokens=prompt_tokens,
-                output_tokens=0,
-                hit_tokens=0,
-                preemptions=0,
-                evicted_pages=evicted_pages,
-                end="refused",
-                arrived=now,
-                refused=reason,
-            ),
-            b"",
-        )
-
-    def digest(self, *totals: int) -> str:
-        """Hex digest of all requests in the order of their ends, and of these totals."""
-        found = self._digest.copy()
-        found.update(repr(totals).encode())
-        return found.hexdigest()
-
-    def _add(self, record: RequestRecord, output: bytes) -> None:
-        self.records.append(record)
-        numbers = (record.hit_tokens, record.preemptions, record.evicted_pages, record.output_tokens)
-        self._digest.update(f"{record.request_id!r} {record.end} {numbers}".encode())
-        self._digest.update(output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +63,52 @@ class ReplayResult:
     occupancy: tuple[Occupancy, ...]
     tiers: TierUse | None = None
     """What the tiers below the device did, where there are any."""
+
+    # What a comparison adds. Rates are shares of `prompt_tokens`.
+    trace: str = ""
+    model: str = ""
     pool_note: str = ""
     """Why the pool has another size than was asked for, where it has."""
+    working_set_tokens: int = 0
+    ideal_hit_rate: float = 0.0
+    optimal_hit_rate: float = 0.0
+    gap_closed: float | None = None
+    """The part of the way from LRU's hits to the optimum's; None where LRU was not replayed or is optimal."""
 
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens that were found cached."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Model, page size and pool: policies and tiers are compared where these are equal."""
+        return self.model, self.page_size, self.pool_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens drawn for requests, those of aborted ones among them."""
+        return sum(record.output_tokens for record in self.records)
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens for each virtual second."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_first_token_seconds(self) -> float:
+        """The mean time from a request's arrival to its first token; zero where there was none."""
+        found = self._first_token_times()
+        return sum(found) / len(found) if found else 0.0
+
+    def first_token_seconds(self, percentiles: Sequence[float]) -> list[float]:
+        """Percentiles of the same; zeros where there was none."""
+        found = self._first_token_times()
+        return [float(value) for value in np.percentile(found, percentiles)] if found else [0.0] * len(percentiles)
+
+    def count(self, end: str) -> int:
+        """Requests that ended so: "length", "abort" or "refused"."""
+        return sum(record.end == end for record in self.records)
 
     def tokens_by_cause(self) -> dict[str, int]:
         """What became of the prompt tokens, where the replay explained: with `refused_tokens` these are all."""
@@ -136,27 +119,26 @@ class ReplayResult:
                     found[reason.cause] += reason.tokens
         return found
 
-    def count(self, end: str) -> int:
-        """Requests that ended so: "length", "abort" or "refused"."""
-        return sum(record.end == end for record in self.records)
+    def as_dict(self) -> dict[str, Any]:
+        """What `quire replay --json` prints of it."""
+        percentiles = self.first_token_seconds((50, 95, 99))
+        return {name: getattr(self, name) for name in _JSON_FIELDS} | {
+            "requests": len(self.records),
+            "refused": self.count("refused"),
+            "aborted": self.count("abort"),
+            **dict(zip(("ttft_p50_s", "ttft_p95_s", "ttft_p99_s"), percentiles, strict=True)),
+            "ttft_mean_s": self.mean_first_token_seconds,
+            "output_tokens_per_s": self.output_rate,
+            "virtual_seconds": self.seconds,
+            "tiers": asdict(self.tiers) if self.tiers is not None else None,
+        }
 
-    @property
-    def output_tokens(self) -> int:
-        """Tokens drawn for requests, those of aborted ones among them."""
-        return sum(record.output_tokens for record in self.records)
+    def _first_token_times(self) -> list[float]:
+        return [record.first_token - record.arrived for record in self.records if record.first_token is not None]
 
-    def first_token_seconds(self, percentiles: Sequence[float]) -> list[float]:
-        """Percentiles of the time from a request's arrival to its first token; zeros where there was none."""
-        found = [r.first_token - r.arrived for r in self.records if r.first_token is not None]
-        return [float(value) for value in np.percentile(found, percentiles)] if found else [0.0] * len(percentiles)
 
-    @property
-    def mean_first_token_seconds(self) -> float:
-        """The mean of the same; zero where there was none."""
-        found = [r.first_token - r.arrived for r in self.records if r.first_token is not None]
-        return sum(found) / len(found) if found else 0.0
-
-    @property
-    def output_rate(self) -> float:
-        """Output tokens for each virtual second."""
-        return self.output_tokens / self.seconds if self.seconds else 0.0
+_JSON_FIELDS = (
+    "trace", "model", "policy", "page_size", "pool_tokens", "pool_note", "working_set_tokens", "refused_tokens",
+    "prompt_tokens", "output_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate", "optimal_hit_rate", "gap_closed",
+    "evicted_tokens", "preemptions", "steps", "manager_seconds", "wall_seconds", "checked", "digest",
+)  # fmt: skip

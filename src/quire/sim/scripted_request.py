@@ -19,33 +19,28 @@ class ScriptedRequest(Request):
     """A request of a trace in the real scheduler. `script` is its prompt and all of its output, int32.
 
     Times are seconds of the virtual clock, None until they come: `arrived` and `admitted` (for the first time),
-    `first_token`, `finished`. `lane` is its row in the tables of a device that checks, -1 for none.
+    `first_token`, `finished`. `expected_row` is its row in the tables of a device that checks, -1 for none.
     """
 
     def __init__(self, request: TraceRequest, arrived: float) -> None:
+        output = request.output if len(request.output) else np.zeros(1, dtype=np.int32)
         super().__init__(
             request.request_id,
             request.prompt,
             _PARAMS,
-            max_tokens=max(1, len(request.output)),
+            max_tokens=len(output),
             namespace=request.namespace,
             priority=request.priority,
         )
-        output = request.output if len(request.output) else np.zeros(1, dtype=np.int32)
         self.script: Ids = np.concatenate((request.prompt, output))
         self.abort_after = request.abort_after
         self.arrived = arrived
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
-        self.lane = -1
-
-    @property
-    def is_as_written(self) -> bool:
-        """Whether all tokens it has are those of its script."""
-        return bool(np.array_equal(self.tokens, self.script[: self.num_tokens]))
+        self.expected_row = -1
 
 
 def scripted(requests: Iterable[Request]) -> list[ScriptedRequest]:
-    """The requests of a replay as what they are: its scheduler is given no others."""
+    """The requests of a replay by their type: its scheduler is given no others."""
     return cast("list[ScriptedRequest]", list(requests))

@@ -42,8 +42,8 @@ from quire.sim.formats.trace_format import (
     Length,
     Line,
     Timestamp,
-    Tokenize,
     TokenId,
+    Tokenize,
     TraceFormat,
     iso_seconds,
     lines,
@@ -199,9 +199,7 @@ def _read_azure(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
         yield Planned.of_texts(str(line.number), [prompt], output, arrival)
 
 
-MOONCAKE = TraceFormat(
-    "Mooncake", lambda path, first, fields: isinstance(fields.get("hash_ids"), list), _read_mooncake
-)
+MOONCAKE = TraceFormat("Mooncake", lambda path, first, fields: isinstance(fields.get("hash_ids"), list), _read_mooncake)
 LMCACHE_AGENT = TraceFormat(
     "LMCache agent",
     lambda path, first, fields: isinstance(fields.get("input"), str) and isinstance(fields.get("output"), str),

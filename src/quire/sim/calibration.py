@@ -1,4 +1,4 @@
-"""Fitting a cost model to steps that were measured, and measuring them on the real engine."""
+"""Calibration: a cost model fitted to measured steps, and the measurement on the real engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.errors import InvalidInput
-from quire.sim.clock import CostModel, Lengths
+from quire.sim.clock import CostModel, Lengths, work_of
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -32,15 +32,14 @@ class StepTime:
 def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
     """The cost model with the least squared relative error over these steps, and no negative cost.
 
-    A step costs something of its own, for each new token, for each (query, key) pair of prompts, and for each key that
-    a single token reads; reading the weights is part of the first. Raises InvalidInput for fewer than 8 steps.
+    A step has a constant cost, which includes reading the weights, and costs for each new token, each (query, key) pair
+    of prompts and each key that a single token reads. Raises InvalidInput for fewer than 8 steps.
     """
     if len(records) < 8:
         raise InvalidInput(f"{len(records)} measured steps are too few to fit costs.", fix="measure at least 8.")
     features = np.array([_features(record) for record in records])
     features /= np.array([record.seconds for record in records])[:, None]  # so that each step counts alike
-    used = np.ones(features.shape[1], dtype=bool)
-    used &= features.any(axis=0)
+    used = features.any(axis=0)
     found = np.zeros(features.shape[1])
     while used.any():
         scale = np.abs(features[:, used]).max(axis=0)
@@ -98,7 +97,5 @@ def _steps(core: EngineCore) -> list[StepTime]:
 
 def _features(record: StepTime) -> tuple[float, float, float, float]:
     """What a step is charged for: 1, new tokens, pairs of prompts, keys read by single tokens."""
-    tokens = CostModel(launch=0, weights=0, token=1, pair=0, reads=()).seconds(record.starts, record.ends)
-    pairs = CostModel(launch=0, weights=0, token=0, pair=1, reads=()).seconds(record.starts, record.ends)
-    keys = CostModel(launch=0, weights=0, token=0, pair=0, reads=((1, 0),)).seconds(record.starts, record.ends)
-    return 1.0, tokens, pairs, keys
+    tokens, pairs, contexts = work_of(record.starts, record.ends)
+    return 1.0, tokens, pairs, int(contexts.sum())

@@ -1,0 +1,73 @@
+"""Prefix hashes: a 64-bit hash of what a token's slot holds, from the namespace and all tokens up to this one.
+
+Token i of a sequence has the hash `h[i] = A * h[i - 1] + m(t[i])` modulo 2^64, with `h[-1]` made from the namespace, an
+odd `A`, and a mixing `m` that is one-to-one. Solved for all tokens at once it is two multiplications and a running sum,
+some nanoseconds for a token. Two sequences that differ in a single token never agree in a hash from there on, because
+`A` has an inverse; any others agree with a chance of about 2^-64 for a slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.prefix.hashing import namespace_seed
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+
+Hashes = npt.NDArray[np.uint64]
+
+_A = 0x5851F42D4C957F2D
+_TOKEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+
+
+class PrefixHasher:
+    """Hashes of sequences of up to `longest` tokens, with tables for that length, and digests of pages."""
+
+    def __init__(self, longest: int, page_size: int) -> None:
+        self._powers = _powers(_A, longest)
+        self._inverses = _powers(pow(_A, -1, 1 << 64), longest)
+        self._seeds: dict[Namespace, np.uint64] = {}
+        self._weights = page_weights(page_size)
+
+    def hashes(self, namespace: Namespace, tokens: Ids) -> Hashes:
+        """The hash of each token, uint64 `[num_tokens]`."""
+        if namespace not in self._seeds:
+            self._seeds[namespace] = np.uint64(int.from_bytes(namespace_seed(namespace)[:8], "little"))
+        found = _mixed(tokens.astype(np.uint64))
+        found *= self._inverses[: len(tokens)]
+        np.cumsum(found, out=found)
+        found += self._seeds[namespace]
+        found *= self._powers[: len(tokens)]
+        return found
+
+    def digests(self, hashes: Hashes) -> Hashes:
+        """The digest of each page, uint64 `[num_pages]`, from the hashes of whole pages."""
+        return page_digests(hashes.reshape(-1, len(self._weights)), self._weights)
+
+
+def page_weights(page_size: int) -> Hashes:
+    """An odd number for each slot of a page, for its digest."""
+    return _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def page_digests(hashes: Hashes, weights: Hashes) -> Hashes:
+    """The sum of each row with a weight for each slot, which is odd, so that a single wrong slot always changes it."""
+    found: Hashes = (hashes * weights).sum(axis=1, dtype=np.uint64)
+    return found
+
+
+def _powers(base: int, count: int) -> Hashes:
+    """`base ** 1, base ** 2, ...` modulo 2^64."""
+    return np.multiply.accumulate(np.full(count, base, dtype=np.uint64))
+
+
+def _mixed(numbers: Hashes) -> Hashes:
+    """A one-to-one mixing of 64-bit numbers, in place."""
+    numbers += np.uint64(1)
+    numbers *= _TOKEN
+    numbers ^= numbers >> _HALF
+    numbers *= _MIX
+    return numbers
