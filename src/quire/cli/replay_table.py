@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.replay_tiers import tier_remarks
-from quire.sim.comparison import Progress
+from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
 from quire.sim.trace_request import Trace
 
@@ -111,7 +111,7 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def progress_bar(requests: int) -> Iterator[Progress]:
+def progress_bar(requests: int) -> Iterator[ReportProgress]:
     """A bar on the standard error stream, where that is a terminal, for runs of that many requests."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn())

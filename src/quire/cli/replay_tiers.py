@@ -1,4 +1,4 @@
-"""What the tiers of `quire replay` did, as a person reads it: where tokens were hit, what moved, what that was worth."""
+"""What the tiers of `quire replay` did: where tokens were hit, what moved, what that was worth."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from quire.spec.model import ModelSpec
 
 _BASELINE = "lru"
 
-Progress = Callable[[ReplayResult | str, int], None]
-"""Called with a line about what begins, or a result that is complete, and how many requests of the replay have ended."""
+ReportProgress = Callable[[ReplayResult | str, int], None]
+"""Called with what begins, or a result that is complete, and how many requests of the replay have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Grid:
     tiers: SimulatedTiers | None = None
 
 
-def compare(trace: Trace, grid: Grid, progress: Progress) -> list[ReplayResult]:
+def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayResult]:
     """Replay the trace once for every combination, by model, page size, pool and policy. Raises what planning and
     replaying raise."""
     found: list[ReplayResult] = []
@@ -79,7 +79,7 @@ def compare(trace: Trace, grid: Grid, progress: Progress) -> list[ReplayResult]:
     return sorted(_with_gaps(found), key=lambda result: order[result.model])
 
 
-def replay_one(trace: Trace, grid: Grid, progress: Progress) -> ReplayResult:
+def replay_one(trace: Trace, grid: Grid, progress: ReportProgress) -> ReplayResult:
     """The replay of a grid with one combination, without bounds. Raises InvalidInput where there are more, and what
     planning and replaying raise."""
     num_replays = math.prod(map(len, (grid.models, grid.policies, grid.pools, grid.page_sizes)))
@@ -115,7 +115,7 @@ def _pool_tokens(
 
 
 def _replays(
-    trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, progress: Progress
+    trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, progress: ReportProgress
 ) -> Iterator[ReplayResult]:
     """By policy, without tiers and with them."""
     lengths = [prompt + max(1, output) for prompt, output in trace.lengths]

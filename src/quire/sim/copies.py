@@ -23,9 +23,9 @@ _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 class SimulatedCopies(Copies):
     """Copies between `frames` of a simulated device, by group, and as many records as `host_frames` says.
 
-    A row is shorter than the record that it stands for: it has the hashes of the frame's slots and the page's key, while
-    `record_bytes` are those of the frame on a real device, which movers and stores count. Without `frames`, where a
-    replay checks nothing, rows have a header only.
+    A row has the hashes of the frame's slots and the page's key. It is shorter than the record that it stands for,
+    whose `record_bytes` movers and stores count. Without `frames`, where a replay checks nothing, rows have a header
+    only.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ step that reads a page which is missing, short, stale, misplaced or another requ
 contents with one 64-bit number. Digests make it affordable: a decode step compares `context / page_size` numbers.
 
 What it does not see: pages that no step reads, and times. For steps in flight, slots and pages are captured when a step
-is launched and accessed when it settles, as late as a device may. A later step that reuses a page, or rewrites a carried
-frame, which a step in flight reads is reported when it is launched.
+is launched and accessed when it settles, as late as a device may. A later step that reuses a frame which a step in
+flight reads is reported when it is launched.
 """
 
 from __future__ import annotations

@@ -71,11 +71,11 @@ class HitBounds:
         it would still conflict with includes what any other choice would (Belady). Pages that are never looked up again
         are not kept at all.
 
-        Why the tree does not change it. A page is of use only with all pages before it. Where a page is looked up, those
-        are too, at the same time; so the last interval before that use ends together for all of them, and theirs began
-        no earlier than the page's own. Evict the deepest page first among intervals that end together, and a page that
-        is kept until it is looked up has everything before it: the best choice without the tree's rule can be made so
-        that it obeys the rule. How ties are broken does not change how many pages are kept, so the count ignores it.
+        Why the tree does not change it. A page is of use only with all pages before it. Where a page is looked up,
+        those are too, at the same time; so the last interval before that use ends together for all of them, and theirs
+        began no earlier than the page's own. Evict the deepest page first among intervals that end together, and a page
+        that is kept until it is looked up has everything before it: the best choice without the tree's rule can be made
+        so that it obeys the rule. Breaking ties otherwise keeps as many pages, so the count ignores them.
 
         Nodes stand for their pages, and are evicted page by page. A request that the pool cannot hold is refused, and
         touches nothing. Costs O(uses * log(uses)).
