@@ -86,9 +86,9 @@ FIRST_SEEDS = {
 @pytest.fixture(autouse=True)
 def _no_groups_of_other_mutants() -> Iterator[None]:
     """The planner remembers the groups of models; those of a mutant must not be met by the next."""
-    planner._cached_groups.cache_clear()
+    planner._groups.cache_clear()
     yield
-    planner._cached_groups.cache_clear()
+    planner._groups.cache_clear()
 
 
 def noticed(killer: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ Replan = Callable[[PlanSettings], Plan]
 _SMALLER = ("fp8_e4m3", "nvfp4")
 _MOST_RANKS = 64
 _MIB = 2**20
-_MOST = 2**50  # bytes beyond which nothing is looked for
+_MOST = 2**50  # bytes: no search goes beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class Option:
 def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
     """Changes each of which alone makes the plan fit what is required, in the order of how much they give up.
 
-    Every one was planned with the change, so none is a guess; what a server of this size cannot have (more memory than
-    the device that was named) is not among them. Empty where none of them is enough.
+    Each was planned with the change, so none is a guess. A server of the named device has no more memory, so more
+    memory is proposed only without a device. Empty where no change is enough.
     """
     found = [
         _lower_context(plan, replan),
@@ -51,19 +52,16 @@ def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
 
 def _lower_context(plan: Plan, replan: Replan) -> Option | None:
     """The longest context, in whole pages, of which the required number fits."""
-    low, high = 0, plan.context
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(plan, replan, middle) else (low, middle)
-    context = floor_to_page(low, plan.page_size) or low
-    if not context or not _fits(plan, replan, context):
+
+    def too_long(context: int) -> bool:
+        other = _try(replan, _at_context(plan, context))
+        return other is None or other.requests_at(context) < plan.required
+
+    longest = bisect_left(range(1, plan.context), True, key=too_long)
+    context = floor_to_page(longest, plan.page_size) or longest
+    if not context or too_long(context):
         return None
     return Option(change="context", value=f"{context:,}", requests=plan.required, length=context)
-
-
-def _fits(plan: Plan, replan: Replan, context: int) -> bool:
-    other = _try(replan, _at_context(plan, context))
-    return other is not None and other.requests_at(context) >= plan.required
 
 
 def _at_context(plan: Plan, context: int) -> PlanSettings:
@@ -81,16 +79,14 @@ def _lower_concurrency(plan: Plan) -> Option | None:
 
 def _higher_cap(plan: Plan, replan: Replan) -> Option | None:
     """The least cap on tokens, in whole pages, where it is the cap that is in the way."""
-    cap = plan.settings.max_total_tokens
+    cap, page = plan.settings.max_total_tokens, plan.tokens_per_page
     free = _try(replan, replace(plan.settings, max_total_tokens=None)) if cap is not None else None
     if cap is None or free is None or not free.fits:
         return None
-    low, high = cap, free.config.max_total_num_tokens
-    while high - low > plan.page_size:
-        middle = (low + high) // 2
-        other = _try(replan, replace(plan.settings, max_total_tokens=middle))
-        low, high = (low, middle) if other is not None and other.fits else (middle, high)
-    return Option(change="max-total-tokens", value=f"{high:,}", requests=plan.required, length=plan.context)
+    caps = range(cap - cap % page, free.config.max_total_num_tokens, page)
+    at = bisect_left(caps, True, key=lambda tokens: _fits(replan, replace(plan.settings, max_total_tokens=tokens)))
+    tokens = caps[at] if at < len(caps) else free.config.max_total_num_tokens
+    return Option(change="max-total-tokens", value=f"{tokens:,}", requests=plan.required, length=plan.context)
 
 
 def _more_ranks(plan: Plan, replan: Replan) -> Option | None:
@@ -98,8 +94,7 @@ def _more_ranks(plan: Plan, replan: Replan) -> Option | None:
     parallel = plan.settings.parallel
     tp = 2 * parallel.tp
     while tp <= _MOST_RANKS:
-        changed = replace(plan.settings, parallel=replace(parallel, tp=tp))
-        other = _try(replan, changed)
+        other = _try(replan, replace(plan.settings, parallel=replace(parallel, tp=tp)))
         if other is not None and other.fits:
             requests = other.requests_at(plan.context)
             return Option(change="tp", value=f"{tp}", requests=requests, length=plan.context)
@@ -111,11 +106,10 @@ def _smaller_types(plan: Plan, replan: Replan) -> list[Option]:
     now = kv_format(plan.settings.kv_dtype, plan.spec.dtype)
     found = []
     for name in _SMALLER:
-        if KV_FORMATS[name].bits < now.bits:
-            other = _try(replan, replace(plan.settings, kv_dtype=name))
-            if other is not None and other.fits:
-                requests = other.requests_at(plan.context)
-                found.append(Option(change="KV dtype", value=name, requests=requests, length=plan.context))
+        other = _try(replan, replace(plan.settings, kv_dtype=name)) if KV_FORMATS[name].bits < now.bits else None
+        if other is not None and other.fits:
+            requests = other.requests_at(plan.context)
+            found.append(Option(change="KV dtype", value=name, requests=requests, length=plan.context))
     return found
 
 
@@ -128,21 +122,14 @@ def _more_memory(plan: Plan, replan: Replan) -> Option | None:
 
 def least_memory(settings: PlanSettings, replan: Replan) -> int | None:
     """The KV memory of a rank, to the MiB, in which what is required fits; None where no memory is enough."""
-    bare = replace(settings, device=None, measured=None)
+    bare, sizes = replace(settings, device=None, measured=None), range(_MIB, _MOST + 1, _MIB)
+    at = bisect_left(sizes, True, key=lambda size: _fits(replan, replace(bare, kv_memory=size)))
+    return sizes[at] if at < len(sizes) else None
 
-    def enough(size: int) -> bool:
-        plan = _try(replan, replace(bare, kv_memory=size))
-        return plan is not None and plan.fits
 
-    low, high = 0, _MIB
-    while not enough(high):
-        low, high = high, 2 * high
-        if high > _MOST:
-            return None
-    while high - low > _MIB:
-        middle = (low + high) // (2 * _MIB) * _MIB
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+def _fits(replan: Replan, settings: PlanSettings) -> bool:
+    plan = _try(replan, settings)
+    return plan is not None and plan.fits
 
 
 def _try(replan: Replan, settings: PlanSettings) -> Plan | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,10 +17,10 @@ from quire.plan.reserve import (
 from quire.spec.group import GroupSpec
 from quire.spec.pages import pages_for
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_TOKENS = re.compile(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?)\s*([kKmM]?)\s*")
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
+_NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -27,18 +28,25 @@ def parse_bytes(text: str | int) -> int:
 
     Raises InvalidInput for anything else, and for zero.
     """
+    return _parse(text, _BYTES, "a size", "write a number and a unit, such as 8GiB or 512MiB.")
+
+
+def parse_tokens(text: str | int) -> int:
+    """Tokens of a count such as `32768`, `32k` (32,768) or `1m` (1,048,576). Raises InvalidInput for anything else."""
+    return _parse(text, _TOKENS, "a number of tokens", "write a number such as 32768 or 32k.")
+
+
+def _parse(text: str | int, units: Mapping[str, int], what: str, fix: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
-        size = text
-    elif not isinstance(text, str):
-        raise InvalidInput(f"{text!r} is not a size.", fix="write a number and a unit, such as 8GiB or 512MiB.")
+        found = text
     else:
-        found = _SIZE.fullmatch(text)
-        if not found or found[2].upper() not in _UNITS:
-            raise InvalidInput(f"'{text}' is not a size.", fix="write a number and a unit, such as 8GiB or 512MiB.")
-        size = int(Fraction(found[1]) * _UNITS[found[2].upper()])
-    if size <= 0:
-        raise InvalidInput(f"a size must be above zero bytes, got '{text}'.", fix="write a size such as 512MiB.")
-    return size
+        match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+        if not match or match[2].upper() not in units:
+            raise InvalidInput(f"{text!r} is not {what}.", fix=fix)
+        found = int(Fraction(match[1].replace(",", "")) * units[match[2].upper()])
+    if found <= 0:
+        raise InvalidInput(f"{what} must be above zero, got '{text}'.", fix=fix)
+    return found
 
 
 def format_bytes(size: int) -> str:
@@ -47,20 +55,6 @@ def format_bytes(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.2f} {name}"
     return f"{size} B"
-
-
-def parse_tokens(text: str | int) -> int:
-    """Tokens of a count such as `32768`, `32k` (32,768) or `1m` (1,048,576). Raises InvalidInput for anything else."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        count = text
-    else:
-        found = _TOKENS.fullmatch(str(text))
-        if not found:
-            raise InvalidInput(f"'{text}' is not a number of tokens.", fix="write a number such as 32768 or 32k.")
-        count = int(Fraction(found[1].replace(",", "")) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()])
-    if count <= 0:
-        raise InvalidInput(f"a number of tokens must be above zero, got '{text}'.", fix="write a number such as 32k.")
-    return count
 
 
 def round_up_bytes(size: int) -> str:

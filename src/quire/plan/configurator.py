@@ -59,9 +59,8 @@ class MemoryPoolConfig:
 
     `max_total_num_tokens` is what the server can hold at once. `full_max_total_num_tokens` and
     `swa_max_total_num_tokens` are the tokens of the full and of the window pools, None where there is no such pool;
-    `state_slots` those of recurrent state, `compressed_max_total_num_tokens` pairs of a compression ratio and its
-    entries. `max_running_requests` is None where no pool limits requests and nobody
-    asked for a number.
+    `state_slots` counts recurrent states; `compressed_max_total_num_tokens` has pairs of a compression ratio and its
+    entries. `max_running_requests` is None where neither a pool nor the settings limit requests.
     """
 
     max_total_num_tokens: int
@@ -95,24 +94,29 @@ class PoolRule:
         """Frames, without the padding frame, at `tokens` of `max_total_num_tokens`."""
         return max(self.minimum, tokens * self.per_token.numerator // self.per_token.denominator) + self.fixed
 
+    @property
+    def bytes_per_frame(self) -> int:
+        """Bytes of one frame, all layers of this rank."""
+        return self.group.layout.bytes_per_frame
+
     def bytes(self, tokens: int) -> int:
         """Bytes of the pool at that many tokens."""
-        return (self.frames(tokens) + PADDING) * self.group.layout.bytes_per_frame
+        return (self.frames(tokens) + PADDING) * self.bytes_per_frame
 
     def most_bytes(self, tokens: int) -> int:
         """`bytes`, before the share is floored to whole frames: what the budget must allow."""
         frames = max(Fraction(self.minimum), tokens * self.per_token) + self.fixed + PADDING
-        return math.ceil(frames * self.group.layout.bytes_per_frame)
+        return math.ceil(frames * self.bytes_per_frame)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
     """What the sizes depend on besides the model and the bytes.
 
-    `mix` are the requests expected, which split the budget unless a ratio is given: `swa_full_tokens_ratio` (tokens of
+    `mix` are the expected requests, which split the budget unless a ratio is given: `swa_full_tokens_ratio` (tokens of
     window pools per token of full pools), `mamba_full_memory_ratio` (bytes of states per byte of the other pools) or
-    `max_mamba_cache_size` (states). `chunk` is the most prompt tokens of one step; `shares` whether finished requests
-    stay cached. `token_ranks` ranks hold a page's tokens in turn. `max_running_requests` None: as many as fit.
+    `max_mamba_cache_size` (states). `chunk` is the most prompt tokens of one step; `shares`: finished requests stay
+    cached. `token_ranks` ranks hold a page's tokens in turn. `max_running_requests` None: as many as fit.
     `windows_only`: no layer of the whole model reads everything, so the tokens of a plan are those of its windows.
     """
 
@@ -142,6 +146,11 @@ class PoolOptions:
         """
         step = page_size * self.token_ranks
         return reach.tokens + step + ragged(reach, step) + get_alloc_reserve_per_decode(self.speculation, step)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens of one request that a step verifies at once; 0 without speculation."""
+        return self.speculation.num_draft_tokens if self.speculation is not None else 0
 
     @property
     def states_per_request(self) -> int:
@@ -183,7 +192,7 @@ class MemoryPoolConfigurator:
         return self._config(rules, tokens, page_size)
 
     def limits_tokens(self, page_size: int) -> bool:
-        """Whether some pool grows with the tokens; not where there are states alone, as many as asked for."""
+        """Whether some pool grows with the tokens. None does where there are states alone, as many as asked for."""
         return any(rule.per_token for rule in self._rules(page_size, tokens=page_size))
 
     def bytes_for(self, max_total_num_tokens: int, page_size: int) -> int:
@@ -222,14 +231,13 @@ class MemoryPoolConfigurator:
     def _config(self, rules: Sequence[PoolRule], tokens: int, page_size: int) -> MemoryPoolConfig:
         pools = tuple(PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why) for rule in rules)
         coeff, bias = _line(rules, tokens=tokens)
-        full = [pool for pool in pools if pool.group.reach.kind == "full"]
         config = MemoryPoolConfig(
             max_total_num_tokens=tokens,
             page_size=page_size,
             pools=pools,
             coeff=coeff,
             bias=bias,
-            full_max_total_num_tokens=tokens if full else None,
+            full_max_total_num_tokens=tokens if any(pool.group.reach.kind == "full" for pool in pools) else None,
             max_running_requests=self.options.max_running_requests,
         )
         return self._check(config)
@@ -240,12 +248,12 @@ class MemoryPoolConfigurator:
 
     def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> PlanError:
         need = sum(rule.most_bytes(step) for rule in rules)
-        parts = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules)
+        pools = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules)
         chunked = any(_slides(rule.group) and rule.fixed for rule in rules)
         smaller = "allow fewer prompt tokens per step (--max-num-batched-tokens)" if chunked else "lower the page size"
         return PlanError(
             f"{format_bytes(have)} of KV memory cannot hold one page of {step:,} tokens: the smallest pools take "
-            f"{format_bytes(need)} ({parts}), a padding frame in each among it.",
+            f"{format_bytes(need)} ({pools}), each with a padding frame.",
             fix=f"give at least {round_up_bytes(need)}, or {smaller}.",
         )
 
@@ -321,70 +329,53 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     ) -> list[PoolRule]:
         others = super()._rules(page_size, available_bytes=available_bytes, tokens=tokens)
         state = next(group for group in self._groups_at(page_size) if group.reach.kind == "state")
-        size = state.layout.bytes_per_frame
         options = self.options
         if options.max_mamba_cache_size is not None:
-            slots, why = options.max_mamba_cache_size, "as many states as asked for"
-        elif options.mamba_full_memory_ratio is not None and others:
-            ratio, shares = options.mamba_full_memory_ratio, []
-            if available_bytes is not None:
-                shares.append(available_bytes * ratio / (1 + ratio))
-            if tokens is not None:
-                shares.append(ratio * sum(rule.bytes(tokens) for rule in others))
-            slots = self._slots_in(int(min(shares)), size)
-            why = f"{float(ratio):g} bytes of state per byte of the other pools"
-        else:
+            return [*others, *self._fixed(state, options.max_mamba_cache_size, "as many states as asked for")]
+        ratio = options.mamba_full_memory_ratio
+        if ratio is None or not others:
             return [*others, *self._derived(state, page_size)]
-        return [*others, *self._fixed(state, slots, why)]
-
-    def _drafted(self) -> int:
-        return self.options.speculation.num_draft_tokens if self.options.speculation is not None else 0
+        shares = [] if available_bytes is None else [available_bytes * ratio / (1 + ratio)]
+        if tokens is not None:
+            shares.append(ratio * sum(rule.bytes(tokens) for rule in others))
+        slots = self._slots_in(int(min(shares)), state.layout.bytes_per_frame)
+        return [*others, *self._fixed(state, slots, f"{float(ratio):g} bytes of state per byte of the other pools")]
 
     def _slots_in(self, state_bytes: int, size: int) -> int:
         """Slots K of `(K + 1) + (K / s + 1) * D` states in `state_bytes`: s states per request, D drafted tokens."""
-        drafted, per_request = self._drafted(), self.options.states_per_request
+        drafted = self.options.drafted_tokens
         whole = Fraction(state_bytes, size) - 1 - drafted
-        return max(0, int(whole / (1 + Fraction(drafted, per_request))))
+        return max(0, int(whole / (1 + Fraction(drafted, self.options.states_per_request))))
 
     def _fixed(self, state: GroupSpec, slots: int, why: str) -> list[PoolRule]:
-        rules = [PoolRule(group=state, per_token=Fraction(0), fixed=slots, why=why)]
-        running = self._running(slots)
-        return rules + self._draft_rules(state, Fraction(0), running)
+        rule = PoolRule(group=state, per_token=Fraction(0), fixed=slots, why=why)
+        return [rule, *self._draft_rules(state, Fraction(0), self._running(slots))]
 
     def _derived(self, state: GroupSpec, page_size: int) -> list[PoolRule]:
-        options = self.options
+        options, asked = self.options, self.options.max_running_requests
         requests = options.mix.requests_per_token(page_size * options.token_ranks)
         slots = options.states_per_request
-        least = slots * (options.max_running_requests or 1)
-        why = (
-            f"{slots} per request of {options.mix.source}, for about {options.mix.mean:,} tokens each"
-            if options.max_running_requests is None
-            else f"{slots} per request of {options.mix.source}, and for {options.max_running_requests:,} at least"
+        why = f"{slots} per request of {options.mix.source}, " + (
+            f"for about {options.mix.mean:,} tokens each" if asked is None else f"and for {asked:,} at least"
         )
-        rules = [PoolRule(group=state, per_token=slots * requests, minimum=least, why=why)]
-        if options.max_running_requests is not None:
-            return rules + self._draft_rules(state, Fraction(0), options.max_running_requests)
-        return rules + self._draft_rules(state, requests, 1)
+        rule = PoolRule(group=state, per_token=slots * requests, minimum=slots * (asked or 1), why=why)
+        return [rule, *self._draft_rules(state, requests if asked is None else Fraction(0), asked or 1)]
 
     def _draft_rules(self, state: GroupSpec, per_token: Fraction, requests: int) -> list[PoolRule]:
         """The pool of states after each drafted token: D for every running request and for the padding row."""
-        drafted = self._drafted()
-        if not drafted:
-            return []
-        return [
-            PoolRule(
-                group=replace(state, name=f"{state.name}-draft"),
-                per_token=per_token * drafted,
-                fixed=drafted - PADDING,
-                minimum=requests * drafted,
-                why=f"a state after each of {drafted} drafted tokens, per running request",
-            )
-        ]
+        drafted = self.options.drafted_tokens
+        rule = PoolRule(
+            group=replace(state, name=f"{state.name}-draft"),
+            per_token=per_token * drafted,
+            fixed=drafted - PADDING,
+            minimum=requests * drafted,
+            why=f"a state after each of {drafted} drafted tokens, per running request",
+        )
+        return [rule] if drafted else []
 
     def _running(self, slots: int) -> int:
         most = self.options.requests_in(slots)
-        asked = self.options.max_running_requests
-        return most if asked is None else min(most, asked)
+        return min(most, self.options.max_running_requests or most)
 
     def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
         config = super()._check(config)
@@ -434,26 +425,25 @@ def _line(
     """`coeff` and `bias` of the rules at a budget or at a number of tokens.
 
     A pool at its minimum does not grow, so its bytes are in the bias. Fewer tokens put more pools at their minimum, so
-    the line is found by moving pools into the bias until the tokens it gives leave no other below its minimum. At a
-    budget one pool is left to grow: where nothing else does, as in a model of states only, tokens are free up to its
-    minimum.
+    pools move into the bias until the tokens that the line gives leave no other pool below its minimum. At a budget the
+    last pool always grows: in a model of states only, tokens are free up to its minimum.
     """
     growing = sorted((rule for rule in rules if rule.per_token), key=lambda rule: rule.minimum / rule.per_token)
-    resting = [rule for rule in rules if not rule.per_token]
+    bias = sum((rule.fixed + PADDING) * rule.bytes_per_frame for rule in rules)
+    bias += sum(rule.minimum * rule.bytes_per_frame for rule in rules if not rule.per_token)
+    always = 0 if available_bytes is None else 1
     while True:
-        coeff = sum((rule.per_token * rule.group.layout.bytes_per_frame for rule in growing), Fraction(0))
-        bias = sum((rule.fixed + PADDING) * rule.group.layout.bytes_per_frame for rule in rules)
-        bias += sum(rule.minimum * rule.group.layout.bytes_per_frame for rule in resting)
-        if not growing:
+        coeff = sum((rule.per_token * rule.bytes_per_frame for rule in growing), Fraction(0))
+        if len(growing) <= always:
             return coeff, bias
-        if available_bytes is not None:
-            at = max(Fraction(0), (available_bytes - bias) / coeff)
-        else:
+        if available_bytes is None:
             at = Fraction(tokens or 0)
-        last = 1 if available_bytes is not None else 0
-        if len(growing) <= last or at * growing[-1].per_token >= growing[-1].minimum:
+        else:
+            at = max(Fraction(0), (available_bytes - bias) / coeff)
+        if at * growing[-1].per_token >= growing[-1].minimum:
             return coeff, bias
-        resting.append(growing.pop())
+        resting = growing.pop()
+        bias += resting.minimum * resting.bytes_per_frame
 
 
 def ragged(reach: ReachSpec, step: int) -> int:

@@ -47,8 +47,10 @@ class Device:
 
 
 def find_device(name: str, *, otherwise: str = "give its bytes with --device-memory 80GiB") -> Device:
-    """The device of that name; the size may be left out where it is not needed to tell. Raises InvalidInput, which says
-    what to do `otherwise`."""
+    """The device of that name, or of a name without its size where only one has it.
+
+    Raises InvalidInput, whose fix ends in `otherwise`.
+    """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in _MEMORY_MIB:
         return Device(name=wanted, memory=_MEMORY_MIB[wanted] * _MIB)
@@ -59,7 +61,7 @@ def find_device(name: str, *, otherwise: str = "give its bytes with --device-mem
 
     close = found or difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.4)
     raise InvalidInput(
-        f"'{name}' is not a device that is known here.",
+        f"'{name}' is not a device of known memory size.",
         fix=(f"use {' or '.join(close)}, " if close else f"use one of {', '.join(DEVICES)}, ") + f"or {otherwise}.",
     )
 
@@ -84,32 +86,14 @@ def working_memory(*, chunk: int, hidden_size: int, graph_batch: int, ranks: int
     """
     per_token = _PER_TOKEN * (hidden_size or _WIDE) // _WIDE
     lines = [
-        Line(name="driver", bytes=512 * _MIB, why="driver and libraries: 512 MiB", estimated=True),
-        Line(
-            name="activations",
-            bytes=chunk * per_token,
-            why=f"{per_token:,} bytes for each of {chunk:,} tokens of a step",
-            estimated=True,
-        ),
-        Line(
-            name="graphs",
-            bytes=graph_batch * 2 * _MIB,
-            why=f"2 MiB for each of {graph_batch:,} requests of the largest captured graph",
-            estimated=True,
-        ),
+        ("driver", 512 * _MIB, "driver and libraries: 512 MiB"),
+        ("activations", chunk * per_token, f"{per_token:,} bytes for each of {chunk:,} tokens of a step"),
+        ("graphs", graph_batch * 2 * _MIB, f"2 MiB for each of {graph_batch:,} requests of the largest captured graph"),
+        ("workspace", ranks * 128 * _MIB, f"communication buffers: 128 MiB for each of {ranks} ranks"),
+        ("reserve", device.memory // 50, "a fiftieth of the device, for fragmentation"),
     ]
-    if ranks > 1:
-        lines.append(
-            Line(
-                name="workspace",
-                bytes=ranks * 128 * _MIB,
-                why=f"communication buffers: 128 MiB for each of {ranks} ranks",
-                estimated=True,
-            )
-        )
-    lines.append(
-        Line(
-            name="reserve", bytes=device.memory // 50, why="a fiftieth of the device, for fragmentation", estimated=True
-        )
+    return tuple(
+        Line(name=name, bytes=size, why=why, estimated=True)
+        for name, size, why in lines
+        if ranks > 1 or name != "workspace"
     )
-    return tuple(lines)

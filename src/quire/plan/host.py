@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Literal
 
 from quire.errors import HostMemoryError, PlanError
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.spec.record_size import records_bytes
 
-_AUTO_DEVICES = 2  # times the bytes of the device's pools, when nobody says how much
+_AUTO_DEVICES = 2  # times the bytes of the device's pools, by default
 _AUTO_SHARE = 0.5  # of what may be had; others on the machine start after us
 _ROOM_SHARE = 1 / 16  # of what is available, for the process itself
 _LEAST_ROOM = 64 * 2**20
 _MOST_ROOM = 4 * 2**30
-_SLACK_SHARE = 1 / 64  # below the largest size, for what is available changes a little from one start to the next
+_SLACK_SHARE = 1 / 64  # below the largest size, since what is available varies a little between starts
 
 
 def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
     """Host frames of each group, as `HostPool` takes them, for `num_bytes` bytes of one rank's host memory.
 
-    The host holds the same mix as the device, so that what is dropped there fits here: for each frame of the group with
-    the most, the others have their share, rounded down, and at least one. Headers, strides and the padding row are in
-    the bytes; with one frame more of the largest group and its share of the others they would not fit. Raises PlanError
-    with the smallest size that works.
+    The host holds the same mix as the device, so that pages that leave the device fit: for each frame of the largest
+    group, the others have their share, rounded down, and at least one. The bytes include headers, strides and the
+    padding row. One frame more of the largest group would not fit. Raises PlanError with the smallest size that works.
     """
 
     def frames(count: int) -> tuple[int, ...]:
@@ -39,13 +39,7 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
             f"{format_bytes(size(1))}.",
             fix=f"use --host-memory {round_up_bytes(size(1)).replace(' ', '')} or more for each rank.",
         )
-    fits, too_many = 1, 2
-    while size(too_many) <= num_bytes:
-        fits, too_many = too_many, 2 * too_many
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if size(middle) <= num_bytes else (fits, middle)
-    return frames(fits)
+    return frames(bisect_right(range(1, num_bytes), num_bytes, key=size))
 
 
 def host_budget(

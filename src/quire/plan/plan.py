@@ -90,7 +90,7 @@ class Plan:
             page_size=self.page_size,
             groups=tuple(pool.group for pool in self.config.pools),
             frames=tuple(pool.frames for pool in self.config.pools),
-            num_pages=self.config.max_total_num_tokens // self._step + self._passed_pages(max_requests),
+            num_pages=self.config.max_total_num_tokens // self.tokens_per_page + self._passed_pages(max_requests),
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
             max_requests=max_requests,
@@ -100,22 +100,20 @@ class Plan:
     def _passed_pages(self, max_requests: int) -> int:
         """Pages beside those with frames, for what requests of a model of windows and states only have passed.
 
-        None where a pool of any stage is too small for a window, so that a request must fit into it as a whole.
+        0 where a pool of any stage is too small for a window, so that a request must fit into it as a whole.
         """
-        options = self.configurator.options
+        step = self.tokens_per_page
         for pool in (pool for one in self.stages for pool in one.pools):
             reach = pool.group.reach
             if reach.kind == "full":
                 return 0
-            if (
-                not reach.carried
-                and pool.frames * self._step < options.window_tokens(reach, self.page_size) + self._step
-            ):
+            kept = self.configurator.options.window_tokens(reach, self.page_size)
+            if not reach.carried and pool.frames * step < kept + step:
                 return 0
-        return min(max_requests * pages_for(self.context, self._step), _MOST_PASSED_PAGES)
+        return min(max_requests * pages_for(self.context, self.tokens_per_page), _MOST_PASSED_PAGES)
 
     @property
-    def _step(self) -> int:
+    def tokens_per_page(self) -> int:
         """Tokens of one page, over the ranks that share it."""
         return self.page_size * self.settings.parallel.dcp
 
@@ -160,7 +158,7 @@ class Plan:
 
         A page: a state, too, can be left at the end of any.
         """
-        return self._step if self.settings.shares else None
+        return self.tokens_per_page if self.settings.shares else None
 
     def requests_at(self, length: int) -> int:
         """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
@@ -178,7 +176,7 @@ class Plan:
                 found.append(pool.frames // pages)
             elif pool.group.reach.kind in ("window", "chunk"):
                 kept = self.configurator.options.window_tokens(pool.group.reach, self.page_size)
-                found.append(pool.frames // min(pages, pages_for(kept, self._step)))
+                found.append(pool.frames // min(pages, pages_for(kept, self.tokens_per_page)))
         if self.state_slots is not None:
             found.append(self.configurator.options.requests_in(self.state_slots))
         return min(found) * self.settings.parallel.dp
@@ -195,5 +193,5 @@ class Plan:
 
     def bytes_for(self, tokens: int) -> int:
         """The KV memory of this rank from which a plan holds that many tokens."""
-        pages = pages_for(tokens, self._step)
-        return self.configurator.bytes_for(pages * self._step, self.page_size)
+        pages = pages_for(tokens, self.tokens_per_page)
+        return self.configurator.bytes_for(pages * self.tokens_per_page, self.page_size)

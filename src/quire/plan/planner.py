@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -15,10 +16,9 @@ from quire.plan.configurator import (
     create_memory_pool_configurator,
 )
 from quire.plan.devices import Line, working_memory
-from quire.plan.ledger import ledger_of
 from quire.plan.mix import Mix, uniform
-from quire.plan.notes import notes_of
 from quire.plan.plan import Plan, PlanSettings
+from quire.plan.report import ledger_of, notes_of
 from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
@@ -36,29 +36,23 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
     """The plan of a server: what of its memory each pool gets, and how many tokens and requests fit.
 
     Every pipeline stage is solved for; the tokens are those of the stage with the least room, all stages get pools for
-    that many, and the rank of that stage is the one shown. More requests than fit are not planned for: then the plan is
-    that of the most that do. Raises PlanError where the pools cannot hold one page, or a request its window or state;
+    that many, and the rank of that stage is the one shown. Where fewer requests fit than asked for, the plan is that of
+    the most that do. Raises PlanError where the pools cannot hold one page, or a request its window or state;
     InvalidInput where settings do not go together or do not fit the model.
     """
-    plan = _attempt(spec, settings, weights, settings.concurrency)
-    if isinstance(plan, Plan) and settings.concurrency is None:
-        return _with_graphs_for_those_that_fit(spec, settings, weights, plan)
-    if isinstance(plan, Plan) and plan.fits:
-        return plan
-    if settings.concurrency is None:
-        raise plan if isinstance(plan, PlanError) else AssertionError
-    low, high = 0, settings.concurrency
-    best = _attempt(spec, settings, weights, None)
-    if isinstance(best, PlanError):
-        raise best
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = _attempt(spec, settings, weights, middle)
-        if isinstance(found, Plan) and found.requests_at(found.context) >= middle:
-            low, best = middle, found
-        else:
-            high = middle
-    return best
+
+    def holds(concurrency: int) -> bool:
+        try:
+            found = _plan(spec, settings, weights, concurrency)
+        except PlanError:
+            return False
+        return found.requests_at(found.context) >= concurrency
+
+    asked = settings.concurrency
+    if asked is None:
+        return _with_graphs_for_those_that_fit(spec, settings, weights, _plan(spec, settings, weights, None))
+    most = asked if holds(asked) else bisect_left(range(1, asked), True, key=lambda number: not holds(number))
+    return _plan(spec, settings, weights, most or None)
 
 
 def _with_graphs_for_those_that_fit(
@@ -73,16 +67,6 @@ def _with_graphs_for_those_that_fit(
     return replace(plan, settings=settings)
 
 
-def _attempt(
-    spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None
-) -> Plan | PlanError:
-    """The plan with room for that many requests (None: for as many as the load has), or why there is none."""
-    try:
-        return _plan(spec, settings, weights, concurrency)
-    except PlanError as error:
-        return error
-
-
 def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None) -> Plan:
     parallel = settings.parallel
     parallel.check(spec)
@@ -90,7 +74,9 @@ def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | Non
     spec, num_drafts = _with_drafts(spec, settings.speculation)
     page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
-    whole = _groups(spec, settings, page_size, (0, len(spec.layers)), num_drafts)
+    kept = kv_format(settings.kv_dtype, spec.dtype)
+    groups_at = partial(_groups, spec, kept, parallel.attention_tp, settings.window_pool)
+    whole = groups_at((0, len(spec.layers)), num_drafts, page_size)
     if not whole:
         raise InvalidInput(f"no layer of {spec.architecture} keeps anything.", fix="no cache is needed.")
     options = PoolOptions(
@@ -106,7 +92,7 @@ def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | Non
         mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
         max_mamba_cache_size=settings.max_mamba_cache_size,
     )
-    solved = _solve_stages(spec, settings, weights, options, page_size, num_drafts)
+    solved = _solve_stages(spec, settings, weights, options, page_size, num_drafts, groups_at)
     best = min(solved, key=lambda one: one.config.max_total_num_tokens)
     tokens = best.config.max_total_num_tokens
     if settings.max_total_tokens is not None:
@@ -152,19 +138,19 @@ def _solve_stages(
     options: PoolOptions,
     page_size: int,
     num_drafts: int,
+    groups_at: Callable[..., tuple[GroupSpec, ...]],
 ) -> list[_Solved]:
     """Every stage that keeps something. Stages of states alone come last: they limit requests, and tokens least."""
     found: list[_Solved] = []
     stages = settings.parallel.stages(len(spec.layers))
     for index, stage in enumerate(stages):
         drafts = num_drafts if index == len(stages) - 1 else 0
-        groups_at = partial(_groups_on, spec, settings, (stage.start, stage.stop), drafts)
-        groups = groups_at(page_size)
-        if not groups:
+        stage_groups = partial(groups_at, (stage.start, stage.stop), drafts)
+        if not stage_groups(page_size):
             continue
         lines = _device_lines(settings, stage, weights, drafts > 0, spec.hidden_size)
         kv_bytes = _kv_bytes(settings, lines)
-        configurator = create_memory_pool_configurator(groups_at, options, page_size=page_size)
+        configurator = create_memory_pool_configurator(stage_groups, options, page_size=page_size)
         config = configurator.calculate_pool_sizes(kv_bytes, page_size)
         if len(stages) > 1 and not configurator.limits_tokens(page_size):
             config = replace(config, max_total_num_tokens=_NO_LIMIT)
@@ -172,22 +158,9 @@ def _solve_stages(
     return found
 
 
-def _groups_on(
-    spec: ModelSpec, settings: PlanSettings, stage: tuple[int, int], drafts: int, page_size: int
-) -> tuple[GroupSpec, ...]:
-    return _groups(spec, settings, page_size, stage, drafts)
-
-
-def _groups(
-    spec: ModelSpec, settings: PlanSettings, page_size: int, stage: tuple[int, int], drafts: int
-) -> tuple[GroupSpec, ...]:
-    kept = kv_format(settings.kv_dtype, spec.dtype)
-    return _cached_groups(spec, page_size, kept, settings.parallel.attention_tp, stage, drafts, settings.window_pool)
-
-
 @lru_cache(maxsize=512)
-def _cached_groups(
-    spec: ModelSpec, page_size: int, kept: KVFormat, tp: int, stage: tuple[int, int], drafts: int, window_pool: bool
+def _groups(
+    spec: ModelSpec, kept: KVFormat, tp: int, window_pool: bool, stage: tuple[int, int], drafts: int, page_size: int
 ) -> tuple[GroupSpec, ...]:
     """Groups of a stage; advice and sweeps ask for the same ones again and again."""
     return spec.groups(page_size, kept, tp=tp, stage=slice(*stage), num_drafts=drafts, window_pool=window_pool)

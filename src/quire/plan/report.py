@@ -1,9 +1,10 @@
-"""A plan in words and in data: the dictionary that machines read and tables are drawn from, and why each line is so."""
+"""A plan in words and in data: its ledger and notes, the dictionary that machines read, and why each number is so."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from quire.plan.advice import Option
@@ -11,10 +12,95 @@ from quire.plan.budget import format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
 from quire.plan.plan import Plan
+from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
 
-_NEXT_PAGE = 2  # the runner-up of a page size is twice as large
+
+def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
+    """`lines`, then a line for every other byte of the budget, and the tables on the host."""
+    pools, settings, memory = plan.config.pools, plan.settings, plan.memory
+    found = list(lines)
+    for pool in pools:
+        size, frames = pool.bytes_per_frame, pool.frames
+        why = f"{frames:,} frames of {size:,} bytes: {pool.why}"
+        found.append(Line(name=f"pool {pool.name}", bytes=frames * size, why=why))
+    padding = sum(pool.bytes_per_frame for pool in pools)
+    found.append(Line(name="padding", bytes=padding, why="frame 0 of every pool, where padded tokens write"))
+    why = (
+        f"beyond the cap of {settings.max_total_tokens:,} tokens" if _capped(plan) else "less than one more page takes"
+    )
+    found.append(Line(name="unused", bytes=plan.kv_bytes - plan.config.bytes, why=why))
+    if settings.device is not None and settings.kv_memory is not None:
+        rest = settings.device.memory - sum(line.bytes for line in found)
+        found.append(Line(name="not asked for", bytes=rest, why="what --kv-memory leaves of the device"))
+    why = f"{memory.max_requests:,} requests of up to {memory.pages_per_row:,} page ids of 4 bytes"
+    found.append(Line(name="request tables", bytes=memory.row_bytes, why=why, where="host"))
+    return tuple(found)
+
+
+def notes_of(plan: Plan) -> tuple[str, ...]:
+    """What was assumed, what limits the plan, and which settings have no effect, in sentences."""
+    settings, parallel, options = plan.settings, plan.settings.parallel, plan.configurator.options
+    kinds = {pool.group.reach.kind for one in plan.stages for pool in one.pools}
+    states_given = settings.mamba_full_memory_ratio is not None or settings.max_mamba_cache_size is not None
+    notes = []
+    if len(kinds) > 1 and settings.swa_full_tokens_ratio is None and not states_given:
+        asked = settings.mix is not None or settings.context is not None
+        notes.append(
+            f"pools are split for {plan.mix.source}"
+            + ("." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise.")
+        )
+    if settings.mem_fraction_static is not None and settings.device is not None:
+        share = int(settings.device.memory * settings.mem_fraction_static)
+        notes.append(f"--mem-fraction-static {settings.mem_fraction_static:g} is {format_bytes(share)} of this device.")
+    if parallel.pp > 1:
+        notes.append(f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides.")
+    if parallel.dp > 1:
+        notes.append(f"tokens are those of one of {parallel.dp} attention groups; requests are those of all.")
+    if settings.swa_full_tokens_ratio is not None and (not kinds & {"window", "chunk"} or len(kinds) == 1):
+        notes.append("--swa-full-tokens-ratio has no effect: there are no window pools beside full ones.")
+    if states_given and "state" not in kinds:
+        notes.append("--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states.")
+    if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
+        notes.append("--mamba-full-memory-ratio has no effect: there are no pools beside the states.")
+    if settings.speculation is not None and settings.speculation.num_layers and settings.device is not None:
+        notes.append("the ledger leaves out the weights of a draft that is not part of the model.")
+    notes += _uneven_heads(plan)
+    if _capped(plan):
+        notes.append(f"capped at {settings.max_total_tokens:,} tokens; every pool follows the cap.")
+    if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
+        notes.append(f"{plan.max_running_requests:,} requests may run at once: there are states for no more.")
+    if plan.state_slots is not None and plan.state_slots < options.states_per_request:
+        notes.append(
+            f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "
+            "and little or nothing of its prompt can be reused."
+        )
+    step = plan.tokens_per_page
+    for pool in plan.config.pools:
+        room = pool.frames * step - pool.group.reach.tokens - step
+        if settings.swa_full_tokens_ratio is not None and pool.group.reach.kind != "full" and 0 < room < options.chunk:
+            notes.append(f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {options.chunk:,}.")
+    if step > plan.context:
+        notes.append(f"a page of {step:,} tokens is longer than the context: nothing can be reused.")
+    return tuple(notes)
+
+
+def _capped(plan: Plan) -> bool:
+    cap = plan.settings.max_total_tokens
+    return cap is not None and plan.config.max_total_num_tokens <= cap
+
+
+def _uneven_heads(plan: Plan) -> list[str]:
+    """Notes on heads that do not divide over the ranks."""
+    ranks, heads = plan.settings.parallel.attention_tp, plan.spec.query_heads
+    found = []
+    if heads % ranks:
+        found.append(f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that.")
+    kv_heads = max((call.kv_heads for call in plan.spec.calls if isinstance(call, AttentionCall)), default=ranks)
+    if kv_heads < ranks and plan.settings.parallel.dcp == 1:
+        found.append(f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them.")
+    return found
 
 
 def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") -> dict[str, Any]:
@@ -27,7 +113,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "fits": plan.fits,
         "kv_bytes": plan.kv_bytes,
         "page_size": plan.page_size,
-        "bytes_per_token": _number(float(plan.bytes_per_token)),
+        "bytes_per_token": _bytes_per_token(plan),
         "bias_bytes": config.bias,
         "max_total_num_tokens": config.max_total_num_tokens,
         "full_max_total_num_tokens": plan.full_tokens,
@@ -35,8 +121,8 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "compressed_max_total_num_tokens": {str(k): v for k, v in config.compressed_max_total_num_tokens} or None,
         "max_running_requests": plan.max_running_requests,
         "state_slots": plan.state_slots,
-        "pools": [pool_as_dict(pool, plan.page_size) for pool in config.pools],
-        "ledger": [line_as_dict(line) for line in plan.ledger],
+        "pools": [_pool_as_dict(pool, plan.page_size) for pool in config.pools],
+        "ledger": [asdict(line) for line in plan.ledger],
         "context": plan.context,
         "required_requests": plan.required,
         "requests_at_context": plan.requests_at(plan.context),
@@ -44,7 +130,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "requests_at_mean": plan.requests_at(min(plan.mix.mean, plan.context)),
         "largest_request": plan.largest_request,
         "minimum_reusable_prefix": plan.minimum_reusable_prefix,
-        "geometry": geometry(plan),
+        "geometry": _geometry(plan.tokens_per_page, plan.mix.mean),
         "expected": {
             "requests": plan.mix.source,
             "mean_tokens": plan.mix.mean,
@@ -64,12 +150,12 @@ def summary_line(plan: Plan) -> str:
     pools = " + ".join(f"{pool.name} {format_bytes(pool.bytes)}" for pool in plan.config.pools)
     return (
         f"KV pools {format_bytes(plan.config.bytes)} ({pools}): {plan.config.max_total_num_tokens:,} tokens in pages "
-        f"of {plan.page_size}, {_number(float(plan.bytes_per_token)):,} bytes for each; largest request "
+        f"of {plan.page_size}, {_bytes_per_token(plan):,} bytes for each; largest request "
         f"{plan.largest_request:,} tokens; up to {plan.max_running_requests:,} requests at once."
     )
 
 
-def pool_as_dict(pool: PoolSize, page_size: int) -> dict[str, Any]:
+def _pool_as_dict(pool: PoolSize, page_size: int) -> dict[str, Any]:
     """One pool: `bytes = frames * bytes_per_frame`, frame 0, the padding, among the frames."""
     return {
         "name": pool.name,
@@ -92,37 +178,19 @@ def pool_as_dict(pool: PoolSize, page_size: int) -> dict[str, Any]:
     }
 
 
-def line_as_dict(line: Line) -> dict[str, Any]:
-    """One line of the ledger."""
-    return {
-        "name": line.name,
-        "bytes": line.bytes,
-        "where": line.where,
-        "estimated": line.estimated,
-        "why": line.why,
-    }
+def _geometry(page: int, length: int) -> dict[str, Any]:
+    """Pages of `page` tokens, and of twice as many: how many a request of `length` tokens takes, and the waste.
+
+    The waste is the unused tokens of the last page, where requests end anywhere in it, per token of the request.
+    """
+    found: dict[str, Any] = {"request_tokens": length}
+    for prefix, size in (("", page), ("runner_up_", 2 * page)):
+        found[f"{prefix}waste"] = (size - 1) / 2 / length
+        found[f"{prefix}pages_per_request"] = pages_for(length, size)
+    return found | {"page_size": page, "runner_up": 2 * page}
 
 
-def geometry(plan: Plan) -> dict[str, Any]:
-    """The page size, the share of an expected request that its last page leaves unused, and the next larger page's."""
-    length, page = plan.mix.mean, plan.page_size * plan.settings.parallel.dcp
-    return {
-        "page_size": page,
-        "waste": _waste(page, length),
-        "pages_per_request": pages_for(length, page),
-        "runner_up": page * _NEXT_PAGE,
-        "runner_up_waste": _waste(page * _NEXT_PAGE, length),
-        "runner_up_pages_per_request": pages_for(length, page * _NEXT_PAGE),
-        "request_tokens": length,
-    }
-
-
-def _waste(page: int, length: int) -> float:
-    """Unused tokens of the last page, when lengths end anywhere in it, per token of the request."""
-    return (page - 1) / 2 / length
-
-
-def field_formula(field: Field, page_size: int) -> str:
+def _field_formula(field: Field, page_size: int) -> str:
     """How a field's bytes per frame come about: `80 layers * 16 entries * 2 * 128 * 2 bytes (bfloat16)`."""
     entries = field.entries(page_size)
     shape = " * ".join(map(str, field.shape))
@@ -135,36 +203,30 @@ def field_formula(field: Field, page_size: int) -> str:
 
 def explain(plan: Plan) -> list[tuple[str, str]]:
     """Each number of the plan with its formula: (what, why), in the order of the table."""
-    config = plan.config
+    config, cap = plan.config, plan.settings.max_total_tokens
     found = [(line.name, line.why + (" (estimate)" if line.estimated else "")) for line in plan.ledger]
     for pool in config.pools:
         fields = pool.group.layout.fields
-        found += [(f"{pool.name}.{field.name}", field_formula(field, plan.page_size)) for field in fields]
-    coeff = _number(float(plan.bytes_per_token))
-    cap = plan.settings.max_total_tokens
+        found += [(f"{pool.name}.{field.name}", _field_formula(field, plan.page_size)) for field in fields]
     bound = f"<= {plan.kv_bytes:,}" + (f", and at most {cap:,} tokens" if cap is not None else "")
-    tokens = config.max_total_num_tokens
-    found.append(("tokens", f"largest whole page with tokens * {coeff:,} + {config.bias:,} {bound}: {tokens:,}"))
-    found.append(
-        ("largest request", f"min(context {plan.context:,}, tokens + 1: the last token is drawn, never written)")
-    )
-    found.append(("smallest reused prefix", _prefix_why(plan)))
-    return found
-
-
-def _prefix_why(plan: Plan) -> str:
-    if plan.minimum_reusable_prefix is None:
-        return "nothing is reused: prefix caching is off"
-    return f"one page: {plan.minimum_reusable_prefix:,} tokens" + (
-        "; a state can be left at the end of any" if plan.state_slots is not None else ""
-    )
+    price = f"tokens * {_bytes_per_token(plan):,} + {config.bias:,} {bound}"
+    prefix = "nothing is reused: prefix caching is off"
+    if plan.minimum_reusable_prefix is not None:
+        prefix = f"one page: {plan.minimum_reusable_prefix:,} tokens"
+        prefix += "; a state can be left at the end of any" if plan.state_slots is not None else ""
+    return [
+        *found,
+        ("tokens", f"largest whole page with {price}: {config.max_total_num_tokens:,}"),
+        ("largest request", f"min(context {plan.context:,}, tokens + 1: the last token is drawn, never written)"),
+        ("smallest reused prefix", prefix),
+    ]
 
 
 def comparison(plans: Mapping[str, Plan]) -> list[tuple[str, list[Any]]]:
     """Rows of numbers of several plans side by side: (what, one value per plan)."""
     rows: list[tuple[str, Any]] = [
         ("KV memory (bytes)", lambda p: p.kv_bytes),
-        ("bytes per token", lambda p: _number(float(p.bytes_per_token))),
+        ("bytes per token", _bytes_per_token),
         ("fixed bytes", lambda p: p.config.bias),
         ("tokens", lambda p: p.config.max_total_num_tokens),
         ("window tokens", lambda p: p.window_tokens),
@@ -179,5 +241,6 @@ def comparison(plans: Mapping[str, Plan]) -> list[tuple[str, list[Any]]]:
     return [(what, [get(plan) for plan in plans.values()]) for what, get in rows]
 
 
-def _number(value: float) -> int | float:
+def _bytes_per_token(plan: Plan) -> int | float:
+    value = float(plan.bytes_per_token)
     return int(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
