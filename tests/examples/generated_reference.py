@@ -14,6 +14,7 @@ import typer.main
 
 import quire
 from quire.cli.app import app
+from quire.serve import openapi
 
 NAMES = {
     "An engine": "LLM SamplingParams RequestOutput CompletionOutput AsyncEngine EngineConfig engine_config",
@@ -94,7 +95,7 @@ def bodies() -> str:
     """The fields of request bodies, from the same document."""
     lines: list[str] = []
     for name, schema in _openapi()["components"]["schemas"].items():
-        if name in ("HTTPValidationError", "ValidationError") or not schema.get("properties"):
+        if name in ANSWERS or not schema.get("properties"):
             continue
         lines += [f"### {name}", "", _one_line(schema.get("description", "")), "", "| field | type |", "|---|---|"]
         needed = schema.get("required", ())
@@ -102,6 +103,10 @@ def bodies() -> str:
             lines.append(f"| `{field}`{', required' if field in needed else ''} | {_type(found)} |")
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+ANSWERS = {name for name, found in vars(openapi).items() if isinstance(found, type)}
+"""Schemas of what is sent, not of bodies that are read."""
 
 
 def _openapi() -> dict[str, Any]:

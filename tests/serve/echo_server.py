@@ -17,6 +17,7 @@ from tests.serve.fake_core import ByteTokenizer, EchoCore
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--api-key")
+    parser.add_argument("--cors-origins")
     parser.add_argument("--drain", type=float, default=5.0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -26,7 +27,7 @@ def main() -> None:
 
     serve(
         engine_config(served_model_name="echo"),
-        ServerConfig(port=0, api_key=options.api_key, drain_s=options.drain),
+        ServerConfig(port=0, api_key=options.api_key, cors_origins=options.cors_origins, drain_s=options.drain),
         on_ready=on_ready,
         start=partial(AsyncEngine.start, build=EchoCore, tokenizer=ByteTokenizer()),
     )

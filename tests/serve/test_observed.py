@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import __version__
+from quire.serve.openapi import ChatAnswer, CompletionAnswer, ErrorAnswer
 from tests.serve.live_server import LiveServer
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference/metrics.md"
@@ -83,6 +84,37 @@ def test_a_request_id_comes_back(server: LiveServer) -> None:
     assert request_id(server, {"X-Request-Id": "trace-17/a"}) == "trace-17/a"
     for bad in ({}, {"X-Request-Id": "with space"}, {"X-Request-Id": "x" * 200}):
         assert re.fullmatch(r"[0-9a-f]{32}", request_id(server, bad))
+
+
+def test_the_openapi_document_says_what_is_sent(server: LiveServer) -> None:
+    document = server.request("/openapi.json")[1]
+    assert document["info"]["version"] == __version__
+    for methods in document["paths"].values():
+        for route in methods.values():
+            assert {"400", "401", "404", "413", "503"} <= set(route["responses"]) and "422" not in route["responses"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    body = {"max_tokens": 2, "logprobs": 1, "return_token_ids": True, "explain": True, "prompt": "a", "n": 2}
+    CompletionAnswer.model_validate(server.request("/v1/completions", body)[1], extra="forbid")
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    ChatAnswer.model_validate(server.request("/v1/chat/completions", body)[1], extra="forbid")
+    ErrorAnswer.model_validate(server.request("/v1/completions", {})[1], extra="forbid")
+
+
+def test_pages_of_named_origins_may_call() -> None:
+    def asked(live: LiveServer, origin: str) -> tuple[int, str | None]:
+        connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", "/v1/completions", headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status, answer.headers["Access-Control-Allow-Origin"]
+
+    with LiveServer.echo("--api-key", "k", "--cors-origins", "https://a.example, https://b.example") as live:
+        assert asked(live, "https://b.example") == (200, "https://b.example")
+        assert asked(live, "https://c.example") == (400, None)
+    with LiveServer.echo() as live:
+        assert asked(live, "https://b.example") == (405, None)
 
 
 def test_requests_and_the_end_are_logged() -> None:

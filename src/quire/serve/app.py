@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from quire import __version__
@@ -18,8 +20,9 @@ from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
 from quire.serve.chat import chat_router
 from quire.serve.completions import completions_router
-from quire.serve.gate import Gate
+from quire.serve.gate import REQUEST_ID, Gate
 from quire.serve.generation import Service
+from quire.serve.openapi import ERRORS, describe
 from quire.serve.retention import retention_router
 from quire.serve.sse import ClientGone
 
@@ -29,8 +32,10 @@ def create_app(
     *,
     model_name: str,
     api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The app that serves `engine`, which must be started and is not shut down by the app."""
+    """The app that serves `engine`, which must be started and is not shut down by the app. Pages of `cors_origins` may
+    call it; "*" is any."""
     metrics = ServerMetrics(
         lambda: engine.last_statistics,
         lambda: engine.health().healthy,
@@ -38,7 +43,13 @@ def create_app(
         version=__version__,
     )
     service = Service(engine=engine, metrics=metrics, model_name=model_name, started_at=int(time.time()))
-    app = FastAPI(title="Quire", summary="OpenAI-compatible server on a paged, prefix-shared KV cache.")
+    app = FastAPI(
+        title="Quire",
+        summary="OpenAI-compatible server on a paged, prefix-shared KV cache.",
+        version=__version__,
+        responses=ERRORS,
+    )
+    describe(app)
     errors.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.include_router(completions_router(service))
@@ -47,6 +58,14 @@ def create_app(
     app.include_router(_state_router(service))
     app.include_router(retention_router(service))
     app.add_middleware(Gate, metrics=metrics, api_key=api_key)
+    if cors_origins:  # around the gate: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
     return app
 
 

@@ -16,6 +16,7 @@ from quire.errors import InvalidInput, QuireError
 from quire.serve.completions import most_likely
 from quire.serve.errors import BadField, error_body
 from quire.serve.generation import Generation, Service
+from quire.serve.openapi import ChatAnswer
 from quire.serve.protocol import ChatBody, Message
 from quire.serve.sse import DONE, EventStream, event, while_connected
 from quire.spec.ids import Ids
@@ -50,7 +51,7 @@ def chat_router(service: Service) -> APIRouter:
     """The route, for `service`. Without a tokenizer it refuses every request and says so."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer}})
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()

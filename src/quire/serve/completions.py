@@ -12,6 +12,7 @@ from quire.engine.output import CompletionOutput, Logprob
 from quire.errors import QuireError
 from quire.serve.errors import error_body
 from quire.serve.generation import Generation, Service
+from quire.serve.openapi import CompletionAnswer
 from quire.serve.protocol import CompletionBody
 from quire.serve.sse import DONE, EventStream, event, while_connected
 
@@ -20,7 +21,7 @@ def completions_router(service: Service) -> APIRouter:
     """The route, for `service`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses={200: {"model": CompletionAnswer}})
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()

@@ -122,7 +122,13 @@ async def _serve(
     if engine is None:
         return
     try:
-        app = create_app(engine, model_name=config.model_name, api_key=server.api_key)
+        origins = (server.cors_origins or "").split(",")
+        app = create_app(
+            engine,
+            model_name=config.model_name,
+            api_key=server.api_key,
+            cors_origins=[name for origin in origins if (name := origin.strip())],
+        )
         http = _Server(
             uvicorn.Config(
                 app,

@@ -1,0 +1,117 @@
+"""What the OpenAPI document says of answers: their fields, and the errors of every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+
+class ErrorDetail(BaseModel):
+    """What failed, and how to mend it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """Every failure."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(BaseModel):
+    """Prompt tokens that came from the cache; with tiers also from which."""
+
+    cached_tokens: int
+    cached_tokens_by_tier: dict[str, int] | None = None
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Choice(BaseModel):
+    """What the choices of both endpoints share."""
+
+    index: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: dict[str, Any] | None
+    token_ids: list[int] | None = None
+    explanation: dict[str, Any] | None = None
+
+
+class TextChoice(Choice):
+    """One continuation."""
+
+    text: str
+
+
+class AnswerMessage(BaseModel):
+    """One turn of the assistant."""
+
+    role: str
+    content: str
+    refusal: str | None
+
+
+class MessageChoice(Choice):
+    """One answer."""
+
+    message: AnswerMessage
+
+
+class Answer(BaseModel):
+    """What the answers of both endpoints share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class CompletionAnswer(Answer):
+    """The answer of `/v1/completions`; a stream has events with choices of this form."""
+
+    choices: list[TextChoice]
+
+
+class ChatAnswer(Answer):
+    """The answer of `/v1/chat/completions`; in a stream `delta` stands for `message`."""
+
+    choices: list[MessageChoice]
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "The request is wrong; the message says which field, and what to do."},
+    401: {"model": ErrorAnswer, "description": "The API key is missing or wrong."},
+    404: {"model": ErrorAnswer, "description": "No such model, request or route."},
+    413: {"model": ErrorAnswer, "description": "More than this server has memory for, or a body that is too large."},
+    503: {"model": ErrorAnswer, "description": "The engine has ended, or the server is shutting down."},
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Take out of the document what FastAPI says of itself: bodies that are wrong are answered with 400 here."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = made()
+        for methods in document["paths"].values():
+            for route in methods.values():
+                route["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
