@@ -223,7 +223,9 @@ def _print(task: Task, tally: Tally, data: dict[str, Any]) -> None:
     )
     levels = [f"{found['operations']:,} on the {name}" for name, found in data["levels"].items()]
     happened = [f"{name} {tally.happened[name]:,}" for name in _WORTH_TELLING if tally.happened[name]]
-    told = f"{tally.lives:,} lives" + (f", {' and '.join(levels)}" if levels else "")
+    told = f"{tally.lives:,} {'life' if tally.lives == 1 else 'lives'}" + (
+        f", {' and '.join(levels)}" if levels else ""
+    )
     console.print(f"{told}; {', '.join(happened) or 'nothing happened yet'}.", style="dim")
     for fault in task.ask.faults:
         names = ", ".join(f"{name} {count:,}" for name, count in data["met"].get(fault, {}).items())

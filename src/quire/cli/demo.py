@@ -16,9 +16,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.demo_tiers import RULES, Rows, Tick, counted, question, show_tiers
+from quire.cli.demo_tiers import RULES, Rows, Tick, question, show_tiers
 from quire.engine.setting import Settings, setting
 from quire.errors import AuditFailure, RequestTooLarge
+from quire.plan.budget import counted
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

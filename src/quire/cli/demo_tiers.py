@@ -61,11 +61,6 @@ class Tick:
     numbers: str = ""
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things: `1 page`, `2,048 pages`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def question(subject: str, number: int, seed: int) -> str:
     """Question `number` of a conversation about `subject`; conversations of other seeds go on in other words."""
     return FOLLOW_UPS[(number + seed) % len(FOLLOW_UPS)] if number else f"Tell me about {subject}."

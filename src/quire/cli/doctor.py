@@ -132,15 +132,14 @@ def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[
     from quire.engine.core import default_kv_bytes
     from quire.plan.budget import format_bytes
 
-    defaults = engine_config()
+    defaults, most = engine_config(), format_bytes(default_kv_bytes(memory["available_bytes"]))
     return {
         "device": "cuda:0" if devices else "cpu",
         "threads": f"{torch.get_num_threads()} for a step",
         "model": f"{defaults.model_name}, when no --model is given",
         "page_size": "16 tokens",
-        "kv_memory": "a share of the free device memory"
-        if devices
-        else format_bytes(default_kv_bytes(memory["available_bytes"])),
+        "kv_memory": ("80 % of what is free after loading" if devices else f"at most {most}")
+        + "; a server takes no more than all its requests can use",
     }
 
 

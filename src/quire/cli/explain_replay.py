@@ -14,6 +14,7 @@ from rich.text import Text
 from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
 from quire.errors import InvalidInput
 from quire.observe.explain import Cause, Explanation
+from quire.plan.budget import counted
 from quire.sim.result import ReplayResult, RequestRecord
 from quire.sim.trace_request import Trace
 
@@ -80,7 +81,7 @@ class Explained:
         if details:
             yield Text("")
         for detail, tokens in details.items():
-            yield Text(f"{detail}: {tokens:,} tokens.")
+            yield Text(f"{detail}: {counted(tokens, 'token')}.")
         most = self._most_lost()
         if not most:
             return
@@ -110,7 +111,7 @@ class Explained:
         result = self.result
         note = f"{result.pool_note}\n" if result.pool_note else ""
         return Text(
-            f"{self.trace.source}: {len(result.records):,} requests. {self.model}, {result.policy}, "
+            f"{self.trace.source}: {counted(len(result.records), 'request')}. {self.model}, {result.policy}, "
             f"pages of {result.page_size}, {result.pool_tokens:,} tokens.\n{note}"
         )
 

@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from quire.plan.budget import counted
+
 _MEANINGS = {
     "hit": "reused",
     "last_token": "cached, and computed again: the last token, with its page",
@@ -90,7 +92,7 @@ def causes_table(causes: Mapping[str, int]) -> Table:
 def sequence_heading(name: str, explanation: Mapping[str, Any]) -> Text:
     """Which sequence, and how much of it was reused."""
     prompt, hit = explanation["prompt_tokens"], explanation["hit_tokens"]
-    return Text(f"{name}: {prompt:,} prompt tokens, {hit:,} of them reused ({hit / prompt:.1%}).\n")
+    return Text(f"{name}: {counted(prompt, 'prompt token')}, {hit:,} of them reused ({hit / prompt:.1%}).\n")
 
 
 def _table(*columns: str) -> Table:

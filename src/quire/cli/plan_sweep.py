@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.planned_model import PlannedModel
-from quire.errors import InvalidInput, QuireError
+from quire.errors import QuireError
 from quire.plan.budget import parse_tokens
 from quire.plan.plan import PlanSettings
 
@@ -78,19 +78,12 @@ def _with(settings: PlanSettings, what: str, text: str) -> PlanSettings:
 
 
 def draw(path: Path, title: str, what: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Draw tokens and requests over the swept values into `path`; its suffix says the format.
+    """Draw tokens and requests over the swept values into `path`; its suffix says the format. Raises InvalidInput."""
+    from quire.cli.replay_plot import check_picture, save_picture
 
-    Raises InvalidInput where the drawing library is missing, the format is unknown or the file cannot be written.
-    """
-    try:
-        import matplotlib as mpl
+    check_picture(path)
+    from matplotlib import pyplot
 
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise InvalidInput(
-            "--plot draws with matplotlib.", fix="in the checkout of Quire: pip install '.[plot]'."
-        ) from error
     names = [str(row[0]) for row in rows]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, column, label in ((axes[0], 1, "tokens"), (axes[1], 3, "requests at once")):
@@ -101,11 +94,4 @@ def draw(path: Path, title: str, what: str, rows: Sequence[Sequence[Any]]) -> No
         axis.set_title(label)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{path} cannot be written: {error}.", fix="give a file such as sweep.png or sweep.svg."
-        ) from error
-    finally:
-        pyplot.close(figure)
+    save_picture(figure, path)

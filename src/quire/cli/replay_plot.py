@@ -45,6 +45,13 @@ def draw_runs(path: Path, title: str, runs: Sequence[ReplayResult]) -> None:
     _draw_rates(rates, shown)
     _draw_occupancy(pool, max(shown, key=lambda run: run.pool_tokens))
     figure.suptitle(f"{title}: {first.model}, pages of {first.page_size}")
+    save_picture(figure, path)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write and close a figure. Raises InvalidInput where the file cannot be written."""
+    from matplotlib import pyplot
+
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

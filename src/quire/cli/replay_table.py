@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.replay_tiers import tier_remarks
+from quire.plan.budget import counted
 from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
 from quire.sim.trace_request import Trace
@@ -48,7 +49,7 @@ def run_tables(runs: Sequence[ReplayResult]) -> Iterator[Table]:
 def heading(trace: Trace, runs: Sequence[ReplayResult]) -> Text:
     """The trace, and what it would fill."""
     return Text(
-        f"{trace.source}: {len(trace):,} requests, {trace.prompt_tokens:,} prompt and {trace.output_tokens:,} output "
+        f"{trace.source}: {counted(len(trace), 'request')}, {trace.prompt_tokens:,} prompt and {trace.output_tokens:,} output "
         f"tokens; a working set of {runs[0].working_set_tokens:,}.\n"
     )
 

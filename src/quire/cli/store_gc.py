@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from quire.cli.store_options import StoreUrl, counted, opened, parse_seconds, scope_prefix
+from quire.cli.store_options import StoreUrl, opened, parse_seconds, scope_prefix, told
 from quire.engine.setting import Bytes, Settings, setting
 from quire.errors import InvalidInput, StoreError
 
@@ -47,7 +47,7 @@ def gc(url: StoreUrl, settings: GcSettings, *, as_json: bool) -> None:
         kept = tuple(scope_prefix(scope) for scope in settings.keep) or None
         seconds = None if settings.older_than is None else parse_seconds(settings.older_than)
         with Console(stderr=True, quiet=as_json).status("Looking for what can go ...") as status:
-            entries, marks = _listed(counted(store.entries(), status, "Looking for what can go"))
+            entries, marks = _listed(told(store.entries(), status, "Looking for what can go"))
             doomed = choose(entries, kept, seconds, settings.to_bytes, tuple(marks.values()))
             before = _on_disk(store)
             removed = 0 if dry_run else _remove(store, doomed, status)
@@ -160,12 +160,12 @@ def _on_disk(store: Store, *, compact: bool = False) -> int:
 
 
 def _print(data: dict[str, Any]) -> None:
-    from quire.plan.budget import format_bytes
+    from quire.plan.budget import counted, format_bytes
 
     console = Console(highlight=False)
     verb = "would go" if data["dry_run"] else "chosen"
     console.print(
-        f"{data['records']:,} records, {format_bytes(data['bytes'])}: {data['chosen']:,} {verb}, "
+        f"{counted(data['records'], 'record')}, {format_bytes(data['bytes'])}: {data['chosen']:,} {verb}, "
         f"{format_bytes(data['chosen_bytes'])}."
     )
     if not data["dry_run"]:

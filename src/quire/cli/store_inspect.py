@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.store_options import StoreUrl, counted, format_seconds, opened
+from quire.cli.store_options import StoreUrl, format_seconds, opened, told
 
 if TYPE_CHECKING:
     from quire.tiers.store import Entry, Store
@@ -39,7 +39,7 @@ def inspect(url: StoreUrl, *, as_json: bool) -> None:
     """
     with opened(url.url) as store:
         with Console(stderr=True, quiet=as_json).status("Reading the index ...") as status:
-            data = examine(url.url, store, counted(store.entries(), status, "Reading the index"))
+            data = examine(url.url, store, told(store.entries(), status, "Reading the index"))
         if as_json:
             print(json.dumps(data))
         else:
@@ -93,11 +93,11 @@ def _facts(store: Store) -> dict[str, Any] | None:
 
 
 def _print(data: dict[str, Any]) -> None:
-    from quire.plan.budget import format_bytes
+    from quire.plan.budget import counted, format_bytes
 
     console = Console(highlight=False)
     facts = data["facts"]
-    console.print(f"[bold]{data['backend']}[/bold] {data['url']}: {data['records']:,} records, ", end="")
+    console.print(f"[bold]{data['backend']}[/bold] {data['url']}: {counted(data['records'], 'record')}, ", end="")
     console.print(f"{format_bytes(data['bytes'])}")
     if facts is not None:
         how = "around the page cache (O_DIRECT)" if facts["direct"] else "through the page cache (no O_DIRECT here)"
@@ -110,7 +110,7 @@ def _print(data: dict[str, Any]) -> None:
         )
         others = facts["num_owners"] - 1
         console.print(
-            f"Read and written {how}; {facts['num_prepared']:,} records are being written, and "
+            f"Read and written {how}; {counted(facts['num_prepared'], 'record')} not written yet, and "
             f"{others or 'no'} other process{'es have' if others != 1 else ' has'} it open.",
             style="dim",
         )

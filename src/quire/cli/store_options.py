@@ -43,7 +43,7 @@ def opened(url: str) -> Iterator[Store]:
         store.close()
 
 
-def counted(entries: Iterable[Entry], status: Status, verb: str) -> Iterator[Entry]:
+def told(entries: Iterable[Entry], status: Status, verb: str) -> Iterator[Entry]:
     """The same entries; `status` says how many there were so far."""
     for number, entry in enumerate(entries, 1):
         if number % _TOLD_EVERY == 0:

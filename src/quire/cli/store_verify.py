@@ -148,12 +148,12 @@ def _as_dict(url: str, verdict: Verdict, seconds: float) -> dict[str, Any]:
 
 
 def _print(data: dict[str, Any]) -> None:
-    from quire.plan.budget import format_bytes
+    from quire.plan.budget import counted, format_bytes
 
     console = Console(highlight=False)
     beside = [f"{data[name]:,} {what}" for name, what in (("gone", "gone meanwhile"), ("unread", "not read"))]
     console.print(
-        f"{data['records']:,} records, {format_bytes(data['bytes'])}, in {data['seconds']:.1f} s; {', '.join(beside)}."
+        f"{counted(data['records'], 'record')}, {format_bytes(data['bytes'])}, in {data['seconds']:.1f} s; {', '.join(beside)}."
     )
     corrupt = data["corrupt"]
     if data["unread"]:

@@ -57,6 +57,11 @@ def format_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 page`, `2,048 pages`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def round_up_bytes(size: int) -> str:
     """`size` or a little more, in KiB, MiB or hundredths of a GiB, to be given back to `parse_bytes`."""
     if size >= 16 * 2**30:
@@ -161,17 +166,17 @@ class MemoryPlan:
             raise InvalidInput(f"max_tokens is {max_tokens}.", fix="ask for at least one token.")
         if total > self.context:
             raise ContextTooLong(
-                f"{prompt:,} prompt tokens and {max_tokens:,} output tokens make {total:,}; the context is "
+                f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} make {total:,}; the context is "
                 f"{self.context:,} tokens.",
                 fix=f"{self._smaller(prompt, max_tokens)}.",
             )
         if self.pages_of(total) > self.num_pages:
             need = self.pool_bytes + (self.pages_of(total) - self.num_pages) * self.bytes_per_page
             raise RequestTooLarge(
-                f"{prompt:,} prompt tokens and {max_tokens:,} output tokens need {self.pages_of(total):,} pages of "
-                f"{self.tokens_per_page} tokens; this server has {self.num_pages:,} in all "
+                f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} need "
+                f"{counted(self.pages_of(total), 'page')} of {counted(self.tokens_per_page, 'token')}; this server has {self.num_pages:,} in all "
                 f"({format_bytes(self.pool_bytes)} of KV memory), so it can never hold more than "
-                f"{self.largest_request:,} tokens in one request.",
+                f"{counted(self.largest_request, 'token')} in one request.",
                 fix=f"{self._smaller(prompt, max_tokens)}, or start the server with at least "
                 f"--kv-memory {-(-need // 2**20)}MiB.",
             )

@@ -16,7 +16,7 @@ import numpy as np
 from quire.cache import KVCache
 from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
 from quire.offload import Offloads, offload_of
-from quire.plan.budget import MemoryPlan
+from quire.plan.budget import MemoryPlan, counted
 from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
@@ -290,9 +290,9 @@ class Replay:
         if not isinstance(error, RequestTooLarge):
             return error.message
         return (
-            f"{prompt:,} prompt tokens and {output:,} output tokens need {plan.pages_of(prompt + output):,} pages of "
-            f"{plan.page_size} tokens; the pool has {plan.num_pages:,}, so it can never hold more than "
-            f"{plan.largest_request:,} tokens in one request."
+            f"{counted(prompt, 'prompt token')} and {counted(output, 'output token')} need "
+            f"{counted(plan.pages_of(prompt + output), 'page')} of {counted(plan.page_size, 'token')}; the pool has "
+            f"{plan.num_pages:,}, so it can never hold more than {counted(plan.largest_request, 'token')} in one request."
         )
 
     def _result(self, wall_seconds: float) -> ReplayResult:
