@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import doctor_tiers
+from quire.cli import doctor
 from tests.cli.conftest import Run
 
 SMALL = ("--kv-memory", "1MiB", "--dtype", "float32", "--max-tokens", "4")
@@ -93,21 +93,21 @@ def test_doctor_looks_at_the_disk_and_for_stores(tmp_path: Path, monkeypatch: py
 def test_doctor_finds_a_server_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
-        monkeypatch.setitem(doctor_tiers._STORES, "valkey", (("no-such-program",), "no_such_package", port))
-        found = doctor_tiers.examine_tiers(2**30)["stores"]["valkey"]
+        monkeypatch.setitem(doctor._STORES, "valkey", (("no-such-program",), "no_such_package", port))
+        found = doctor.examine_tiers(2**30)["stores"]["valkey"]
         assert found == {"program": None, "client": False, "listening": f"127.0.0.1:{port}"}
-    assert "something listens" in doctor_tiers._words(found)
+    assert "something listens" in doctor._words(found)
 
 
 def test_doctor_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no")
 
-    monkeypatch.setattr(doctor_tiers.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refuse)
     monkeypatch.chdir(tmp_path)
-    found = doctor_tiers.examine_tiers(2**30)
+    found = doctor.examine_tiers(2**30)
     assert found["storage"]["direct"] is None
-    assert tuple(part.partition(";")[0] for part in doctor_tiers.tier_rows(found)[1]) == (
+    assert tuple(part.partition(";")[0] for part in doctor.tier_rows(found)[1]) == (
         "Storage here",
         "cannot be written",
     )

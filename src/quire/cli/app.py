@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,24 +16,28 @@ from quire.cli.plan import plan
 from quire.cli.replay import replay
 from quire.cli.report import reported
 from quire.cli.serve import serve
-from quire.cli.store import store_app
+from quire.cli.store_bench import bench
+from quire.cli.store_gc import gc
+from quire.cli.store_inspect import inspect
+from quire.cli.store_verify import verify
 from quire.errors import InvalidInput
 
-app = typer.Typer(
-    name="quire",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_SHOWN: dict[str, Any] = {
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "rich",
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+app = typer.Typer(name="quire", **_SHOWN)
+store = typer.Typer(name="store", help="Look into a store of pages, check it, shrink it, and measure it.", **_SHOWN)
 command(app, positional="model")(serve)
 command(app)(generate)
 command(app, positional="model")(plan)
-command(app)(replay)
-command(app)(explain)
-command(app)(demo)
-command(app)(doctor)
-app.add_typer(store_app)
+for body in (replay, explain, demo, doctor):
+    command(app)(body)
+for body in (inspect, verify, gc, bench):
+    command(store)(body)
+app.add_typer(store)
 
 
 @app.command("kv-error", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -89,7 +89,10 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
         with console.status(f"{number} of {len(names)}: {TITLES[name]} ..."):
             act, ticks, rows = show_tiers() if name == "tiers" else show(SCENES[name], settings.turns)
         found[name] = {**act, "checks": {tick.name: tick.passed for tick in ticks}}
-        console.print(_panel(f"{number}. {TITLES[name]}", rows))
+        table = Table.grid(padding=(0, 2))
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(Panel(table, title=f"{number}. {TITLES[name]}", title_align="left", border_style="green"))
         for tick in ticks:
             mark = "[green]✓[/green]" if tick.passed else "[red]✗ not shown:[/red]"
             console.print(f"{mark} {tick.name}{f': {tick.numbers}' if tick.numbers else ''}")
@@ -99,14 +102,6 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     console.print(f"Took {found['seconds']} s.")
     if missing := [tick for name in names for tick, passed in found[name]["checks"].items() if not passed]:
         raise AuditFailure(f"the demo did not show what it should: {', '.join(missing)}.")
-
-
-def _panel(title: str, rows: Rows) -> Panel:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return Panel(table, title=title, title_align="left", border_style="green")
 
 
 def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -110,10 +109,9 @@ class _Talk:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return json.load(response)
+        from quire.cli.explain_server import Server
+
+        return Server(self.url, None).ask(path, body)
 
     def ask(self, messages: Sequence[Mapping[str, str]], salt: str = "") -> dict[str, Any]:
         """One answer, and where its prompt came from."""

@@ -77,7 +77,7 @@ def _ask(url: str, request_id: str | None, api_key: str | None, as_json: bool) -
 
     server = Server(url, api_key)
     if request_id is None:
-        statistics = server.get("/v1/cache/statistics")
+        statistics = server.ask("/v1/cache/statistics")
         causes: dict[str, int] = statistics["explained_tokens"]
         if not causes:
             raise InvalidInput("this server does not explain.", fix="start it without --no-explain.")

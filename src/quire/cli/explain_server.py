@@ -1,4 +1,4 @@
-"""A server's answers to `quire explain`, over HTTP."""
+"""A server as `quire explain` and the demo ask it, over HTTP."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import InvalidInput, QuireError
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 
 
 class Server:
@@ -24,15 +25,18 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidInput(f"'{url}' is not a server's address.", fix="write it as http://127.0.0.1:8000.")
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def explanation(self, request_id: str) -> Any:
-        """What it knows of a request. Raises what `get` raises."""
-        return self.get(f"/v1/cache/explain/{urllib.parse.quote(request_id, safe='')}")
+        """What it knows of a request. Raises what `ask` raises."""
+        return self.ask(f"/v1/cache/explain/{urllib.parse.quote(request_id, safe='')}")
 
-    def get(self, path: str) -> Any:
-        """The JSON at `path`. Raises the server's own error, or InvalidInput where nobody answers as Quire does."""
-        request = urllib.request.Request(self._url + path, headers=self._headers)
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON at `path`, or the answer to a body. Raises the server's own error, or InvalidInput without one."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
                 return json.load(response)

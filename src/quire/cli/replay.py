@@ -39,8 +39,7 @@ def replay(
         raise InvalidInput("no trace is named.", fix="name a file or a workload; see --list.")
     from quire.cli.replay_grid import grid_of
     from quire.cli.replay_plot import check_picture, draw_runs
-    from quire.cli.replay_table import heading, progress_bar, remarks, run_tables
-    from quire.cli.replay_tiers import tier_tables
+    from quire.cli.replay_table import heading, progress_bar, remarks, run_tables, tier_tables
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
 

@@ -153,7 +153,8 @@ def _print(data: dict[str, Any]) -> None:
     console = Console(highlight=False)
     beside = [f"{data[name]:,} {what}" for name, what in (("gone", "gone meanwhile"), ("unread", "not read"))]
     console.print(
-        f"{counted(data['records'], 'record')}, {format_bytes(data['bytes'])}, in {data['seconds']:.1f} s; {', '.join(beside)}."
+        f"{counted(data['records'], 'record')}, {format_bytes(data['bytes'])}, in {data['seconds']:.1f} s; "
+        f"{', '.join(beside)}."
     )
     corrupt = data["corrupt"]
     if data["unread"]:

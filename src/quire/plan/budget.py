@@ -166,17 +166,17 @@ class MemoryPlan:
             raise InvalidInput(f"max_tokens is {max_tokens}.", fix="ask for at least one token.")
         if total > self.context:
             raise ContextTooLong(
-                f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} make {total:,}; the context is "
-                f"{self.context:,} tokens.",
+                f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} make {total:,}; the "
+                f"context is {self.context:,} tokens.",
                 fix=f"{self._smaller(prompt, max_tokens)}.",
             )
         if self.pages_of(total) > self.num_pages:
             need = self.pool_bytes + (self.pages_of(total) - self.num_pages) * self.bytes_per_page
             raise RequestTooLarge(
                 f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} need "
-                f"{counted(self.pages_of(total), 'page')} of {counted(self.tokens_per_page, 'token')}; this server has {self.num_pages:,} in all "
-                f"({format_bytes(self.pool_bytes)} of KV memory), so it can never hold more than "
-                f"{counted(self.largest_request, 'token')} in one request.",
+                f"{counted(self.pages_of(total), 'page')} of {counted(self.tokens_per_page, 'token')}; "
+                f"this server has {self.num_pages:,} in all ({format_bytes(self.pool_bytes)} of KV memory), so "
+                f"it can never hold more than {counted(self.largest_request, 'token')} in one request.",
                 fix=f"{self._smaller(prompt, max_tokens)}, or start the server with at least "
                 f"--kv-memory {-(-need // 2**20)}MiB.",
             )

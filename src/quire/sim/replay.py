@@ -292,7 +292,8 @@ class Replay:
         return (
             f"{counted(prompt, 'prompt token')} and {counted(output, 'output token')} need "
             f"{counted(plan.pages_of(prompt + output), 'page')} of {counted(plan.page_size, 'token')}; the pool has "
-            f"{plan.num_pages:,}, so it can never hold more than {counted(plan.largest_request, 'token')} in one request."
+            f"{plan.num_pages:,}, so it can never hold more than {counted(plan.largest_request, 'token')} in one "
+            "request."
         )
 
     def _result(self, wall_seconds: float) -> ReplayResult:
