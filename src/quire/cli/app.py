@@ -35,8 +35,8 @@ command(app)(generate)
 command(app, positional="model")(plan)
 for body in (replay, explain, demo, doctor):
     command(app)(body)
-for body in (inspect, verify, gc, bench):
-    command(store)(body)
+for part in (inspect, verify, gc, bench):
+    command(store)(part)
 app.add_typer(store)
 
 

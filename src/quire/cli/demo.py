@@ -80,8 +80,9 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     """
     console, started_s = Console(quiet=as_json, highlight=False), time.perf_counter()
     names = [name for name in TITLES if settings.edition in (name, "all")]
-    how_long = "about a minute" if len(names) > 1 else "about 20 seconds"
-    console.print(f"The demo takes {how_long}, on small models on the CPU. It shows:")
+    console.print(
+        f"The demo takes about {'a minute' if len(names) > 1 else '20 seconds'}, on small models on the CPU. It shows:"
+    )
     for number, name in enumerate(names, 1):
         console.print(f"  {number}. {TITLES[name]}")
     found: dict[str, Any] = {}
