@@ -173,11 +173,11 @@ def test_a_reader_never_gets_the_padding_frame() -> None:
 
 def test_without_a_group_that_keeps_its_frames_the_pages_say_where_they_are() -> None:
     table = Residency(4, ["window"], [True], (Tier.DEVICE, Tier.HOST))
-    table.came(ids(1, 2))
-    table.came(ids(2, 3), Tier.HOST)
+    table.add_pages(ids(1, 2))
+    table.add_pages(ids(2, 3), Tier.HOST)
     assert table.anchor(Tier.DEVICE).present(ids(1, 2, 3)).tolist() == [True, True, False]
-    table.arrived(ids(1), ids(3))
+    table.replace_pages(ids(1), ids(3))
     assert table.anchor(Tier.DEVICE).present(ids(1, 2, 3)).tolist() == [False, True, True]
-    table.went(Tier.HOST, ids(1, 3))
+    table.remove_pages(Tier.HOST, ids(1, 3))
     assert table.anchor(Tier.HOST).present(ids(1, 2, 3)).tolist() == [False, True, False]
     assert table.anchor_group is None

@@ -217,7 +217,13 @@ def tokens_without_a_window(patch: Patch) -> None:
 
 @mutant("windows", "no slot maps to the padding page, where it is read as if it were a token")
 def no_slot_is_a_slot(patch: Patch) -> None:
-    patch.setattr(residency, "_nowhere", lambda num_pages: np.zeros(num_pages + 2, dtype=np.int32))
+    real = residency.Column.__init__
+
+    def init(column: Any, *args: Any, **options: Any) -> None:
+        real(column, *args, **options)
+        column.mapping[-1] = 0
+
+    patch.setattr(residency.Column, "__init__", init)
 
 
 @mutant("windows", "windows freed since a snapshot stay gone after it is restored, though their pages are out")

@@ -24,7 +24,7 @@ from quire.prefix import hashing, page_names
 from quire.prefix.node import pages_to
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import Whereabouts
-from quire.spec.events import Namespace
+from quire.spec.events import Namespace, PagesRemoved
 from quire.spec.ids import Tier
 from quire.tiers import executor
 from quire.tiers.executor import TransferExecutor
@@ -326,9 +326,9 @@ def a_prefetch_keeps_its_frames_for_ever(patch: Patch) -> None:
 @mutant("tiers", field.EVENTS)
 def removed_on_the_first_of_two_copies(patch: Patch) -> None:
     """Routers are told that a page has left the device when only its copy on the host is gone."""
-    real = PageNames.removed
-    patch.setattr(
-        PageNames,
-        "removed",
-        lambda events, node, start, stop, tier: real(events, node, start, stop, Tier.DEVICE),
-    )
+    real = PageNames.tell
+
+    def tell(names: PageNames, event: Any, node: Any, start: int, stop: int, tier: Tier) -> None:
+        real(names, event, node, start, stop, Tier.DEVICE if event is PagesRemoved else tier)
+
+    patch.setattr(PageNames, "tell", tell)

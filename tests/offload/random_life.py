@@ -196,7 +196,7 @@ class RandomLife:
         generations = {name: self.cache.generations.newest.get(name, 0) + 1 for name in names}
         self._say({"flushing": generations})
         self._unflushed.append(
-            (generations, tiers.names.edition if namespace is None else tiers.names.scope(namespace))
+            (generations, tiers.names.scope_prefix if namespace is None else tiers.names.scope(namespace))
         )
         self.cache.flush(namespace)
 

@@ -294,7 +294,7 @@ def test_a_flush_says_what_has_become_of_what_was_stored() -> None:
     tiered.flush(BOB)
     tiered.drain()
     assert tiered.flushed(BOB, waits=True).storage == "hidden", "nobody need wait for the next try"
-    store.refused["prepare"].add(tombstone_of(tiered.tiers.names.edition))
+    store.refused["prepare"].add(tombstone_of(tiered.tiers.names.scope_prefix))
     tiered.flush(None)
     tiered.drain()
     assert tiered.flushed(None, waits=True) is None, "the store may take it yet"

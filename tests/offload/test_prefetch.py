@@ -304,7 +304,7 @@ def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
     even = tiers_of(world).break_even
     even.computed(1000, 1e-6)
     even.moved(Lane.FETCH, 1, 10.0)
-    while not even.is_off(Lane.FETCH):
+    while not even.why_off(Lane.FETCH):
         even.decide(Lane.FETCH, 1, 1)
     assert not world.ahead.is_awaited(prefetch) and prefetch.stopped and prefetch.moves[0].stopping
     world.now += 0.4
@@ -480,7 +480,7 @@ def test_a_store_that_brings_nothing_is_left_alone_and_found_again(failure: str)
         waits.append(world.now - began)
         world.drain()
     assert len([wait for wait in waits if wait]) == 3 and max(waits) <= 4.0
-    assert even.is_off(Lane.FETCH) and "less than half" in even.why_off(Lane.FETCH)
+    assert even.why_off(Lane.FETCH) and "less than half" in even.why_off(Lane.FETCH)
     assert counters.failed_moves == 3
     store.failure = ""
     world.latency[Lane.FETCH] = world.latency[Lane.LOOK] = 0.01
@@ -490,7 +490,7 @@ def test_a_store_that_brings_nothing_is_left_alone_and_found_again(failure: str)
         world.now += 100.0
         found.append(world.fetch(TOKENS))
         world.drain()
-    assert found[2:] == [len(TOKENS)] * 8 and not even.is_off(Lane.FETCH)
+    assert found[2:] == [len(TOKENS)] * 8 and not even.why_off(Lane.FETCH)
     world.close()
 
 

@@ -37,14 +37,14 @@ def test_looking_turns_nothing_off_and_nothing_on(look: Callable[[TieredCache], 
     even = world.tiers.break_even
     for _ in range(50):
         look(world)
-    assert not even.is_off(Lane.LOAD)
+    assert not even.why_off(Lane.LOAD)
     for _ in range(16):
         assert not even.decide(Lane.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
-    assert even.is_off(Lane.LOAD)
+    assert even.why_off(Lane.LOAD)
     world.now += 10.0
     for _ in range(50):
         look(world)
-    assert even.is_off(Lane.LOAD) and even.knows(Lane.LOAD)
+    assert even.why_off(Lane.LOAD) and even.knows(Lane.LOAD)
     assert world.compute(asking(PROMPTS[0])) == 4 * PAGE, "the trial is for who begins"
     world.close()
 
@@ -53,7 +53,7 @@ def test_of_several_that_matched_one_is_the_trial() -> None:
     """They wait in one queue, and each saw that the link would be tried."""
     world = slow_host()
     even, cache = world.tiers.break_even, world.cache
-    while not even.is_off(Lane.LOAD):
+    while not even.why_off(Lane.LOAD):
         even.decide(Lane.LOAD, 4 * PAGE, sum(world.copies.sizes) * 4)
     world.now += 10.0
     hits = [cache.match(asking(tokens), ALICE) for tokens in PROMPTS]
@@ -73,9 +73,9 @@ def test_who_begins_counts() -> None:
     world = slow_host()
     even = world.tiers.break_even
     for count in range(16):
-        assert not even.is_off(Lane.LOAD), count
+        assert not even.why_off(Lane.LOAD), count
         kv = world.cache.begin(asking(PROMPTS[count % 3]), ALICE)
         assert kv.num_cached == 0
         world.cache.finish(kv)
-    assert even.is_off(Lane.LOAD)
+    assert even.why_off(Lane.LOAD)
     world.close()

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from quire.prefix.hashing import PageHashes, chain_pages, edition_of, layout_identity, namespace_seed, scope_of
+from quire.prefix.hashing import PageHashes, chain_pages, layout_identity, namespace_seed, scope_of, scope_prefix_of
 from quire.spec.events import Namespace
 
 IDENTITY = bytes(range(32))
@@ -30,7 +30,7 @@ def vectors() -> dict[str, list[str]]:
     found = {
         "seeds": [namespace_seed(namespace, IDENTITY) for namespace in NAMESPACES.values()],
         "scopes": [scope_of(namespace, IDENTITY) for namespace in NAMESPACES.values()],
-        "edition": [edition_of(IDENTITY)],
+        "edition": [scope_prefix_of(IDENTITY)],
         "layouts": [layout_identity(IDENTITY, ["ab" * 32]), layout_identity(IDENTITY, ["ab" * 32, "cd" * 32])],
         "page of 1": list(chain_pages(seed, tokens(7), 4)),
         "pages of 1": list(chain_pages(seed, tokens(7, 0, 2**31 - 1), 4)),

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.models.fingerprint import identity_of
-from quire.prefix.hashing import PageHashes, chain_pages, edition_of, layout_identity, namespace_seed, scope_of
+from quire.prefix.hashing import PageHashes, chain_pages, layout_identity, namespace_seed, scope_of, scope_prefix_of
 from quire.spec.events import Namespace
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layout import DType, Field, PageLayout
@@ -88,7 +88,7 @@ def test_a_key_written_out_by_hand() -> None:
     page = hashlib.sha256(b"quire-page-2" + (4).to_bytes(4, "little") + seed + b"\x07\x00\x00\x00").digest()
     assert chain_pages(seed, tokens(7), 4) == (page,)
     edition = hashlib.sha256(b"quire-edition-1" + (1).to_bytes(8, "little") + field(IDENTITY)).digest()[:8]
-    assert edition_of(IDENTITY) == edition
+    assert scope_prefix_of(IDENTITY) == edition
     assert scope_of(Namespace(), IDENTITY)[:8] == edition and len(scope_of(Namespace(), IDENTITY)) == 16
 
 
@@ -128,7 +128,7 @@ def test_no_two_namespaces_share_a_seed_or_a_scope() -> None:
     scopes = [scope_of(namespace, IDENTITY) for namespace in namespaces]
     assert all_distinct(seeds) and all_distinct(scopes)
     assert all_distinct([key[:16] for key in seeds] + scopes), "scopes are of a domain of their own"
-    assert {scope[:8] for scope in scopes} == {edition_of(IDENTITY)}
+    assert {scope[:8] for scope in scopes} == {scope_prefix_of(IDENTITY)}
 
 
 def test_identities_and_names_do_not_run_into_each_other() -> None:

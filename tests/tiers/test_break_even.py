@@ -80,7 +80,7 @@ def test_a_load_that_was_never_measured_is_as_fast_as_a_save() -> None:
     for _ in range(80):
         bench.measure(Lane.SAVE, 50 * GB)
     assert bench.worth()
-    assert bench.even.is_off(Lane.LOAD), "as fast as a save is no measurement"
+    assert bench.even.why_off(Lane.LOAD), "as fast as a save is no measurement"
     assert not any(bench.worth() for _ in range(9)), "one request tries it"
     bench.measure(Lane.LOAD, 2 * GB)
     assert not bench.worth()  # what was measured counts
@@ -88,21 +88,21 @@ def test_a_load_that_was_never_measured_is_as_fast_as_a_save() -> None:
     assert bench.worth()
     bench.measure(Lane.LOAD, 20 * GB)
     assert bench.worth()
-    assert not bench.even.is_off(Lane.LOAD)
+    assert not bench.even.why_off(Lane.LOAD)
 
 
 def test_a_link_that_loses_turns_itself_off_and_says_so_once() -> None:
     bench = slow(losses=5)
     assert [bench.worth() for _ in range(4)] == [False] * 4
-    assert not bench.even.is_off(Lane.LOAD)
+    assert not bench.even.why_off(Lane.LOAD)
     assert not bench.worth()
     why = "recompute is cheaper below 9.1 GB/s; measured 8.0 GB/s"
-    assert bench.even.is_off(Lane.LOAD)
+    assert bench.even.why_off(Lane.LOAD)
     assert bench.even.why_off(Lane.LOAD) == why
     assert bench.said == [(Lane.LOAD, why)]
     assert [bench.worth() for _ in range(50)] == [False] * 50
     assert (len(bench.said), bench.even.turned_off_count) == (1, 1)
-    assert not bench.even.is_off(Lane.FETCH)
+    assert not bench.even.why_off(Lane.FETCH)
     assert bench.even.why_off(Lane.FETCH) == ""
 
 
@@ -123,7 +123,7 @@ def test_a_queue_is_waited_for_and_is_not_the_links_fault() -> None:
     for _ in range(10):
         assert not bench.even.decide(Lane.LOAD, 1000, 1000 * BYTES, queued_bytes=10_000 * BYTES)
         assert bench.even.decide(Lane.LOAD, 1000, 1000 * BYTES, queued_bytes=1000 * BYTES)
-    assert not bench.even.is_off(Lane.LOAD)
+    assert not bench.even.why_off(Lane.LOAD)
 
 
 def test_it_is_tried_again_after_a_time_that_doubles() -> None:
@@ -163,7 +163,7 @@ def test_a_link_that_became_fast_recovers_with_one_measurement() -> None:
     assert bench.worth()
     bench.measure(Lane.LOAD, 40 * GB)
     assert bench.worth()
-    assert not bench.even.is_off(Lane.LOAD)
+    assert not bench.even.why_off(Lane.LOAD)
     assert all(bench.worth() for _ in range(20))
     assert len(bench.said) == 1, "a word a minute"
     bench.now = 60.0
@@ -182,7 +182,7 @@ def test_while_a_trial_is_under_way_nobody_else_takes_part() -> None:
     for _ in range(100):
         bench.now += 0.001
         assert not bench.worth()
-    assert bench.even.is_off(Lane.LOAD) and bench.even.turned_off_count == 1
+    assert bench.even.why_off(Lane.LOAD) and bench.even.turned_off_count == 1
     bench.measure(Lane.LOAD, 8 * GB)
     assert not bench.worth()
     assert bench.even.turned_off_count == 2
@@ -194,7 +194,7 @@ def test_who_asks_changes_nothing() -> None:
     bench = slow(losses=1)
     even = bench.even
     assert not any(even.pays(Lane.LOAD, 1000, 1000 * BYTES) for _ in range(50))
-    assert not even.is_off(Lane.LOAD)
+    assert not even.why_off(Lane.LOAD)
     assert not bench.worth()
     bench.now = 1.0
     assert all(even.pays(Lane.LOAD, 1000, 1000 * BYTES) for _ in range(50)), "it would be tried"
@@ -221,7 +221,7 @@ def test_moves_that_bring_nothing_turn_their_link_off() -> None:
     bench.measure(Lane.FETCH, 100 * GB)
     for count in range(3):
         assert bench.worth(Lane.FETCH)
-        assert not even.is_off(Lane.FETCH), count
+        assert not even.why_off(Lane.FETCH), count
         even.failed(Lane.FETCH, 0.2)
     why = "3 in a row brought less than half of what they were for, the last after 200.00 ms"
     assert (even.why_off(Lane.FETCH), bench.said) == (why, [(Lane.FETCH, why)])
@@ -238,7 +238,7 @@ def test_moves_that_bring_nothing_turn_their_link_off() -> None:
         bench.now += 0.1
     bench.measure(Lane.FETCH, 100 * GB)
     assert bench.worth(Lane.FETCH)
-    assert not even.is_off(Lane.FETCH)
+    assert not even.why_off(Lane.FETCH)
 
 
 def test_a_failure_between_others_is_none() -> None:
@@ -247,7 +247,7 @@ def test_a_failure_between_others_is_none() -> None:
         bench.even.failed(Lane.FETCH, 0.2)
         bench.even.failed(Lane.FETCH, 0.2)
         bench.even.moved(Lane.FETCH, 50, 0.2)
-    assert not bench.even.is_off(Lane.FETCH)
+    assert not bench.even.why_off(Lane.FETCH)
 
 
 def test_the_look_before_a_fetch_is_counted_in() -> None:
@@ -279,8 +279,8 @@ def test_a_link_that_won_often_starts_afresh(often: bool) -> None:
     for _ in range(50):
         bench.measure(Lane.LOAD, 8 * GB)
     assert not bench.worth()
-    assert not bench.even.is_off(Lane.LOAD), "one loss is no row"
-    assert [bench.worth(), bench.worth(), bench.even.is_off(Lane.LOAD)] == [False, False, True]
+    assert not bench.even.why_off(Lane.LOAD), "one loss is no row"
+    assert [bench.worth(), bench.worth(), bench.even.why_off(Lane.LOAD)] == [False, False, True]
     bench.now += 1.0
     assert bench.worth() is often, "the first rest is short again"
 
@@ -359,9 +359,9 @@ def test_nothing_is_moved_that_is_estimated_to_cost_more(data: st.DataObject) ->
                 if bench.even.decide(link, tokens, tokens * BYTES, queued):
                     load = bench.even.load_seconds(link, tokens * BYTES, queued)
                     compute = bench.even.compute_seconds(tokens)
-                    is_trial = bench.even.is_off(link) and not bench.even.knows(link)
+                    is_trial = bench.even.why_off(link) and not bench.even.knows(link)
                     assert load is None or compute is None or load <= compute or is_trial
-        assert bench.even.is_off(link) == bool(bench.even.why_off(link))
+        assert bench.even.why_off(link) == bool(bench.even.why_off(link))
     changes = {link: [bool(why) for said, why in bench.said if said is link] for link in LANES}
     for found in changes.values():
         assert found == [place % 2 == 0 for place in range(len(found))], "off and on take turns"
@@ -380,7 +380,7 @@ def test_whatever_was_slow_recovers_when_it_is_fast(
         if bench.worth(tokens=tokens):
             bench.measure(Lane.LOAD, 1000 * rate * BYTES, 0.0, tokens)
     assert bench.worth(tokens=tokens)
-    assert not bench.even.is_off(Lane.LOAD)
+    assert not bench.even.why_off(Lane.LOAD)
 
 
 # -- rates

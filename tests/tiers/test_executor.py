@@ -273,7 +273,7 @@ def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
     next(pieces)
     store.visible[tombstone_of(SCOPE)] = b""
     assert list(pieces) == []
-    assert move.marked == (SCOPE,) and set(move.answers[0]) == {Answer.MISS}
+    assert move.deleted_scopes == (SCOPE,) and set(move.answers[0]) == {Answer.MISS}
 
 
 @pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET])

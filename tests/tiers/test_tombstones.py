@@ -78,7 +78,7 @@ def test_what_died_on_the_way_is_found_by_nobody_and_gone_on_with(
     for each in (ALICE, BOB, OTHER):
         found = looked(store, each)
         assert found.answers == (((Answer.MISS if each in hidden else Answer.HIT), Answer.MISS), (Answer.MISS,))
-        assert found.marked == ((scope,) if each in hidden else ())
+        assert found.deleted_scopes == ((scope,) if each in hidden else ())
     forget(store, scope)
     assert [left(store, each) for each in (ALICE, BOB, OTHER)] == [
         0 if each in hidden else COUNT for each in (ALICE, BOB, OTHER)
@@ -95,7 +95,7 @@ def test_to_be_stopped_is_to_stop_soon_and_still_to_hide() -> None:
     with pytest.raises(StoreError, match="it was stopped when 0 records"):
         list(steps)
     assert move.hidden and left(store, ALICE) == COUNT
-    assert looked(store, ALICE).marked == (ALICE,)
+    assert looked(store, ALICE).deleted_scopes == (ALICE,)
     move, steps = forgetting(store, ALICE)
     next(steps), next(steps), move.stop()
     with pytest.raises(StoreError, match="it was stopped when 1,024 records"):
@@ -164,7 +164,7 @@ def test_a_mark_that_was_not_taken_hides_nothing_and_says_so(verb: str) -> None:
     move, steps = forgetting(store, ALICE)
     next(steps)
     assert not move.hidden and not store.prepared and not store.taken
-    assert looked(store, ALICE).marked == ()
+    assert looked(store, ALICE).deleted_scopes == ()
 
 
 def test_what_cannot_be_said_of_a_mark_is_not_taken_for_no() -> None:
@@ -176,4 +176,4 @@ def test_what_cannot_be_said_of_a_mark_is_not_taken_for_no() -> None:
     _move, steps = forgetting(store, ALICE)
     with pytest.raises(StoreError, match="3,000 of 3,000 records could not be removed"):
         list(steps)
-    assert looked(store, ALICE).marked == (ALICE,)
+    assert looked(store, ALICE).deleted_scopes == (ALICE,)

@@ -87,7 +87,7 @@ class Growth:
         pages = in_order(pages)
         for group in self._others:
             group.forget(pages)
-        self._frames.went(Tier.DEVICE, pages)
+        self._frames.remove_pages(Tier.DEVICE, pages)
         self._growing.free(pages * np.int32(self._size))
 
     def _to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
@@ -170,7 +170,7 @@ class Growth:
             raise
         for group in groups:
             group.grow(rows, pages)
-        self._frames.came(pages)
+        self._frames.add_pages(pages)
 
     def _beyond_context(self, length: int) -> InvalidInput:
         return InvalidInput(

@@ -289,7 +289,7 @@ class KVCache:
         if not len(inserted.duplicates):
             return NO_PAGES
         ours = inserted.duplicates.copy()  # a view of the row that is rewritten next
-        self.parts.frames.arrived(ours, inserted.pages[: len(ours)])
+        self.parts.frames.replace_pages(ours, inserted.pages[: len(ours)])
         self._table.write_run(kv.row, start, inserted.pages)
         self.counters.duplicate_pages += len(ours)
         return ours

@@ -150,7 +150,7 @@ class Snapshot:
         out = frames.allocator.ids.is_out(_ALL)
         held = holds.readers(group.index, Tier.DEVICE).tolist()
         counts = frames.num_free, group.num_evictable
-        books = (frames.table.books(), out.tobytes(), counts, group.books(), held)
+        books = (frames.table.contents(), out.tobytes(), counts, group.books(), held)
         if before is not None and before.groups[group.index].books == books and not self.is_tiered:
             owners = self.requests is before.requests and self.waits is before.waits
             if group.reach.whole or owners:  # what is read in part depends on rows and on steps in flight

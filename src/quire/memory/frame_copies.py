@@ -31,11 +31,9 @@ _STAGE_BYTES = 32 * 2**20
 
 class FrameCopies:
     """Copies between `pools[i]`, the device's frames of the group at index i, and the records of that group in `host`.
-
     Calls return when the bytes have arrived, and let other threads run meanwhile. Two calls at once may share a frame
-    only if both read it. Frame 0 is never copied. Frames may come in any order; a call is fastest where neighbours on
-    the device are neighbours on the host.
-    """
+    only if both read it. Frame 0 is never copied. A call is fastest where neighbours on the device are neighbours on
+    the host."""
 
     def __init__(self, pools: Sequence[Pool], host: HostPool) -> None:
         self._pools = tuple(pools)
@@ -170,10 +168,8 @@ class StagedFrames:
     """Copies of one group whose device is not the host.
 
     A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each frame crosses
-    in one asynchronous copy on its own stream, which first waits for the calling thread's stream. A call returns when
-    its last copy has arrived. Copies overlap only if `rows` are pinned.
-
-    The gathering is tested on the CPU. The streams have not been run on a GPU yet.
+    in one asynchronous copy on a stream of its own, which first waits for the calling thread's. Copies overlap only if
+    `rows` are pinned. The gathering is tested on the CPU; the streams have not been run on a GPU yet.
     """
 
     def __init__(self, pool: Pool, rows: Rows) -> None:

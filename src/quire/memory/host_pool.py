@@ -82,14 +82,10 @@ def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: P
 
 
 class HostPool:
-    """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i.
-
-    It is one anonymous mapping of `num_bytes`. The constructor touches all of it, so that it fails at once where memory
-    is short; see `touch` for `threads` and `progress`. `pinned` registers the memory with CUDA, if there is one.
-
-    The pool owns the memory until `close`; views stay readable after that and read zeros. Raises HostMemoryError, and
-    then keeps nothing.
-    """
+    """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i. It is one
+    anonymous mapping of `num_bytes`, which the constructor touches (see `touch`), so that it fails at once where memory
+    is short. `pinned` registers the memory with CUDA, if there is one. The pool owns the memory until `close`; views
+    stay readable after that and read zeros. Raises HostMemoryError, and then keeps nothing."""
 
     def __init__(
         self,

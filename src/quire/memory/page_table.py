@@ -10,12 +10,9 @@ from quire.spec.ids import Ids
 
 
 class DevicePageTables:
-    """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`.
-
-    `apply` packs one step's changes into a pinned buffer and sends them in one asynchronous copy. There are as many
-    buffers as steps that may be in flight, `num_steps`, so that none is written while a copy reads it. Entries behind
-    a request's pages, and of free rows, are stale.
-    """
+    """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`. Entries
+    behind a request's pages, and of free rows, are stale. There is a pinned buffer for each of `num_steps` steps that
+    may be in flight, so that none is written while a copy reads it."""
 
     def __init__(
         self, num_groups: int, num_rows: int, pages_per_row: int, *, device: torch.device, num_steps: int = 2

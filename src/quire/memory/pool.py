@@ -32,11 +32,9 @@ class Arriving(Protocol):
 
 
 class Pool:
-    """Device tensors for frames `0..num_frames` of a layout, zero at start; padded tokens write to frame 0.
-
-    Large host memory that is not `touched` here comes from the system as it is written, or by `populate`. `tensors`
-    has each field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`.
-    """
+    """Device tensors for frames `0..num_frames` of a layout, zero at start; padded tokens write to frame 0. Large host
+    memory that is not `touched` comes from the system as it is written, or by `populate`. `tensors` has each field in
+    the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`."""
 
     def __init__(
         self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu", touched: bool = True
@@ -74,8 +72,7 @@ class Pool:
         return memory.view(dtype).view(shape)
 
     def populate(self) -> Iterator[None]:
-        """Make the system provide the memory of the pool, also while it is in use, piece by piece. It lies in host
-        memory."""
+        """Make the system provide the host memory of the pool, also while it is in use, piece by piece."""
         for _, tensor in self.tensors:
             if tensor.nbytes >= _LARGE:
                 yield from populate(tensor.view(torch.uint8).flatten().numpy())

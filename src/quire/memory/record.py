@@ -68,9 +68,7 @@ class RecordFormat:
 
     def seal(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> None:
         """Write the headers of rows `frames` for the payloads in them; `keys[i]` is the page's key, 32 bytes.
-
-        Reads every payload once. A payload that changes later must be sealed again.
-        """
+        Reads every payload once."""
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
         for start, key in zip(starts, keys, strict=True):
@@ -80,10 +78,8 @@ class RecordFormat:
             memory[start : start + HEADER_BYTES] = signed + digest
 
     def defects(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> list[str]:
-        """What is wrong with each row as the record of its page, "" where nothing is. Reads every payload once.
-
-        It is the first that differs of "magic" (with unknown flags), "group", "length", "layout", "key", "digest".
-        """
+        """What is wrong with each row as the record of its page, "" where nothing is: the first that differs of "magic"
+        (with unknown flags), "group", "length", "layout", "key", "digest". Reads every payload once."""
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
         found = []
@@ -108,10 +104,8 @@ class RecordFormat:
 
 
 def check_record(record: Buffer) -> str:
-    """What is wrong with a record of unknown page and group: "magic", "length", "digest", or "" for nothing.
-
-    Bytes behind the payload are ignored, so that a whole row of a pool passes.
-    """
+    """What is wrong with a record of unknown page and group: "magic", "length", "digest", or "" for nothing. Bytes
+    behind the payload are ignored, so that a whole row of a pool passes."""
     memory = memoryview(record).cast("B")
     if len(memory) < HEADER_BYTES:
         return "length"

@@ -47,11 +47,9 @@ class Column:
     def __init__(self, name: str, num_pages: int, *, reclaims: bool) -> None:
         self.name = name
         self.num_pages = num_pages
-        self.mapping: Ids = _nowhere(num_pages)
-        """Frame of each page, int32 `[num_pages + 2]`, live and read-only for callers; 0: none.
-
-        The last entry is -1, so that page -1 (no page) maps to -1.
-        """
+        self.mapping: Ids = np.zeros(num_pages + 2, dtype=np.int32)
+        """Frame of each page, int32 `[num_pages + 2]`, live and read-only for callers; 0: none, -1: of page -1."""
+        self.mapping[-1] = -1
         self.frame: Ids = self.mapping[:-1]
         self.state = np.zeros(num_pages + 1, dtype=np.uint8)
         self._up = counting(num_pages + 1)
@@ -214,18 +212,10 @@ class Column:
         found = pages[self.ticket[pages] == ticket]
         return found if len(found) else None
 
-    # -- looking, for audits
-
-    def books(self) -> tuple[object, ...]:
-        """All its contents, to be compared with those of another time."""
+    def contents(self) -> tuple[object, ...]:
+        """For audits: all of it, to be compared with another time."""
         arrays = (self.mapping, self.state, self.pins, self.ticket)
         return *(array.tobytes() for array in arrays), self.num_idle, self.num_pinned
-
-
-def _nowhere(num_pages: int) -> Ids:
-    mapping = np.zeros(num_pages + 2, dtype=np.int32)
-    mapping[-1] = -1
-    return mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +231,9 @@ class PageTableChanges:
 
 
 class Residency:
-    """The table of one cache. `names` and `reclaims` are by group; `tiers` are those that pages have frames in.
-
-    The anchor of a tier says which pages are on it. It is the column of `anchor_group`, the first group in which pages
-    keep their frames as long as they exist, or of the pages themselves where that is None.
-    """
+    """The table of one cache. `names` and `reclaims` are by group; `tiers` are those that pages have frames in. The
+    anchor of a tier says which pages are on it. It is the column of `anchor_group`, the first group in which pages keep
+    their frames as long as they exist, or of the pages themselves where that is None."""
 
     def __init__(
         self,
@@ -276,17 +264,17 @@ class Residency:
 
     # -- edits of the anchor where it is no group; otherwise these do nothing, since the group's edits do it
 
-    def came(self, pages: Ids, tier: Tier = Tier.DEVICE) -> None:
+    def add_pages(self, pages: Ids, tier: Tier = Tier.DEVICE) -> None:
         """Put these pages, which were not there, on a tier."""
         if self.anchor_group is None:
             self._anchors[tier].bind(pages, pages)
 
-    def went(self, tier: Tier, pages: Ids) -> None:
+    def remove_pages(self, tier: Tier, pages: Ids) -> None:
         """Take these pages off a tier. Pages that are not there are skipped."""
         if self.anchor_group is None:
             self._anchors[tier].unbind(pages)
 
-    def arrived(self, ours: Ids, theirs: Ids) -> None:
+    def replace_pages(self, ours: Ids, theirs: Ids) -> None:
         """Put `theirs` on the device in place of `ours`, where they are not there already."""
         if self.anchor_group is None:
             missing = ~self._anchors[Tier.DEVICE].present(theirs)

@@ -128,4 +128,4 @@ class StoreDeletion:
         return {prefix: scope.state for prefix, scope in self._scopes.items()}
 
     def _scope_of(self, namespace: Namespace | None) -> bytes:
-        return self._names.edition if namespace is None else self._names.scope(namespace)
+        return self._names.scope_prefix if namespace is None else self._names.scope(namespace)

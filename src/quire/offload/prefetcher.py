@@ -197,7 +197,7 @@ class Prefetcher(ReadAhead):
 
     @property
     def _is_off(self) -> bool:
-        return self._tiers.break_even.is_off(Lane.FETCH) and not self._tiers.settings.always
+        return bool(self._tiers.break_even.why_off(Lane.FETCH)) and not self._tiers.settings.always
 
     def _patience(self, tokens: int, num_bytes: int) -> float:
         """Seconds that a request waits for these tokens."""

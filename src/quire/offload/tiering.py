@@ -218,7 +218,7 @@ class Tiering:
     def _leave_host(self, pages: Ids) -> None:
         for host in self.hosts:
             host.drop(host.unpinned(pages))
-        self.table.went(Tier.HOST, pages)
+        self.table.remove_pages(Tier.HOST, pages)
 
     def write_back(self, node: Node) -> int:
         """Before eviction from the device: save the pages of an unleased node, and return how many of its first pages
@@ -244,13 +244,13 @@ class Tiering:
         self.counters.demoted_pages += len(pages)
         for group in self._groups:
             group.forget(pages)
-        self.table.went(Tier.DEVICE, pages)
+        self.table.remove_pages(Tier.DEVICE, pages)
 
     def removed(self, pages: Ids) -> None:
         """These pages have left the cache, or were never in it."""
         for host in self.hosts:
             host.drop(pages)
-        self.table.went(Tier.HOST, pages)
+        self.table.remove_pages(Tier.HOST, pages)
         self.damaged.mend(pages)
         self._unsaved.removed(len(pages))
         self.archiver.removed(pages)
@@ -272,14 +272,14 @@ class Tiering:
         move = self._submit(Lane.LOAD, lease, parts)
         if move is not None:
             self._tree.arrive(lease, num_here, len(pages))
-            self.table.came(pages[num_here:])
+            self.table.add_pages(pages[num_here:])
         return move
 
     def have_copies(self, lease: Lease, first: int, pages: Ids, new: int) -> None:
         """Pages of a path from page `first` on are below the device now; those from page `new` on are new to it."""
         if self.table.anchor_group is None:
             lacking = ~self.on_host.present(pages)
-            self.table.came(pages[lacking], Tier.HOST)
+            self.table.add_pages(pages[lacking], Tier.HOST)
             self.copied(lease, first + np.flatnonzero(lacking[: new - first]))
 
     def copied(self, lease: Lease, places: np.ndarray) -> None:
@@ -322,9 +322,9 @@ class Tiering:
             elif move.lane is Lane.ARCHIVE:
                 self.archiver.ended(move)
             else:
-                if move.marked:
+                if move.deleted_scopes:
                     self.archiver.store_is_empty()  # another engine has flushed it
-                    self.deletion.found(move.marked)
+                    self.deletion.found(move.deleted_scopes)
                 fetched(move)
         self.deletion.go_on()
         self._save_the_rest()

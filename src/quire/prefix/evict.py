@@ -43,8 +43,7 @@ class Order(EvictionPolicy):
 
 class GDSF(Order):
     """Greedy dual: hits since the leaf was stored, plus the key of the last victim when the leaf became evictable.
-
-    Leaves are trimmed page by page, and every page costs the same to compute, so cost over size is 1."""
+    Every page costs the same to compute, so cost over size is 1."""
 
     def __init__(self) -> None:
         super().__init__(lambda node: (self.last_key[0] + 1 + node.hits, node.last_used))

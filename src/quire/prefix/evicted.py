@@ -35,8 +35,8 @@ class EvictedEdges:
             self._forget_oldest()
 
     def returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Node], Node | None]:
-        """How many bytes of `data` become one edge below `node`, the evicted edges at its end, and the
-        deepest one that these tokens bring back, which is removed."""
+        """How many bytes of `data` become one edge below `node`, the evicted edges at its end, and the deepest one that
+        these tokens bring back, which is removed."""
         last: Node | None = None
         below: dict[bytes, Node] = {}
         size = 0
@@ -68,8 +68,7 @@ class EvictedEdges:
             self._forget_oldest()
 
     def _take(self, edge: Node, num_bytes: int) -> dict[bytes, Node]:
-        """Remove the first `num_bytes` of an edge, whole pages; returns the edges that follow them, without a parent:
-        its children, or its rest."""
+        """Remove the first `num_bytes` of an edge; returns the edges that follow, without a parent."""
         assert edge.parent is not None and edge.eviction is not None
         del edge.parent.evicted[edge.key[: self._page_bytes]]
         self.num_bytes -= num_bytes

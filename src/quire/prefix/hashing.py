@@ -22,16 +22,15 @@ def layout_identity(model: bytes, layouts: Sequence[str]) -> bytes:
 def scope_of(namespace: Namespace, identity: bytes) -> bytes:
     """The prefix of a namespace's records in stores, 16 bytes.
 
-        |-- edition_of(identity): 8 bytes --|-- the namespace in it: 8 bytes --|
+        |-- scope_prefix_of(identity): 8 bytes --|-- the namespace in it: 8 bytes --|
 
-    Records of another model, weights epoch or layout are found by their edition, without any salt. A scope does not
-    reveal a salt. Page keys do not depend on scopes.
+    So all records of a model are found without any salt. A scope does not reveal a salt. Page keys do not depend on it.
     """
     inner = _digest(b"quire-scope-1", identity, namespace.adapter.encode(), namespace.salt.encode())
-    return edition_of(identity) + inner[:8]
+    return scope_prefix_of(identity) + inner[:8]
 
 
-def edition_of(identity: bytes) -> bytes:
+def scope_prefix_of(identity: bytes) -> bytes:
     """The first 8 bytes of every scope with this model, weights epoch and layouts."""
     return _digest(b"quire-edition-1", identity)[:8]
 
@@ -89,9 +88,7 @@ class PageHashes:
     @property
     def parent(self) -> bytes:
         """The hash of the page before the first one."""
-        if self._start:
-            return _digests(self._run)[self._start - 1]
-        return _before(self._run)
+        return _digests(self._run)[self._start - 1] if self._start else _before(self._run)
 
     @property
     def digests(self) -> tuple[bytes, ...]:

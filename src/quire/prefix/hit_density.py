@@ -43,9 +43,7 @@ class Stay:
 
 
 class HitDensity(EvictionPolicy):
-    """Keeps the leaves whose pages are likely to be hit soon.
-
-    A *stay* begins when the last lease of a path ends. It ends when the path is used again, cached or evicted. Its
+    """A *stay* begins when the last lease of a path ends. It ends when the path is used again, cached or evicted. Its
     kind is the path's turn, hits on its end, and tokens generated at its end. Each kind has a histogram of the ages at
     which stays ended. It gives the chance that a stay of age `a` ends within `t` ticks, and the time its pages are held
     until then. The greatest ratio of the two over all `t` is the leaf's worth. A tick is one stay begun: nothing
@@ -159,10 +157,8 @@ class HitDensity(EvictionPolicy):
         runs: dict[tuple[int, int], LazyQueue[Node]] = {}
         for kind, epoch in sorted(self._runs):
             run, where = self._runs[kind, epoch], (kind, epoch // 2)
-            if where in runs:
+            if runs.setdefault(where, run) is not run:
                 runs[where].join(run)
-            else:
-                runs[where] = run
         self._runs = runs
         self._untidy = list(runs.values())
         self._ranked = []

@@ -27,12 +27,9 @@ class Eviction:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One edge of the tree and the point at its end. All of its pages are on the device, or none is.
-
-    An evicted edge is a node without pages (`quire.prefix.evicted`).
-    `last_used`, `hits` and `priority` count requests that ended here or in an evicted child. They are complete for a
-    leaf, which is enough for eviction. Clocks count operations of the tree.
-    """
+    """One edge of the tree and the point at its end. All of its pages are on the device, or none is. An evicted edge is
+    a node without pages (`quire.prefix.evicted`). `last_used`, `hits` and `priority` count requests that ended here or
+    in an evicted child: they are complete for a leaf. Clocks count operations of the tree."""
 
     namespace: Namespace
     parent: Node | None  # None: a root
@@ -135,10 +132,9 @@ def nodes_below(node: Node) -> list[Node]:
 def path_to(node: Node) -> list[Node]:
     """The nodes from this one upwards, without the root."""
     nodes = []
-    above = node
-    while above.parent is not None:
-        nodes.append(above)
-        above = above.parent
+    while node.parent is not None:
+        nodes.append(node)
+        node = node.parent
     return nodes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.prefix.hashing import PageHashes, cut_hashes, edition_of, namespace_seed, scope_of
+from quire.prefix.hashing import PageHashes, cut_hashes, namespace_seed, scope_of, scope_prefix_of
 from quire.prefix.node import Node
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids, Tier
@@ -57,9 +57,9 @@ class PageNames:
         return found
 
     @property
-    def edition(self) -> bytes:
+    def scope_prefix(self) -> bytes:
         """The start of the scopes of all namespaces."""
-        return edition_of(self._identity)
+        return scope_prefix_of(self._identity)
 
     def rename(self, identity: bytes) -> None:
         """Use another model's identity from now on. All pages have been flushed before."""
@@ -83,25 +83,18 @@ class PageNames:
             node.hashes.append(hashes)
             self._emit(PagesStored(parent.namespace, hashes, tier))
 
-    def stored(self, node: Node, start: int, stop: int, tier: Tier) -> None:
-        """Pages `start..stop - 1` of a node can be reused from this tier now."""
-        self._tell(PagesStored, node, start, stop, tier)
-
-    def removed(self, node: Node, start: int, stop: int, tier: Tier) -> None:
-        """Pages `start..stop - 1` of a node cannot be reused from this tier any more."""
-        self._tell(PagesRemoved, node, start, stop, tier)
-
     def cleared(self) -> None:
         """No page can be reused from any tier any more."""
         if self._emit is not None:
             self._emit(AllCleared())
 
-    # -- inside
-
-    def _tell(self, event: type[PagesStored | PagesRemoved], node: Node, start: int, stop: int, tier: Tier) -> None:
+    def tell(self, event: type[PagesStored | PagesRemoved], node: Node, start: int, stop: int, tier: Tier) -> None:
+        """Pages `start..stop - 1` of a node can, or cannot, be reused from this tier now."""
         if self._emit is not None and start < stop:
             for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
                 self._emit(event(node.namespace, hashes, tier))
+
+    # -- inside
 
     def _seed(self, namespace: Namespace) -> bytes:
         return namespace_seed(namespace, self._identity)

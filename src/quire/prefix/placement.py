@@ -55,8 +55,8 @@ class Whereabouts:
         self.offer_path(node)
 
     def offer_path(self, node: Node) -> None:
-        """Queue every node of a path whose copies may be evicted: several, if some pages between have no copy. And
-        queue the first node above that is on the device, if it is a leaf there now."""
+        """Queue every node of a path whose copies may be evicted, and the first node above that is a leaf on the device
+        now."""
         was_here = self.is_here(node)
         for above in path_to(node):
             if above.level:

@@ -9,8 +9,8 @@ from quire.prefix.node import Node
 
 
 class EvictionPolicy(ABC):
-    """Chooses among the leaves that no lease holds. It changes no tree, and may store its own data in `Node.memo`: a
-    split copies the memo to the upper part, and an evicted edge keeps it.
+    """Chooses among the leaves that no lease holds. It may store its own data in `Node.memo`: a split copies the memo
+    to the upper part, and an evicted edge keeps it.
 
         lease on a hit        used(end of the leased path)
         insert a new leaf     stored(leaf, memo of the same edge before its eviction)

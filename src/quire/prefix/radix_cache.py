@@ -38,7 +38,7 @@ from quire.prefix.node import (
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import Placement, Whereabouts
 from quire.prefix.policy import EvictionPolicy
-from quire.spec.events import CacheEvent, Namespace
+from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids, Tier
 
 Give = Callable[[Ids], None]
@@ -48,12 +48,11 @@ _LONGEST_GROWN = 1 << 16  # bytes: a longer edge gets a child instead of more pa
 
 
 class RadixCache:
-    """Radix trees of page ids, for every kind of memory. The tree never frees a page: the caller owns the ids that its
-    methods return as removed, and executes what they decide.
+    """Radix trees of page ids. The tree never frees a page: the caller owns the ids that its methods return as removed.
 
     `emit` receives an event for pages that become or stop being reusable. `num_named` page ids have keys, for tiers.
-    With neither, no page is hashed. `identity` stands for the model and the layouts: every hash depends on it.
-    The last `remembered` evicted tokens are known as evicted edges, with the time in `seconds`.
+    With neither, no page is hashed. `identity` stands for the model and the layouts: every hash depends on it. The last
+    `remembered` evicted tokens are known as evicted edges, with the time in `seconds`.
     """
 
     def __init__(
@@ -179,8 +178,7 @@ class RadixCache:
         return self._grow(lease, tokens, pages, here=False)[1]
 
     def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
-        """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path. Explanations
-        use the tail, and the policy uses `num_generated`."""
+        """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path."""
         node = lease.node
         node.answer = max(0, num_generated)
         if self.evicted.capacity:
@@ -189,9 +187,9 @@ class RadixCache:
     # -- shrinking
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
-        """Forget up to `num_pages` pages that are on the device and that no lease holds, in the policy's order, with
-        their copies and all pages below them in the tree; returns all of them. A leaf loses its last pages first.
-        O(leaves evicted), plus the policy's choice. `cause` is for explanations."""
+        """Forget up to `num_pages` pages on the device that no lease holds, in the policy's order, with their copies
+        and all pages below them in the tree; returns all of them. A leaf loses its last pages first. O(leaves evicted),
+        plus the policy's choice. `cause` is for explanations."""
         removed: list[bytes] = []
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._policy.victim()) is not None:
@@ -236,7 +234,7 @@ class RadixCache:
             num_pages -= copies - keep
             if self.is_here(node):
                 num_moved += copies - keep
-                self.names.removed(node, keep, copies, Tier.HOST)
+                self.names.tell(PagesRemoved, node, keep, copies, Tier.HOST)
                 leave(node.pages[keep:copies])
                 self._where.offer_path(node)
             else:
@@ -244,8 +242,7 @@ class RadixCache:
         return Evicted(join_ids(removed), num_moved)
 
     def discard(self, node: Node, start: int) -> Ids | None:
-        """Forget a node's pages from its page `start` on, and all nodes below; returns the ids. Changes nothing and
-        returns None if a lease holds the node."""
+        """Forget a node's pages from its page `start` on, and all nodes below; returns the ids; None if it is held."""
         if node.level:
             return None
         removed: list[bytes] = []
@@ -264,8 +261,7 @@ class RadixCache:
 
     def flush(self, namespace: Namespace) -> tuple[Ids, int]:
         """Forget every page of `namespace`, in every tier, and its evicted edges. Returns the pages that no lease
-        holds, and how many others there are. No prompt matches these any more, and `sweep` returns them later. O(nodes
-        and evicted edges of the namespace)."""
+        holds, and how many others there are: no prompt matches these any more, and `sweep` returns them later."""
         root = self.roots.get(namespace)
         if root is None:
             return _NO_PAGES, 0
@@ -309,7 +305,8 @@ class RadixCache:
         """Pages `start..stop - 1` of a pinned path have copies now that count and did not before."""
         for node in reversed(path_to(lease.node)):
             if node.depth < stop and node.depth + node.num_pages > start:
-                self.names.stored(node, max(0, start - node.depth), min(node.num_pages, stop - node.depth), Tier.HOST)
+                first, end = max(0, start - node.depth), min(node.num_pages, stop - node.depth)
+                self.names.tell(PagesStored, node, first, end, Tier.HOST)
                 self._where.offer_path(node)
 
     # -- looking, for audits and statistics
@@ -372,8 +369,8 @@ class RadixCache:
         return node, Insertion(join_ids(runs) if depth else pages, pages[:depth])
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge after its first `at` pages and return the new upper part. The lower part is the old node, so its
-        leases stay valid; they hold the upper part too, which gets the same level."""
+        """Cut an edge after its first `at` pages and return the new upper part, which gets the same level. The lower
+        part is the old node, so its leases stay valid."""
         assert 0 < at < node.num_pages and node.parent is not None
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
@@ -400,14 +397,8 @@ class RadixCache:
             self.num_below += count
             return self._add_nodes(node, lease, data, run, Tier.HOST)
         self.num_pages += count
-        if (
-            node is not lease.node
-            or node.children
-            or node.evicted
-            or node.held > 1
-            or node.parent is None
-            or len(node.key) > _LONGEST_GROWN
-        ):
+        is_shared = node is not lease.node or node.children or node.evicted or node.held > 1
+        if is_shared or node.parent is None or len(node.key) > _LONGEST_GROWN:
             node.ticket = 0
             return self._add_nodes(node, lease, data, run, Tier.DEVICE)
         self.names.appended(node, node, data, run, Tier.DEVICE)
@@ -418,8 +409,7 @@ class RadixCache:
         return node
 
     def _add_nodes(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
-        """Add new pages below `node`: one node, or several, because an edge ends where evicted edges of other tokens
-        begin."""
+        """Add pages below `node`: one node, or several, since an edge ends where other evicted edges begin."""
         while data:
             size, below, evicted = self.evicted.returning(node, data)
             pages = size // self._page_bytes * ID_BYTES
@@ -483,8 +473,7 @@ class RadixCache:
         node.key = node.key[:at]
 
     def _forget_unheld(self, root: Node) -> Ids:
-        """Forget all nodes below a root that no lease holds, all its evicted edges, and the root if it is empty
-        then."""
+        """Forget all nodes below a root that no lease holds, all its evicted edges, and then an empty root."""
         removed: list[bytes] = []
         eviction = self._eviction("")
         held = [root]
@@ -510,7 +499,7 @@ class RadixCache:
             self._policy.offered(node)
 
     def _drop_root(self, node: Node) -> None:
-        """Drop a node if it is an unused root."""
+        """If it is an unused root."""
         if node.parent is not None or node.level or node.children or node.evicted:
             return
         if self.roots.get(node.namespace) is node:
@@ -530,7 +519,7 @@ class RadixCache:
         self.num_below -= count
         for level in range(1, node.level + 1):
             self._levels.num_held[level] += count
-        self.names.stored(node, 0, count, Tier.DEVICE)
+        self.names.tell(PagesStored, node, 0, count, Tier.DEVICE)
 
     def _leave(self, node: Node, leave: Give) -> None:
         """A node without leases leaves the device. All its pages have copies, and it has no child on the device."""
@@ -540,7 +529,7 @@ class RadixCache:
         node.ticket = 0
         self.num_pages -= node.num_pages
         self.num_below += node.num_pages
-        self.names.removed(node, 0, node.num_pages, Tier.DEVICE)
+        self.names.tell(PagesRemoved, node, 0, node.num_pages, Tier.DEVICE)
         leave(node.pages)
         self._policy.merged(node, parent)
         parent.last_used = max(parent.last_used, node.last_used)
@@ -552,8 +541,8 @@ class RadixCache:
         """Emit that all but the first `keep` pages of a node are in no tier any more."""
         if node.hashes:
             if self.is_here(node):
-                self.names.removed(node, keep, node.num_pages, Tier.DEVICE)
-            self.names.removed(node, keep, self.num_copies(node), Tier.HOST)
+                self.names.tell(PagesRemoved, node, keep, node.num_pages, Tier.DEVICE)
+            self.names.tell(PagesRemoved, node, keep, self.num_copies(node), Tier.HOST)
             node.hashes = cut_hashes(node.hashes, keep)[0]
 
 

@@ -55,36 +55,17 @@ class _LaneState:
     notified_off: bool = False
     next_notice: float = 0.0
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the rate says nothing, because transfers fail."""
-        return self.failures >= _FAILURES
-
-    def win(self) -> None:
-        self.losses = 0
-        if self.trial is _Trial.UNDER_WAY:
-            return  # not measured yet
-        self.why_off = ""
-        self.trial = _Trial.NONE
-        self.wins += self.is_fresh
-        self.is_fresh = False
-        if self.wins >= _WINS:
-            self.rest = _FIRST_REST
-
 
 class BreakEven:
     """Compares the measured times to move and to compute a prefix.
 
-    While either time is unknown, pages move. A lane turns itself off after a run of lost decisions, or of transfers
-    that moved less than half of their bytes. It turns on again when it wins by its own measurements. For these, one
-    request at a time is a trial, whose measurement replaces earlier ones. Rests between trials double, until several
-    wins are measured.
+    While either time is unknown, pages move. A lane turns off after a run of lost decisions, or of transfers that moved
+    less than half of their bytes. It turns on when it wins by its own measurements: one request at a time is a trial,
+    whose measurement replaces earlier ones. Rests between trials double, until several wins are measured.
 
     `on_change(lane, why)` is called when a lane turns off, and with an empty `why` when it turns on: at most once a
-    minute per lane, with the state of that moment.
-
-    The time of a FETCH includes the LOOK before it and the LOAD after it. A LOAD that was never measured counts as fast
-    as a SAVE, which takes the same path and comes first; but that turns nothing on.
+    minute per lane. The time of a FETCH includes the LOOK before it and the LOAD after it. A LOAD that was never
+    measured counts as fast as a SAVE; but that turns nothing on.
     """
 
     def __init__(
@@ -115,11 +96,9 @@ class BreakEven:
         if num_bytes > 0:
             state = self._lanes[lane]
             if state.trial is _Trial.UNDER_WAY:
-                state.rate = Rate()
-                state.trial = _Trial.MEASURED
+                state.rate, state.trial = Rate(), _Trial.MEASURED
             state.rate.add(num_bytes, max(seconds, 1e-9))
-            state.failures, state.wasted = 0, 0.0
-            state.is_fresh = True
+            state.failures, state.wasted, state.is_fresh = 0, 0.0, True
 
     def failed(self, lane: Lane, seconds: float) -> None:
         """A transfer has moved less than half of its bytes in this time."""
@@ -128,7 +107,7 @@ class BreakEven:
         state.wasted = seconds
         now = self._seconds()
         is_trial = bool(state.why_off) and (state.trial is _Trial.UNDER_WAY or now >= state.next_trial)
-        if is_trial or (not state.why_off and state.has_failed):
+        if is_trial or (not state.why_off and state.failures >= _FAILURES):
             why = f"{state.failures} in a row brought less than half of what they were for, the last after"
             self._turn_off(state, f"{why} {_in_time(seconds)}")
         self._notify(state)
@@ -163,7 +142,7 @@ class BreakEven:
         elif verdict is _Verdict.LOSE:
             self._lose(state, tokens, num_bytes)
         elif verdict is not _Verdict.LEARN:
-            state.win()
+            self._win(state)
         self._notify(state)
         return verdict in _MOVED
 
@@ -181,10 +160,6 @@ class BreakEven:
             return _LEARNING_WAIT
         return max(0.0, compute - (self.load_seconds(Lane.LOAD, num_bytes) or 0.0))
 
-    def is_off(self, lane: Lane) -> bool:
-        """Whether the lane has lost or failed too often."""
-        return bool(self._lanes[lane].why_off)
-
     def why_off(self, lane: Lane) -> str:
         """Why the lane is off, for users; empty while it is on."""
         return self._lanes[lane].why_off
@@ -199,9 +174,8 @@ class BreakEven:
         if (compute is None or alone is None) and not state.why_off:
             return _Verdict.LEARN
         wins = compute is not None and alone is not None and alone <= compute
-        if wins and not state.has_failed and (not state.why_off or state.rate.known):
-            # A queue is temporary and says nothing about the lane.
-            load = self.load_seconds(lane, num_bytes, queued_bytes)
+        if wins and state.failures < _FAILURES and (not state.why_off or state.rate.known):
+            load = self.load_seconds(lane, num_bytes, queued_bytes)  # a queue says nothing about the lane
             return _Verdict.WIN if load is not None and load <= (compute or 0.0) else _Verdict.LATE
         return _Verdict.TRY if self._is_due(state, compute, num_bytes) else _Verdict.LOSE
 
@@ -232,6 +206,16 @@ class BreakEven:
             return 0.0
         looked = self._lanes[Lane.LOOK].rate.seconds(1) or 0.0
         return looked + (self.load_seconds(Lane.LOAD, num_bytes) or 0.0)
+
+    @staticmethod
+    def _win(state: _LaneState) -> None:
+        state.losses = 0
+        if state.trial is not _Trial.UNDER_WAY:  # else it is not measured yet
+            state.why_off, state.trial = "", _Trial.NONE
+            state.wins += state.is_fresh
+            state.is_fresh = False
+            if state.wins >= _WINS:
+                state.rest = _FIRST_REST
 
     def _lose(self, state: _LaneState, tokens: int, num_bytes: int) -> None:
         state.losses += 1

@@ -11,7 +11,7 @@ Invariants of transfers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -38,8 +38,7 @@ class TransferExecutor:
         self._piece_bytes = piece_bytes
 
     def run(self, transfer: Transfer) -> Iterator[None]:
-        """Do a transfer; each step of the iterator is one piece. It raises what the copies or the remote raise. Results
-        are complete after the last piece; the caller ends the transfer."""
+        """Do a transfer, one piece per step; raises what the copies or the remote raise. The caller ends it."""
         lane = transfer.lane
         if not lane.is_remote:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
@@ -111,8 +110,8 @@ class TransferExecutor:
         transfer.answers = tuple(found)
 
     def _look(self, transfer: Transfer, store: Store) -> Iterator[None]:
-        """Ask for pages in the order of the prefix, until one is missing that all later ones need. Pages that were not
-        asked for are a MISS. Each question includes the tombstones: the scope may be deleted meanwhile."""
+        """Ask for pages until one is missing that all later ones need; the rest is a MISS."""
+        # Each question includes the tombstones: the scope may be deleted meanwhile.
         over, pages = tombstones_over(transfer.scope), _pages_of(transfer.units)
         found = [[Answer.MISS] * len(units) for units in transfer.units]
         for start in range(0, max(1, len(pages)), _LOOKED_UP):
@@ -123,9 +122,9 @@ class TransferExecutor:
             keys = [StoreKey(transfer.scope, units[at].pages[place], units[at].group) for at, place in places]
             answers = store.exists([*(tombstone for _, tombstone in over), *keys])
             tombstones, answers = answers[: len(over)], answers[len(over) :]
-            marked = [scope for (scope, _), answer in zip(over, tombstones, strict=True) if answer is Answer.HIT]
-            transfer.marked = tuple(marked)
-            if marked:
+            deleted = [scope for (scope, _), answer in zip(over, tombstones, strict=True) if answer is Answer.HIT]
+            transfer.deleted_scopes = tuple(deleted)
+            if deleted:
                 found = [[Answer.MISS] * len(units) for units in transfer.units]
                 break
             hidden = (
@@ -148,8 +147,7 @@ class TransferExecutor:
             yield
 
     def _by_pages(self, transfer: Transfer, remote: Store, work: _Work, rest: str) -> Iterator[None]:
-        """Do `work` on pages in the order of the prefix, up to the first that fails in any group. The result of every
-        unit that was not done is `rest`."""
+        """Do `work` on pages up to the first that fails in any group. Units that were not done get `rest`."""
         found = [[rest] * len(units) for units in transfer.units]
         pages = _pages_of(transfer.units)
         num_bytes = sum(self._copies.bytes_of(units.group) * len(units) for units in transfer.units)
@@ -191,8 +189,7 @@ class TransferExecutor:
 
     @staticmethod
     def _complete(remote: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
-        """Make whole pages visible and drop the rest. Pages after one that did not become visible are removed, since
-        no lookup would find them."""
+        """Make whole pages visible and drop the rest. Remove what follows a page that did not become visible."""
         ok = [record.page < batch.num_good for record in mine]
         visible = []
         for record, wanted, answer in zip(mine, ok, remote.complete(_keys(mine), ok), strict=True):
@@ -218,7 +215,7 @@ class TransferExecutor:
     @staticmethod
     def _recheck(transfer: Transfer, remote: Store, corrupt: Sequence[_Record]) -> None:
         """Read corrupt records again into other memory, and once more where they differ. If these two reads agree, the
-        host row is suspect and the record stays. Otherwise the record is removed: it would block a good one."""
+        host row is suspect and the record stays. Otherwise it is removed."""
         again = _read(remote, corrupt)
         differs = [record for record, data in again.items() if record.data != data]
         once_more = _read(remote, differs) if differs else {}
@@ -284,7 +281,7 @@ _Work = Callable[[Transfer, Store, _Batch], None]
 _Places = list[tuple[int, int]]  # of one page: index of the units, and the place in them
 
 
-def _keys(records: Sequence[_Record]) -> list[StoreKey]:
+def _keys(records: Iterable[_Record]) -> list[StoreKey]:
     return [record.key for record in records]
 
 
@@ -330,4 +327,4 @@ def _prefix(units: Sequence[Units]) -> Sequence[bytes]:
     for group in units:
         for at, page in enumerate(group.pages):
             order.add(page, *group.pages[max(0, at - 1) : at])
-    return tuple(order.static_order())
+    return list(order.static_order())

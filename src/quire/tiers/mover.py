@@ -30,10 +30,8 @@ _MOST_TRANSFERS = 1024  # in flight on one lane; bytes do not bound transfers th
 class Mover(ABC):
     """Takes transfers, and returns each from `finished` exactly once, when nothing touches its frames any more.
 
-    One thread, the engine's, submits and collects, and it holds the frames that a transfer names. A transfer fails at
-    its deadline and is returned when its call has ended.
-
-    Each lane bounds the bytes in flight; `most_bytes` replaces bounds of the table. A larger transfer is taken alone.
+    One thread, the engine's, submits and collects, and it holds the frames that a transfer names. Each lane bounds the
+    bytes in flight; `most_bytes` replaces bounds of the table. A larger transfer is taken alone.
     """
 
     def __init__(self, lanes: Sequence[Lane], most_bytes: Mapping[Lane, int] | None) -> None:
@@ -65,11 +63,8 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self) -> tuple[Transfer, ...]:
-        """End what is under way and fail what waits; `finished` returns both. May be called twice.
-
-        Returns the transfers that did not end in time. They have failed, but a thread may still use the store and the
-        memory of the copies.
-        """
+        """End what is under way and fail what waits; `finished` returns both. May be called twice. Returns those that
+        did not end in time: they have failed, but a thread may still use the store and the memory of the copies."""
 
     def in_flight(self, lane: Lane) -> int:
         """Bytes submitted and not yet returned by `finished`."""
@@ -122,11 +117,8 @@ class Mover(ABC):
 
 
 class ThreadMover(Mover):
-    """Does transfers on threads of each far endpoint (`_Channel`).
-
-    The caller owns the store and the peer, and closes them after the mover. `threads` and `most_bytes` replace values
-    of the tables.
-    """
+    """Does transfers on threads of each far endpoint (`_Channel`). The caller owns the store and the peer, and closes
+    them after the mover. `threads` and `most_bytes` replace values of the tables."""
 
     def __init__(
         self,
@@ -268,10 +260,9 @@ class ThreadMover(Mover):
 class _Channel:
     """The transfers between the host and one far endpoint, and their order.
 
-    Requests wait for inward transfers. With the device, these go first and are not interrupted; outward ones pause
-    after each piece and keep their place. A store or a peer may be slow, so neither direction may block the other:
-    while nothing goes outward, both take turns; an inward transfer pauses after each piece if others wait, and goes to
-    the end. Outward transfers with a remote run one at a time, in the order of submission.
+    With the device, inward transfers go first and are not interrupted; outward ones pause after each piece and keep
+    their place. With a remote, which may be slow, both directions take turns while nothing goes outward; an inward
+    transfer pauses after each piece if others wait, and goes to the end. Outward ones run one at a time, in order.
     """
 
     def __init__(self, is_remote: bool) -> None:
@@ -295,8 +286,7 @@ class _Channel:
         return transfer
 
     def pauses(self, transfer: Transfer, *, closing: bool) -> bool:
-        """Whether a transfer pauses after a piece. When the mover closes, remote ones stop and end; outward ones with
-        the device pause, and so fail."""
+        """Whether a transfer pauses after a piece. At the end remote ones go on; saves pause, and fail."""
         if not self._is_remote:
             return not transfer.lane.is_inward
         others_wait = any(self._next(inward=inward) is not None for inward in (True, False))

@@ -7,17 +7,14 @@ _SPREAD = 0.3  # of the mean amount; where amounts vary less, the start is not i
 
 
 class Rate:
-    """A line through measurements of (amount, seconds): a start, then a constant rate. None until one was added.
-
-    Where amounts hardly differ, the start is 0.
-    """
+    """A line through measurements of (amount, seconds): a start, then a constant rate. None until one was added."""
 
     def __init__(self) -> None:
         # Of weights, amounts, seconds, squares of amounts, and amounts times seconds.
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add a measurement; one with a 0 is ignored."""
+        """Add a measurement; one with a 0 is ignored. Where amounts hardly differ, the start is 0."""
         if amount > 0 and seconds > 0:
             new = (1.0, amount, seconds, amount * amount, amount * seconds)
             self._sums = tuple(was * _KEPT + now for was, now in zip(self._sums, new, strict=True))

@@ -44,11 +44,8 @@ class Answer(Enum):
 
 
 class StoreKey(NamedTuple):
-    """The name of one record, the same on every machine.
-
-    `scope` (16 bytes) stands for what separates pages: model, weights, layouts, adapter, salt. `page` (32 bytes) is
-    the page's key in its chain of hashes, and `part` the index of its group.
-    """
+    """The name of one record, the same on every machine: `scope` (16 bytes, `quire.prefix.hashing.scope_of`), the key
+    of the page in its chain of hashes (32 bytes), and the index of its group."""
 
     scope: bytes
     page: bytes
@@ -81,10 +78,8 @@ class Entry:
 
 
 class Store(Protocol):
-    """One storage backend. Any thread may call any method; answers are in the order of the keys.
-
-    Opening a store raises `StoreError`; after that only `entries` does, where the medium cannot be listed.
-    """
+    """One storage backend. Any thread may call any method; answers are in the order of the keys. Opening a store raises
+    `StoreError`; after that only `entries` does, where the medium cannot be listed."""
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """Which records could be read now."""
@@ -99,8 +94,7 @@ class Store(Protocol):
         """Make prepared records visible, or drop them. A prepared key is completed exactly once."""
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Read records into writable buffers of exactly their size; of any other size: MISS. A buffer is valid after
-        HIT only."""
+        """Read records into writable buffers of exactly their size (else MISS). A buffer is valid after HIT only."""
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         """Remove records; returns how many were there. Those of a server that does not answer are not counted."""
@@ -122,10 +116,11 @@ def prepare_once(
     keys: Sequence[StoreKey], sizes: Sequence[int], prepare: Callable[[list[StoreKey], list[int]], Sequence[Answer]]
 ) -> list[Answer]:
     """Answers of `prepare`, which is asked for distinct keys; the first of a repeated key is the writer."""
-    first: dict[StoreKey, int] = {}
-    for key, size in zip(keys, sizes, strict=True):
-        first.setdefault(key, size)
-    answers = dict(zip(first, prepare(list(first), list(first.values())), strict=True))
+    first = dict(zip(reversed(keys), reversed(sizes), strict=True))  # of a repeated key the first size
+    if len(first) == len(keys):
+        return list(prepare(list(keys), list(sizes)))
+    distinct = list(dict.fromkeys(keys))
+    answers = dict(zip(distinct, prepare(distinct, [first[key] for key in distinct]), strict=True))
     found = []
     for key in keys:
         found.append(answers[key])

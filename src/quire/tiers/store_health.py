@@ -16,11 +16,8 @@ _ANSWERS = (Answer.HIT, Answer.MISS, Answer.PENDING, GOOD)
 
 
 class StoreHealth:
-    """Counts per lane the records that the store refused (`refused`).
-
-    `on_change(kind, is_lost)` is called when several transfers in a row had no answer, and when the store answers
-    again; `kind` is "read" or "write".
-    """
+    """`refused` counts the records per lane that the store refused. `on_change(kind, is_lost)` is called when several
+    transfers in a row had no answer, and when the store answers again; `kind` is "read" or "write"."""
 
     def __init__(self, on_change: Callable[[str, bool], None] | None = None) -> None:
         self.refused: Counter[Lane] = Counter(dict.fromkeys(_KINDS, 0))

@@ -46,9 +46,9 @@ def tombstone_scope(key: StoreKey) -> bytes | None:
 
 
 def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
-    """Remove all records of `transfer.scope`, or of all scopes with this prefix. `transfer.hidden` is true once no
-    lookup finds them. Raises StoreError where the store cannot be listed, records remain, or the transfer was stopped.
-    Then the tombstone stays, and the deletion can begin again."""
+    """Remove all records of `transfer.scope`, or of all scopes with this prefix; `transfer.hidden` once none is found.
+    Raises StoreError where the store cannot be listed, records remain, or the transfer was stopped. Then the tombstone
+    stays, and the deletion can begin again."""
     scope = transfer.scope
     try:
         entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)
@@ -76,17 +76,17 @@ def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
     if left:
         raise StoreError(f"{left:,} of {total:,} records could not be removed.", fix="look at the store's log.")
     if store.remove(list(tombstones)) < len(tombstones) and Answer.HIT in store.exists(list(tombstones)):
-        raise StoreError("the mark of what was forgotten could not be removed.", fix="look at the store's log.")
+        raise StoreError("the tombstone of the scope could not be removed.", fix="look at the store's log.")
 
 
 def _write_tombstone(store: Store, scope: bytes, num_bytes: int) -> bool:
     """Returns whether the tombstone is there. A store that takes no records may still remove some."""
-    key, form = tombstone_of(scope), RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES)
+    key = tombstone_of(scope)
     (answer,) = store.prepare([key], [num_bytes])
     if answer is not Answer.MISS:
         return answer is Answer.HIT
     record = np.zeros((1, num_bytes), dtype=np.uint8)
-    form.seal(record, np.zeros(1, dtype=np.int32), [key.page])
+    RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES).seal(record, np.zeros(1, dtype=np.int32), [key.page])
     put = False
     try:
         put = store.put([key], [record[0].data]) == [Answer.HIT]

@@ -43,12 +43,8 @@ _REMOTES = (Endpoint.STORE, Endpoint.PEER)
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One kind of transfer, between the host and a `far` endpoint that has its own threads.
-
-    Records from the device are sealed on the host. They are checked before they leave the host, and after they arrive
-    from a store or a peer. `carries` is false where only names and answers travel. A transfer fails if it has not ended
-    `deadline_s` seconds after its submission.
-    """
+    """One kind of transfer, between the host and a `far` endpoint that has its own threads. `carries` is false where
+    only names and answers travel. A transfer fails if it has not ended `deadline_s` seconds after its submission."""
 
     name: str
     source: Endpoint
@@ -103,11 +99,8 @@ LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What moves in one group, ancestors first.
-
-    `device` and `host` are frames, int32 `[pages]`, empty where the lane has no such endpoint. `pages` are keys of 32
-    bytes, all different.
-    """
+    """What moves in one group, ancestors first. `device` and `host` are frames, int32 `[pages]`, empty where the lane
+    has no such endpoint. `pages` are keys of 32 bytes, all different."""
 
     group: int
     device: Ids
@@ -131,10 +124,8 @@ class Transfer:
     """Pages of one prefix, in one or several groups, that move together through one lane.
 
     The submitter holds every frame named here until `Mover.finished` returns the transfer, and reads results only
-    then. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time.
-
-    A transfer that `expired` has passed its deadline and failed. It is `done` when nothing touches its frames any more,
-    which may be much later.
+    then. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time. A
+    transfer that `expired` has failed; it is `done` when nothing touches its frames any more, perhaps much later.
     """
 
     lane: Lane
@@ -150,7 +141,7 @@ class Transfer:
     defects: Defects = ()  # parallel to units and their pages
     suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is faulty
     answers: Answers = ()  # LOOK: parallel to units and pages; ARCHIVE: to `touches`
-    marked: tuple[bytes, ...] = ()  # LOOK: scopes, or prefixes of scopes, whose deletion has not ended
+    deleted_scopes: tuple[bytes, ...] = ()  # LOOK: scopes, or prefixes of scopes, whose deletion has not ended
     hidden: bool = False  # FORGET: no reader finds the records any more
     asked_bytes: int = 0  # FETCH: requested from the source
     moved_bytes: int = 0

@@ -13,14 +13,11 @@ HOST = "cpu"
 
 
 class MambaSlotAllocator:
-    """Hands out slots 1 to `size`, int32 on the host; padded sequences write to slot 0. `name` is the group.
-
-    A batch sets aside the slots it may need:
+    """Hands out slots 1 to `size`, int32 on the host; padded sequences write to slot 0. `name` is the group. Freed
+    slots are reused last. A batch sets aside the slots it may need:
 
         |-- free --|-- set aside for the open group --|-- out --|
                     alloc takes from here only, and alloc_group_end frees the rest
-
-    Freed slots are reused last.
     """
 
     def __init__(self, size: int, *, name: str = "state") -> None:

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from quire.errors import InvalidFree, InvalidInput, OutOfPages
+from quire.errors import InvalidFree, InvalidInput
 from quire.memory.allocator.base import (
     BaseTokenToKVPoolAllocator,
     IntArray,
@@ -37,10 +37,8 @@ SWAState: TypeAlias = tuple[IdPool, IdPool, Ids]
 
 
 class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
-    """Hands out token slots of the full side with window pages for them, all or nothing.
-
-    `size` and `size_swa` are tokens of each side, floored to whole pages. All slots of the interface are slots of the
-    full side. As a `PageFrames` it is the group of the windows.
+    """Hands out token slots of the full side with window pages for them, all or nothing. `size` and `size_swa` are
+    tokens of each side, floored to whole pages. As a `PageFrames` it is the group of the windows.
 
     With `size` 0 there is no full side, for models in which every layer has a window. A page then has the id of its
     window page, and `free_swa` and `free` are the same.
@@ -119,16 +117,13 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     def alloc_pages(self, num_pages: int) -> Ids:
         """Pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
-        self._check_room(num_pages)
+        self.full_attn_allocator.ids.check_room(num_pages)
+        self.swa_attn_allocator.ids.check_room(num_pages)
         pages = self.full_attn_allocator.alloc_pages(num_pages)
         if self._windows_only:
             self.table.bind(pages, pages)
-            return pages
-        try:
+        else:
             self.take(pages)
-        except OutOfPages:
-            self.full_attn_allocator.free_pages(pages)
-            raise
         return pages
 
     def alloc_extend_swa_tail(
@@ -199,7 +194,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
             self.free_swa(pages * np.int32(self.page_size))
 
     def free_group_begin(self) -> None:
-        """Collect the frees that follow on both sides; the map forgets a window when it is freed, not at the end."""
+        """Collect the frees that follow on both sides; the map loses a window when it is freed, not at the end."""
         for side in self._sides:
             side.free_group_begin()
 
@@ -212,10 +207,6 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     def _mapped(self, column: Ids) -> Ids:
         return np.flatnonzero(column).astype(np.int32)
-
-    def _check_room(self, num_pages: int) -> None:
-        self.full_attn_allocator.ids.check_room(num_pages)
-        self.swa_attn_allocator.ids.check_room(num_pages)
 
     def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:
         self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])

@@ -28,15 +28,12 @@ _AHEAD_BYTES = 4096
 
 
 class Connections:
-    """Pipelines to one server, for any thread; each holds a connection.
-
-    A connection is closed after any error, so that no answer is taken for another's; the next call connects again.
-    `failures` counts by kind: the name of an exception, or the first word of a refusal.
-    """
+    """Pipelines to one server, for any thread; each holds a connection. It is closed after any error, so that no answer
+    is taken for another's; the next call connects again. `failures` counts by the name of an exception, or the first
+    word of a refusal."""
 
     def __init__(self, where: str, arguments: Mapping[str, Any], timeout: float, count: int) -> None:
-        """At most `count` connections, made with redis-py's arguments; each answer may take `timeout` seconds. `where`
-        names the server in errors. Raises StoreError where it does not answer."""
+        """`arguments` are redis-py's; `where` names the server in errors. Raises StoreError if it does not answer."""
         self.where = where
         self.failures = Counts()
         self._timeout = timeout
@@ -55,10 +52,8 @@ class Connections:
     def call(
         self, commands: Sequence[Command], targets: Sequence[memoryview] = (), *, counted: bool = True
     ) -> list[Reply]:
-        """Send commands together and return a reply to each; a refusal is a ResponseError.
-
-        With `targets`, a value of a target's exact length is read into the target. Its reply is the length.
-        """
+        """Send commands together and return a reply to each; a refusal is a ResponseError. With `targets`, a value of a
+        target's exact length is read into the target, and its reply is the length."""
         if not commands:
             return []
         replies: list[Reply] = []
@@ -116,11 +111,8 @@ class _Arriving(SocketIO):
 
 
 class ReplyReader:
-    """The parser of one connection (RESP, version 2), for one thread.
-
-    With a `target` set, the next reply has the length of a value in its place. A value of the target's length is read
-    into the target, and any other is discarded.
-    """
+    """The parser of one connection (RESP, version 2), for one thread. With a `target` set, the next reply is the length
+    of a value. A value of the target's length is read into the target, and any other is discarded."""
 
     EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
 
@@ -136,7 +128,7 @@ class ReplyReader:
         self._received = BufferedReader(self._arriving, _AHEAD_BYTES)
 
     def on_disconnect(self) -> None:
-        """Forget the socket. Called by redis-py."""
+        """Drop the socket. Called by redis-py."""
         self.target = self._arriving = self._received = None
 
     def can_read(self, timeout: float = 0) -> bool:
@@ -149,10 +141,7 @@ class ReplyReader:
         return bool(buffered) or self._arriving.has_more(timeout)
 
     def read_response(self, disable_decoding: bool = False, timeout: object = None, **_: object) -> Reply:
-        """The next reply; a refusal is returned, not raised. The arguments are redis-py's.
-
-        Raises redis-py's ConnectionError and InvalidResponse, and errors of the socket.
-        """
+        """The next reply; a refusal is returned. Raises redis-py's ConnectionError and InvalidResponse, and OSError."""
         assert self._received is not None
         target, self.target = self.target, None
         line = self._received.readline()

@@ -117,11 +117,9 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
 
 
 class MooncakeStore(RemoteStore):
-    """The store port on a Mooncake pool. Owns the client and the memory that records pass through; made by `open`.
-
+    """The store port on a Mooncake pool; made by `open`. Owns the client and the memory that records pass through.
     `failures` counts by the library's codes. It never answers PENDING for writers in other processes; the first record
-    of a key stays.
-    """
+    of a key stays."""
 
     def __init__(self, client: Any, replication: Any, where: str, *, bounce_bytes: int, listing: str) -> None:
         super().__init__(Counts())
@@ -233,16 +231,12 @@ class MooncakeStore(RemoteStore):
                     codes[at] = code
                 if _NO_ROOM not in codes:
                     break
-        self._count_replicas(names[0], codes[0])
-        return [Answer.HIT if code == 0 else Answer.RETRY for code in codes]
-
-    def _count_replicas(self, name: str, code: int) -> None:
         wanted = self._replication.replica_num
-        if wanted < 2 or code != 0:
-            return
-        with self._usable() as usable:
-            if usable and len(self._client.get_replica_desc(name)) < wanted:
-                self.failures.add("replicas")
+        if wanted > 1 and codes[0] == 0:
+            with self._usable() as usable:
+                if usable and len(self._client.get_replica_desc(names[0])) < wanted:
+                    self.failures.add("replicas")
+        return [Answer.HIT if code == 0 else Answer.RETRY for code in codes]
 
     def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]

@@ -27,10 +27,8 @@ def not_understood(where: str) -> InvalidInput:
 
 
 class Options:
-    """A parsed URL: `parts` by urllib, and options by name.
-
-    `known` are the valid names, or prefixes with a `*` at the end. Raises InvalidInput for any other.
-    """
+    """A parsed URL: `parts` by urllib, and options by name. `known` are the valid names, or prefixes with a `*` at the
+    end. Raises InvalidInput for any other."""
 
     def __init__(self, url: str, known: Collection[str]) -> None:
         self.where = without_secrets(url)
@@ -50,7 +48,7 @@ class Options:
 
     def number(self, name: str, default: float) -> float:
         """A number above 0."""
-        text = self._given.pop(name, "")
+        text = self.text(name)
         if not text:
             return default
         if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or float(text) <= 0:
@@ -59,7 +57,7 @@ class Options:
 
     def size(self, name: str, default: int) -> int:
         """Bytes, as in 512MiB; 0 is valid."""
-        text = self._given.pop(name, "")
+        text = self.text(name)
         if not text:
             return default
         parts = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text)

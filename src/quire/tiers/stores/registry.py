@@ -24,10 +24,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
 def directory_of(url: str) -> str | None:
-    """The path, where a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None.
-
-    Raises InvalidInput for a `file:` URL of another host, and for a server's URL without slashes: it would be taken for
-    a path, and paths are shown, with their passwords."""
+    """The path, where a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None. Raises InvalidInput
+    for a `file:` URL of another host, and for a server's URL without slashes: it would be shown, with its password."""
     found = _SCHEME.match(url)
     if found is None:
         return url
@@ -57,12 +55,10 @@ def register_store(scheme: str, opener: Opener) -> None:
 
 
 def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:
-    """Open the store of a URL or a path; the caller closes it.
+    """Open the store of a URL or a path; the caller closes it. Raises StoreError and, for an invalid URL, InvalidInput.
 
     With a `capacity` in bytes a missing directory is made; None opens only an existing one, with its own. Servers may
     refuse a capacity. Without `counts_use` reading does not change the order of eviction, where the store decides it.
-
-    Raises StoreError where the store cannot be opened or a package is missing, and InvalidInput for an invalid URL.
     """
     path = directory_of(url)
     if path is not None:

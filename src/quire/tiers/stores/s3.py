@@ -38,8 +38,7 @@ _Item = TypeVar("_Item")
 
 
 def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S3Store:  # noqa: A001
-    """Open the bucket of `url`; it does not count uses. Raises InvalidInput for invalid settings, StoreError if it
-    fails."""
+    """Open the bucket of `url`; it does not count uses. Raises InvalidInput for invalid settings, or StoreError."""
     if capacity is not None:
         raise InvalidInput(
             f"a bucket has no bound, so {capacity} bytes cannot be asked of it.",
@@ -74,10 +73,8 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S
 
 
 class S3Store(RemoteStore):
-    """The store port on a bucket. Owns a pool of threads, one request each; made by `open`.
-
-    It never answers PENDING for writers in other processes; the first record of a key stays.
-    """
+    """The store port on a bucket; made by `open`. Owns a pool of threads, one request each. It never answers PENDING
+    for writers in other processes; the first record of a key stays."""
 
     def __init__(self, bucket: Bucket, where: str, *, threads: int = 8) -> None:
         super().__init__(Counts())
@@ -149,9 +146,6 @@ class S3Store(RemoteStore):
         except FileNotFoundError:
             return Answer.MISS
         return Answer.HIT
-
-    def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        return self.exists(keys)
 
     def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
         return self._each(self._put, list(zip(keys, records, strict=True)))

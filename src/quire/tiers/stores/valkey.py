@@ -47,7 +47,7 @@ for i = 1, #KEYS, 2 do
 end
 return found"""
 
-# A call whose answer was lost leaves a mark of our own. TOUCH counts as a use, EXISTS would not.
+# A call whose answer was lost leaves our own token. TOUCH counts as a use, EXISTS would not.
 _PREPARE = b"""
 local found = {}
 for i = 1, #KEYS, 2 do
@@ -63,12 +63,12 @@ for i = 1, #KEYS, 2 do
 end
 return found"""
 
-# Another writer's mark prevents the commit; a mark that expired or was evicted does not.
+# Another writer's token prevents the commit; a token that expired or was evicted does not.
 _COMMIT = b"""
 local found = {}
 for i = 1, #KEYS, 3 do
-  local record, mark, written = KEYS[i], KEYS[i + 1], KEYS[i + 2]
-  local owner = redis.call('GET', mark)
+  local record, pending, written = KEYS[i], KEYS[i + 1], KEYS[i + 2]
+  local owner = redis.call('GET', pending)
   local there = redis.call('EXISTS', record)
   if there == 0 and (not owner or owner == ARGV[1]) and redis.call('EXISTS', written) == 1 then
     redis.call('RENAME', written, record)
@@ -77,7 +77,7 @@ for i = 1, #KEYS, 3 do
   else
     redis.call('UNLINK', written)
   end
-  if owner == ARGV[1] then redis.call('DEL', mark) end
+  if owner == ARGV[1] then redis.call('DEL', pending) end
   found[#found + 1] = there
 end
 return found"""
@@ -111,12 +111,9 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> V
 
 
 class ValkeyStore(RemoteStore):
-    """The store port on a server that speaks RESP. Owns its connections; made by `open`.
-
-    `prepare` marks a record in the server against writers in other processes. `complete` sends the bytes under a
-    temporary name, and a script renames them, so that no reader finds half a record. If another writer has the record
-    by then, the answer is RETRY.
-    """
+    """The store port on a server that speaks RESP; made by `open`. Owns its connections. `prepare` stores a token that
+    other writers respect. `complete` sends the bytes under a temporary name, and a script renames them. If another
+    writer has the record by then, the answer is RETRY."""
 
     def __init__(self, connections: Connections, *, pending_seconds: float = 30.0, counts_use: bool = True) -> None:
         super().__init__(connections.failures)

@@ -72,10 +72,8 @@ class Index:
     """Two connections, for any thread. The next transaction also drops the records of `to_drop`, which are ours."""
 
     def __init__(self, path: Path, *, busy_seconds: float, ended: Callable[[bool], None]) -> None:
-        """Open or make the file. `ended(committed)` is called after each transaction, before another thread's.
-
-        Raises StoreError where the file is not an index of this version.
-        """
+        """Open or make the file. `ended(committed)` is called after each transaction, before another thread's. Raises
+        StoreError where the file is not an index of this version."""
         self.to_drop: set[int] = set()
         self._reads, self._writes = Lock(), Lock()
         self._busy_ms = int(busy_seconds * 1000)
@@ -129,7 +127,7 @@ class Index:
             self._writes.release()
 
     def close(self) -> None:
-        """Close the file, after all calls have ended."""
+        """After all calls have ended."""
         for connection in (self._reader, self._writer):
             with suppress(sqlite3.Error):
                 connection.close()
@@ -170,11 +168,8 @@ def _select(connection: sqlite3.Connection, columns: str, key: str, values: Sequ
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The state of a directory, for users.
-
-    Bytes are on the disk: `slab_bytes` never exceed `capacity`, which does not include `index_bytes`. `free_bytes` can
-    be stored without evicting. `num_prepared` records are being written.
-    """
+    """The state of a directory. Bytes are on the disk: `slab_bytes` never exceed `capacity`, which does not include
+    `index_bytes`. `free_bytes` can be stored without evicting. `num_prepared` records are being written."""
 
     path: str
     direct: bool

@@ -11,7 +11,6 @@ import os
 import sqlite3
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.stores.directory.index import Busy, Index, release, rows_where
@@ -29,34 +28,51 @@ _OURS = {_INDEX, _RESERVE, f"{_INDEX}-wal", f"{_INDEX}-shm", f"{_INDEX}-journal"
 TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
 
 
-class Settings(NamedTuple):
-    """How DirectoryStore is opened; see there."""
-
-    capacity: int | None
-    slab_bytes: int | None
-    direct: bool | None
-    threads: int
-    busy_seconds: float
-
-
-def open_directory(path: Path, settings: Settings) -> tuple[Index, SlabAllocator]:
-    """Open or make it. On a full disk the store can be read, with a warning.
-
-    Raises StoreError, and InvalidInput for sizes below 1.
-    """
-    if any(size is not None and size < 1 for size in (settings.capacity, settings.slab_bytes)):
+def open_directory(
+    path: Path, capacity: int | None, slab_bytes: int | None, *, direct: bool | None, threads: int, busy_seconds: float
+) -> tuple[Index, SlabAllocator]:
+    """Open or make it; see `DirectoryStore`. On a full disk the store can be read, with a warning. Raises StoreError,
+    and InvalidInput for sizes below 1."""
+    if any(size is not None and size < 1 for size in (capacity, slab_bytes)):
         raise InvalidInput(
-            f"a store of {settings.capacity} bytes in slabs of {settings.slab_bytes} holds nothing.",
-            fix="give sizes above zero.",
+            f"a store of {capacity} bytes in slabs of {slab_bytes} holds nothing.", fix="give sizes above zero."
         )
+
+    def open_it(*, is_full: bool) -> tuple[Index, SlabAllocator]:
+        """With `is_full`, an index that cannot be written stays as it is."""
+        with ExitStack() as undo:
+            try:
+                _check_folder(path, may_be_new=capacity is not None)
+                _make_private(path / _INDEX)
+                files = SlabFiles(path / "slabs", direct=direct, threads=threads)
+                undo.callback(files.close)
+                owners = Owners(path / "owners")
+                undo.callback(owners.close)
+            except OSError as error:
+                raise StoreError(
+                    f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
+                ) from error
+            allocator = SlabAllocator(files, owners, slab_bytes)
+            index = Index(path / _INDEX, busy_seconds=busy_seconds, ended=allocator.settle)
+            undo.callback(index.close)
+            try:
+                with index.writing() as connection:
+                    _repair(connection, path, allocator, capacity)
+                owners.remove_dead()
+            except Busy as error:
+                if not is_full:
+                    raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=TRY_AGAIN) from error
+            undo.pop_all()
+        return index, allocator
+
     try:
-        opened = _open(path, settings, is_full=False)
+        opened = open_it(is_full=False)
     except StoreError:
         if not holds_store(path) or not _is_full(path):
             raise
         (path / _RESERVE).unlink(missing_ok=True)
         try:
-            opened = _open(path, settings, is_full=True)
+            opened = open_it(is_full=True)
         except StoreError as error:
             raise StoreError(
                 f"the disk of '{path}' is full, and the store cannot be opened: {error.message}",
@@ -78,7 +94,7 @@ def keep_reserve(path: Path) -> bool:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether a file of a reserve's size cannot be written. A test by writing also finds a full quota."""
+    """Whether a file of a reserve's size cannot be written, also because of a quota."""
     probe = folder / f"{_INDEX}-probe-{os.urandom(8).hex()}"
     is_made = _is_made(probe)
     probe.unlink(missing_ok=True)
@@ -93,41 +109,13 @@ def _is_made(file: Path) -> bool:
     return True
 
 
-def _open(path: Path, settings: Settings, *, is_full: bool) -> tuple[Index, SlabAllocator]:
-    """With `is_full`, an index that cannot be written stays as it is. Raises StoreError."""
-    with ExitStack() as undo:
-        try:
-            _check_folder(path, may_be_new=settings.capacity is not None)
-            _make_private(path / _INDEX)
-            files = SlabFiles(path / "slabs", direct=settings.direct, threads=settings.threads)
-            undo.callback(files.close)
-            owners = Owners(path / "owners")
-            undo.callback(owners.close)
-        except OSError as error:
-            raise StoreError(
-                f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
-            ) from error
-        allocator = SlabAllocator(files, owners, settings.slab_bytes)
-        index = Index(path / _INDEX, busy_seconds=settings.busy_seconds, ended=allocator.settle)
-        undo.callback(index.close)
-        try:
-            with index.writing() as connection:
-                _repair(connection, path, allocator, settings.capacity)
-            owners.remove_dead()
-        except Busy as error:
-            if not is_full:
-                raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=TRY_AGAIN) from error
-        undo.pop_all()
-    return index, allocator
-
-
 def _check_folder(path: Path, *, may_be_new: bool) -> None:
     if holds_store(path):
         return
-    is_other = path.exists() and not path.is_dir()
-    found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    is_folder, is_other = path.is_dir(), path.exists() and not path.is_dir()
+    found = sorted(entry.name for entry in path.iterdir()) if is_folder else []
     if not may_be_new:
-        empty = "it is empty" if path.is_dir() else "nothing is there"
+        empty = "it is empty" if is_folder else "nothing is there"
         what = "it is not a directory" if is_other else f"it holds '{found[0]}' and no index" if found else empty
         raise StoreError(
             f"there is no store in '{path}': {what}.",

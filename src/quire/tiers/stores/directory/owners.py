@@ -11,11 +11,8 @@ from pathlib import Path
 
 
 class Owners:
-    """This process as an owner, and the state of the others.
-
-    It is a lock and not a process id, because ids are reused and differ between containers. A file is unlinked only
-    under its lock. An owner whose file is unlinked before it has the lock takes another name.
-    """
+    """This process as an owner, and the state of the others. It is a lock and not a process id, because ids are reused
+    and differ between containers. A file is unlinked only under its lock."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError where files cannot be made or locked."""
@@ -31,7 +28,7 @@ class Owners:
                 raise
             if os.fstat(self._file).st_nlink:
                 return
-            os.close(self._file)
+            os.close(self._file)  # it was unlinked before it was locked
 
     def is_dead(self, name: str) -> bool:
         """Whether that owner has ended or closed the store; False where this is unknown."""

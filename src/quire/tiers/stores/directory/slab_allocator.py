@@ -37,11 +37,8 @@ def slot_size(num_bytes: int) -> int:
 
 
 class AccessTimes:
-    """Times of last uses by id, in memory until they are worth a transaction.
-
-    Times are distinct microseconds of the wall clock, which all processes share. The first of a batch counts as used
-    last (see `quire.tiers.store`).
-    """
+    """Times of last uses by id, in memory until they are worth a transaction: distinct microseconds of the wall clock,
+    which all processes share."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -130,8 +127,7 @@ class SlabAllocator:
         return taken
 
     def settle(self, committed: bool) -> None:
-        """After a transaction, before another thread's: remove the files of dropped slabs, or, if it was rolled back,
-        of new ones."""
+        """After a transaction: remove the files of dropped slabs, or, if it was rolled back, of new ones."""
         dropped, made = self.dropped, self._made
         self.dropped, self._made = [], []
         for slab in dropped if committed else made:
@@ -165,8 +161,7 @@ class SlabAllocator:
         return row is not None
 
     def alloc_unused(self, index: sqlite3.Connection, slot_bytes: int, count: int, excluded: int = -1) -> list[Slot]:
-        """Up to `count` empty slots of slabs other than `excluded`, those that were used before first. They are in
-        order, so that the records of a batch are adjacent."""
+        """Up to `count` empty slots of slabs other than `excluded`, in order, so that a batch is adjacent."""
         free: list[Slot] = index.execute(
             "SELECT slab, slot FROM free WHERE slot_bytes = ? AND slab != ? ORDER BY slab, slot LIMIT ?",
             (slot_bytes, excluded, count),
@@ -250,7 +245,7 @@ def _sum(index: sqlite3.Connection) -> int:
 
 
 def _coldest(index: sqlite3.Connection, excluded: int = 0) -> _Slab | None:
-    """The slab that is unused for longest and not being written, of slots other than `excluded` bytes. O(records)."""
+    """The least recently used slab without writers, of slots other than `excluded` bytes. O(records)."""
     row = index.execute(
         "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
         " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?"

@@ -52,10 +52,8 @@ class _Buffer(local):
 
 
 class SlabFiles:
-    """Slab files by number, for any thread. A number is never reused, so an old file is never taken for a new one.
-
-    `direct` says whether I/O bypasses the page cache. Each thread has a buffer of 1 MiB; the calling thread works too.
-    """
+    """Slab files by number, which is never reused, for any thread. `direct` says whether I/O bypasses the page cache.
+    Each thread has a buffer of 1 MiB; the calling thread works too."""
 
     def __init__(self, folder: Path, *, direct: bool | None, threads: int = 1) -> None:
         """`direct` None: where the filesystem can. Raises OSError where files cannot be made, or not with `direct`."""
@@ -246,8 +244,8 @@ def make_file(path: Path, num_bytes: int) -> None:
 
 
 def _can_be_direct(folder: Path) -> bool:
-    """Whether a block can be written and read with O_DIRECT; some filesystems open such a file and then refuse. A full
-    disk is tested by reading an existing slab. Raises OSError where no file can be made."""
+    """Whether blocks can be written and read with O_DIRECT; a full disk is tested by reading an existing slab. Raises
+    OSError where no file can be made."""
     probe = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         make_file(probe, BLOCK)

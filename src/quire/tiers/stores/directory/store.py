@@ -42,7 +42,7 @@ from quire.tiers.stores.directory.index import (
     release,
     rows_where,
 )
-from quire.tiers.stores.directory.opening import TRY_AGAIN, Settings, keep_reserve, open_directory
+from quire.tiers.stores.directory.opening import TRY_AGAIN, keep_reserve, open_directory
 from quire.tiers.stores.directory.slab_allocator import slot_size
 from quire.tiers.stores.directory.slab_files import Place
 
@@ -85,15 +85,12 @@ class DirectoryStore(Store):
         busy_seconds: float = 2.0,
         counts_use: bool = True,
     ) -> None:
-        """Open a directory, or make one.
+        """Open a directory, or make one. Raises StoreError where it cannot be used or is not a store of this version.
 
         `capacity` bounds all slabs, in bytes, for every process from now on; None keeps that of an existing directory.
         A slab takes `slab_bytes`, by default a 64th of the capacity. `direct` None bypasses the page cache where the
         filesystem can; True insists. If other processes keep the index busy for `busy_seconds`, the answer is RETRY.
-        Without `counts_use` reading is not a use. A power failure may lose records, or leave some that fail their
-        digests.
-
-        Raises StoreError where the directory cannot be used or is not a store of this version.
+        Without `counts_use` reading is not a use. A power failure may lose or damage records.
         """
         self.path = Path(path)
         self._counts_use = counts_use
@@ -101,7 +98,7 @@ class DirectoryStore(Store):
         self._prepared: dict[StoreKey, Row] = {}
         self._written: set[int] = set()  # ids of prepared rows
         self._index, self._allocator = open_directory(
-            self.path, Settings(capacity, slab_bytes, direct, threads, busy_seconds)
+            self.path, capacity, slab_bytes, direct=direct, threads=threads, busy_seconds=busy_seconds
         )
         self.statistics, self._uses = self._allocator.statistics, self._allocator.access_times
         self._files, self._owners = self._allocator.files, self._allocator.owners
@@ -137,8 +134,8 @@ class DirectoryStore(Store):
     def _reserve(
         self, index: sqlite3.Connection, wanted: list[tuple[int, bytes, int, int]]
     ) -> tuple[dict[int, Answer], dict[int, Row]]:
-        """By position: answers for records that exist, and rows for the others as far as there is room. A wanted record
-        is (position, name, bytes, time of use)."""
+        """By position: answers for records that exist, and rows for the others, as far as there is room. `wanted` are
+        (position, name, bytes, time of use)."""
         found = find_rows(index, [name for _, name, _, _ in wanted])
         if any(row.owner is not None and self._owners.is_dead(row.owner) for row in found.values()):
             self._allocator.reclaim_dead(index)
@@ -337,14 +334,13 @@ class DirectoryStore(Store):
             )
 
     def reclaim(self) -> int:
-        """Drop the unfinished records of dead writers; returns their number. Writers also do this when they need the
-        room. Raises StoreError."""
+        """Drop the unfinished records of dead writers; returns their number. Raises StoreError."""
         with self._entered("changed"), self._index.writing() as index:
             return self._allocator.reclaim_dead(index)
 
     def compact(self) -> None:
-        """Move records together, and give nearly empty slabs back to the disk. Meanwhile others may use the store; a
-        record that moves may be a MISS for them. Raises StoreError."""
+        """Move records together, and free nearly empty slabs. Others may use the store meanwhile; a record that moves
+        may be a MISS for them. Raises StoreError."""
         with self._entered("changed"):
             self._flush_uses()
             compact(self._index, self._allocator)
