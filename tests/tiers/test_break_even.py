@@ -280,7 +280,7 @@ def test_a_link_that_won_often_starts_afresh(often: bool) -> None:
         bench.measure(Lane.LOAD, 8 * GB)
     assert not bench.worth()
     assert not bench.even.why_off(Lane.LOAD), "one loss is no row"
-    assert [bench.worth(), bench.worth(), bench.even.why_off(Lane.LOAD)] == [False, False, True]
+    assert [bench.worth(), bench.worth(), bool(bench.even.why_off(Lane.LOAD))] == [False, False, True]
     bench.now += 1.0
     assert bench.worth() is often, "the first rest is short again"
 
