@@ -66,4 +66,3 @@ def test_overlapping_steps_wait_for_the_device_and_not_for_launches() -> None:
     clock.move_to(21.0)
     clock.move_to(5.0)
     assert clock.launch(*one) == 32.0
-    assert clock.busy == 30.0

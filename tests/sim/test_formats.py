@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput
-from quire.sim.formats import write_trace
-from quire.sim.trace import Trace, TraceRequest, open_trace
+from quire.sim.trace import Trace, TraceRequest, open_trace, write_trace
 from quire.spec.events import Namespace
 from tests.sim.tiny_traces import digest
 

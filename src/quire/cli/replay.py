@@ -69,7 +69,7 @@ def replay(
 
 def _print_names(as_json: bool) -> None:
     from quire.prefix.evict import POLICIES
-    from quire.sim.formats import FORMATS
+    from quire.sim.trace import FORMATS
     from quire.sim.workloads import WORKLOADS
 
     workloads = {name: inspect.cleandoc(make.__doc__ or "") for name, make in WORKLOADS.items()}

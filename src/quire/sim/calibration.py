@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,9 +50,7 @@ def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
             break
         used &= found > 0
     launch, token, pair, key = (float(cost) for cost in found)
-    return CostModel(
-        launch=launch, weights=0.0, token=token, pair=pair, reads=((key, 0),), source=f"fitted to {len(records)} steps"
-    )
+    return CostModel(launch=launch, weights=0.0, token=token, pair=pair, reads=((key, 0),))
 
 
 def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
@@ -66,18 +65,15 @@ def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
 
     core = EngineCore(engine_config(model=model, kv_memory="256MiB", enable_prefix_caching=False, overlap=False))
     random = np.random.Generator(np.random.PCG64(0))
+    params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
     records: list[StepTime] = []
     for warm in (False, True):  # the first round is for caches and lazy imports
-        for batch in _BATCHES:
-            for length in _PROMPTS:
-                for index in range(batch):
-                    tokens = random.integers(core.model.spec.vocab_size, size=length, dtype=np.int32)
-                    params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
-                    core.add(
-                        EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=tokens.tobytes(), params=params)
-                    )
-                found = _steps(core)
-                records += found if warm else []
+        for batch, length in product(_BATCHES, _PROMPTS):
+            for index in range(batch):
+                prompt = random.integers(core.model.spec.vocab_size, size=length, dtype=np.int32).tobytes()
+                core.add(EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=prompt, params=params))
+            found = _steps(core)
+            records += found if warm else []
     return records
 
 

@@ -19,7 +19,6 @@ Lengths = npt.NDArray[np.int64]
 _COMPUTE_SHARE = 0.5  # of the published peak, that large matrix products reach
 _MEMORY_SHARE = 0.8  # of the published bandwidth, that streaming reads reach
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
-_STORAGE_BANDWIDTH = 7e9  # an NVMe drive
 _LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has arrived
 
 _FIGURES: Mapping[str, tuple[float, float, float]] = {
@@ -63,8 +62,7 @@ class CostModel:
     pair: float
     reads: tuple[tuple[float, int], ...]
     host_bandwidth: float = 32e9
-    storage_bandwidth: float = _STORAGE_BANDWIDTH
-    source: str = "flags"
+    storage_bandwidth: float = 7e9  # an NVMe drive
 
     def __post_init__(self) -> None:
         numbers = (self.launch, self.weights, self.token, self.pair, *(seconds for seconds, _ in self.reads))
@@ -112,24 +110,16 @@ class CostModel:
             pair=full / compute,
             reads=reads,
             host_bandwidth=ranks * bus * 1e9 * _MEMORY_SHARE,
-            source=f"published peaks of {device}" + (f", {ranks} of them" if ranks > 1 else ""),
         )
 
     @classmethod
-    def from_flags(
-        cls, *, prefill_rate: float, decode_ms: float, pair_ns: float = 0.0, key_ns: float = 0.0, launch_ms: float = 0.5
-    ) -> CostModel:
-        """From plain numbers: prompt tokens per second, milliseconds of a decode step without its keys, nanoseconds for
-        a (query, key) pair of a prompt and for a key that a decoding token reads, milliseconds of a launch."""
+    def from_flags(cls, *, prefill_rate: float, decode_ms: float, key_ns: float = 0.0) -> CostModel:
+        """From plain numbers: prompt tokens per second, milliseconds of a decode step without its keys, and nanoseconds
+        for a key that a decoding token reads."""
         if prefill_rate <= 0:
             raise InvalidInput(f"a prefill rate of {prefill_rate} tokens/s.", fix="give a rate above zero.")
-        return cls(
-            launch=launch_ms / 1e3,
-            weights=decode_ms / 1e3,
-            token=1 / prefill_rate,
-            pair=pair_ns / 1e9,
-            reads=((key_ns / 1e9, 0),),
-        )
+        reads = ((key_ns / 1e9, 0),)
+        return cls(launch=_LAUNCH_S, weights=decode_ms / 1e3, token=1 / prefill_rate, pair=0.0, reads=reads)
 
 
 def work_of(starts: Lengths, ends: Lengths) -> tuple[int, int, Lengths]:
@@ -167,7 +157,6 @@ class VirtualClock:
 
     def __init__(self, cost: CostModel) -> None:
         self.now = 0.0
-        self.busy = 0.0  # seconds in which the device computed
         self._cost = cost
         self._free_at = 0.0
 
@@ -175,7 +164,6 @@ class VirtualClock:
         """A step is launched now; returns when it will have settled. Its layers wait for those of a load, the last of
         which `arrives` then: only that layer's work remains after it."""
         seconds = self._cost.seconds(starts, ends)
-        self.busy += seconds
         self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
         if arrives:
             self._free_at = max(self._free_at, arrives + seconds * _LAST_LAYER)

@@ -36,8 +36,8 @@ from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import RequestState
 from quire.scheduler.step import Step
+from quire.sim.arrivals import ScriptedRequest, scripted
 from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests, page_weights
-from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.spec.ids import Ids
 
 Lengths = npt.NDArray[np.int64]
@@ -240,16 +240,16 @@ class _GroupMemory:
                 self._read_by[part.table[read]] = step.number
 
     def _tables(self, ends: Lengths, kvs: RunningBatch) -> Iterator[_PageTable]:
-        """Page tables of all works, those of like lengths together, so that little of a table is padding."""
+        """Page tables of all works, those of like lengths together, so that less than half of a table is padding."""
         widths = -(-ends // self._size)
         if int(widths.max()) * len(kvs) <= _FEW_PAGES:
             yield _PageTable(np.arange(len(kvs)), self._cache.rows.page_table(kvs, ends, self._group))
             return
-        order = np.argsort(-widths)
-        for part in _alike(widths[order]):
-            members = order[part]
-            some = [kvs.kvs[at] for at in members.tolist()]
-            yield _PageTable(members, self._cache.rows.page_table(some, ends[members], self._group))
+        classes = np.frexp(widths)[1]  # of one class, no width is twice another
+        for each in np.unique(classes):
+            works = np.flatnonzero(classes == each)
+            some = [kvs.kvs[at] for at in works.tolist()]
+            yield _PageTable(works, self._cache.rows.page_table(some, ends[works], self._group))
 
     def _check_not_read(self, frames: Ids, settled: int) -> None:
         taken = frames[self._read_by[frames] > settled]
@@ -360,19 +360,6 @@ class _GroupMemory:
                     f"{int(pieces.sources[at])} of group '{self._name}', which holds something else."
                 )
             held[pieces.targets[now]] = hashes[rows[now], stops[now] - 1]
-
-
-def _alike(widths: Lengths, start: int = 0) -> Iterator[slice]:
-    """Parts of `widths`, which fall, that are cheap as tables as wide as their first row: they are cut where that saves
-    the most, as long as it saves more than another table costs."""
-    cuts = np.arange(1, len(widths))
-    saved = (widths[0] - widths[1:]) * (len(widths) - cuts)
-    best = int(saved.argmax()) if len(saved) else 0
-    if not len(saved) or saved[best] < _FEW_PAGES:
-        yield slice(start, start + len(widths))
-        return
-    yield from _alike(widths[: best + 1], start)
-    yield from _alike(widths[best + 1 :], start + best + 1)
 
 
 def _owners_of(pieces: Pieces, step: SimulatedStep) -> Lengths:

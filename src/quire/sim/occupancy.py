@@ -13,13 +13,12 @@ _MOST_SAMPLES = 512
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """The pool from `time` until the next sample: the shares of its pages that running requests hold, and that are only
-    cached; the rest is free. And how many requests run and wait. `ended`: requests had ended, no step was launched."""
+    cached; the rest is free. `running` requests run. `ended`: requests had ended, no step was launched."""
 
     time: float
     held: float
     cached: float
     running: int
-    waiting: int
     ended: bool = False
 
 
@@ -63,10 +62,9 @@ class OccupancyLog:
                 self.samples.append(sample)
 
     def _sample(self, now: float, *, ended: bool) -> None:
-        cache, scheduler = self._cache, self._scheduler
+        cache = self._cache
         total, cached = cache.plan.num_pages, cache.tree.num_evictable
         free = [group.num_free for group in cache.groups if group.reach.whole]
         available = cached + (min(free) if cache.pages.num_pages > total and free else cache.pages.num_free_pages)
         held = (total - available) / total
-        running, waiting = scheduler.num_running, len(scheduler.waiting)
-        self.samples.append(Occupancy(now, held, cached / total, running, waiting, ended))
+        self.samples.append(Occupancy(now, held, cached / total, self._scheduler.num_running, ended))

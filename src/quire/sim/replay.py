@@ -21,13 +21,12 @@ from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
-from quire.sim.arrivals import Arrivals
+from quire.sim.arrivals import Arrivals, ScriptedRequest, scripted
 from quire.sim.clock import CostModel, VirtualClock
-from quire.sim.copies import LAYER
 from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
 from quire.sim.occupancy import OccupancyLog
+from quire.sim.records import LAYER
 from quire.sim.result import ReplayResult, RequestRecord
-from quire.sim.scripted_request import ScriptedRequest, scripted
 from quire.sim.tiers import SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.tiers.transfer import Transfer
@@ -144,8 +143,8 @@ class Replay:
         began = time.perf_counter()
         self._arrivals = Arrivals(trace)
         while True:
-            for moment, request in self._arrivals.until(self.clock.now):
-                self._add(request, moment)
+            for request in self._arrivals.until(self.clock.now):
+                self._add(request)
             if self.scheduler.has_requests or self._in_flight is not None:
                 self._step()
                 continue
@@ -234,8 +233,7 @@ class Replay:
 
     # -- requests
 
-    def _add(self, incoming: TraceRequest, moment: float) -> None:
-        request = ScriptedRequest(incoming, moment)
+    def _add(self, request: ScriptedRequest) -> None:
         try:
             with self._manager:
                 self.scheduler.add(request)

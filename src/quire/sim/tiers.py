@@ -1,9 +1,8 @@
-"""Tiers of a replay: the cache's own, over records of names, a store in a dictionary, and links that take time."""
+"""Tiers of a replay: the cache's own, over simulated records, a store in a dictionary, and links that take time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from quire.cache import KVCache
 from quire.errors import InvalidInput
@@ -11,26 +10,24 @@ from quire.offload import offload_of
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.sim.clock import CostModel, VirtualClock
-from quire.sim.copies import SimulatedCopies
 from quire.sim.device import Frames
-from quire.sim.store import SimulatedStore
+from quire.sim.records import SimulatedCopies, SimulatedStore
 from quire.sim.virtual_mover import VirtualMover
 from quire.spec.record_size import HEADER_BYTES
 from quire.tiers.break_even import BreakEven
 from quire.tiers.transfer import LANES, Lane
 
 _LATENCY = {Lane.SAVE: 5e-5, Lane.LOAD: 5e-5, Lane.ARCHIVE: 2e-4, Lane.FETCH: 2e-4, Lane.LOOK: 5e-4}
-"""Seconds before the first byte, and of a look at what a store has."""
+"""Seconds before the first byte, and of a lookup in a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTiers:
-    """What is below the device of a replay, and how it is used (`quire.offload.tier_settings`).
+    """The tiers below the device of a replay, and how they are used (`quire.offload.tier_settings`).
 
     The host holds `host_tokens` tokens, or the records that `host_bytes` bytes do; storage `storage_tokens`, none at
     all by default. Bandwidths are bytes per second, 0 for those of the cost model. `record_bytes` has the bytes of a
-    record of each group, by default what the plan's layouts take; `always` uses what the tiers have without asking
-    whether that is quicker.
+    record of each group, by default what the plan's layouts take; `always` loads even where computing is quicker.
     """
 
     host_tokens: int = 0
@@ -80,9 +77,9 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """What the tiers of a replay did. Prompt tokens are hit on the device, or thanks to a load from the host; what had
-    come there from storage is counted in `storage_hit_tokens` too. Those declined were there and were computed
-    again, because that was quicker. `measured` has bytes per second by link, `off` why links are off at the end.
+    """What the tiers of a replay did. Prompt tokens are hit on the device, or after a load from the host; those that
+    had come there from storage are in `storage_hit_tokens` too. `declined_tokens` were there and were computed again,
+    because that was quicker. `measured` has bytes per second by link, `off` why links are off at the end.
     """
 
     host_tokens: int
@@ -107,72 +104,65 @@ class TierUse:
 
 class VirtualTiers:
     """The tiers of one replay. `settings` are for the cache; `frames`, by group, are those of the device where its
-    contents are checked. Whoever waits for bytes moves the clock."""
+    contents are checked. A wait for bytes moves the clock."""
 
     def __init__(
         self,
-        wanted: SimulatedTiers,
+        tiers: SimulatedTiers,
         plan: MemoryPlan,
         cost: CostModel,
         clock: VirtualClock,
         frames: list[Frames] | None,
     ) -> None:
-        record_bytes = wanted.record_bytes or tuple(g.layout.bytes_per_frame + HEADER_BYTES for g in plan.groups)
-        host_frames = wanted.host_frames(plan, record_bytes)
-        storage_pages = wanted.storage_tokens // plan.page_size
-        self.changes: list[LinkChange] = []
-        self._wanted = wanted
+        record_bytes = tiers.record_bytes or tuple(g.layout.bytes_per_frame + HEADER_BYTES for g in plan.groups)
+        host_frames = tiers.host_frames(plan, record_bytes)
+        storage_pages = tiers.storage_tokens // plan.page_size
+        store = SimulatedStore(storage_pages * sum(record_bytes)) if storage_pages else None
+        host, storage = tiers.host_bandwidth or cost.host_bandwidth, tiers.storage_bandwidth or cost.storage_bandwidth
+        self._sizes = {"host_tokens": max(host_frames) * plan.page_size, "storage_tokens": tiers.storage_tokens}
+        self._bandwidths = host, storage
+        self._changes: list[LinkChange] = []
         self._clock = clock
-        self._host_tokens = max(host_frames) * plan.page_size
-        self._host_bandwidth = wanted.host_bandwidth or cost.host_bandwidth
-        self._storage_bandwidth = wanted.storage_bandwidth or cost.storage_bandwidth
-        self.store = SimulatedStore(storage_pages * sum(record_bytes)) if storage_pages else None
         self.mover = VirtualMover(
             SimulatedCopies(frames, host_frames, record_bytes),
-            self.store,
+            store,
             seconds=lambda: clock.now,
-            bandwidths={
-                Lane.SAVE: self._host_bandwidth,
-                Lane.LOAD: self._host_bandwidth,
-                Lane.ARCHIVE: self._storage_bandwidth,
-                Lane.FETCH: self._storage_bandwidth,
-            },
+            bandwidths={Lane.SAVE: host, Lane.LOAD: host, Lane.ARCHIVE: storage, Lane.FETCH: storage},
             latency=_LATENCY,
             pass_until=clock.move_to,
         )
-        self.break_even = BreakEven(lambda: clock.now, on_change=self._changed)
+        self._break_even = BreakEven(lambda: clock.now, on_change=self._changed)
         self.settings = TierSettings(
             host_frames=host_frames,
             record_bytes=record_bytes,
             mover=self.mover,
-            break_even=self.break_even,
-            write=wanted.write,
-            always=wanted.always,
-            stores=self.store is not None,
-            prefetch=wanted.prefetch,
+            break_even=self._break_even,
+            write=tiers.write,
+            always=tiers.always,
+            stores=store is not None,
+            prefetch=tiers.prefetch,
         )
 
     def use(self, cache: KVCache) -> TierUse:
         """What they did for this cache."""
         tiers = offload_of(cache).tiers
         assert tiers is not None
-        counters: dict[str, Any] = tiers.statistics()
+        counters = tiers.counters
         same = (
             "host_hit_tokens", "storage_hit_tokens", "declined_tokens", "saved_bytes", "loaded_bytes", "archived_bytes",
             "fetched_bytes", "refused_moves", "unsaved_frames", "unstored_frames",
         )  # fmt: skip
         rates = {lane.name: self.mover.rate(lane).per_second for lane in LANES if lane.carries}
         return TierUse(
-            **{name: counters[name] for name in same},
-            host_tokens=self._host_tokens,
-            storage_tokens=self._wanted.storage_tokens,
-            host_bandwidth=self._host_bandwidth,
-            storage_bandwidth=self._storage_bandwidth,
-            device_hit_tokens=cache.statistics().hit_tokens - counters["host_hit_tokens"],
+            **self._sizes,
+            host_bandwidth=self._bandwidths[0],
+            storage_bandwidth=self._bandwidths[1],
+            **{name: getattr(counters, name) for name in same},
+            device_hit_tokens=cache.statistics().hit_tokens - counters.host_hit_tokens,
             measured={name: rate for name, rate in rates.items() if rate is not None},
-            changes=tuple(self.changes),
-            off={link.name: why for link in LANES if (why := self.break_even.why_off(link))},
+            changes=tuple(self._changes),
+            off={link.name: why for link in LANES if (why := self._break_even.why_off(link))},
         )
 
     def _changed(self, link: Lane, why: str) -> None:
-        self.changes.append(LinkChange(time=self._clock.now, link=link.name, why=why))
+        self._changes.append(LinkChange(time=self._clock.now, link=link.name, why=why))

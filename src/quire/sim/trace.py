@@ -5,38 +5,51 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.errors import InvalidInput
-from quire.sim.formats import FORMATS, Tokenize, format_of, utf8_bytes
+from quire.sim.formats.published import AZURE, LMCACHE_AGENT, MOONCAKE, RAGPULSE
+from quire.sim.formats.request_log import REQUEST_LOG
+from quire.sim.formats.token_trace import TOKEN_TRACE, write_trace
+from quire.sim.formats.trace_format import Tokenize, TraceFormat, fields_of, lines, utf8_bytes
 from quire.sim.trace_request import Trace, TraceRequest
 from quire.sim.workloads import WORKLOADS, make_workload
 
-__all__ = ["Trace", "TraceRequest", "open_trace"]
+__all__ = ["FORMATS", "Trace", "TraceRequest", "open_trace", "write_trace"]
+
+FORMATS = (TOKEN_TRACE, MOONCAKE, LMCACHE_AGENT, RAGPULSE, AZURE, REQUEST_LOG)
 
 
-def open_trace(
-    source: str, *, limit: int | None = None, seed: int = 0, tokenize: Tokenize = utf8_bytes, text: str = "utf8"
-) -> Trace:
+def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize: Tokenize = utf8_bytes) -> Trace:
     """The trace in the file or folder `source`, or the workload of that name, `chat` or `chat:requests=500,rate=2` say.
 
-    `limit` keeps the first requests to arrive. `seed` is for workloads; `tokenize` is for files of text, and `text` is
-    what the trace calls it. Raises InvalidInput where there is no such thing, and for the first bad line of a file.
+    `limit` keeps the first requests to arrive. `seed` is for workloads, `tokenize` for files of text. Raises
+    InvalidInput where there is no such file or workload, and for the first bad line of a file.
     """
     if limit is not None and limit < 1:
         raise InvalidInput(f"a trace of {limit} requests has nothing to replay.", fix="use a limit of at least 1.")
     path = Path(source)
     if path.exists():
-        found = format_of(path)
-        planned = found.read(path, tokenize)
-        counted = f", tokens of its text: {text}" if found.has_text else ""
-        trace = Trace(path.name, f"{found.name} trace {source}{counted}", planned, limit=limit)
+        found = _format_of(path)
+        about = f"{found.name} trace {source}"
+        about += ", tokens of its text: utf8" if found.has_text and tokenize is utf8_bytes else ""
+        trace = Trace(path.name, about, found.read(path, tokenize), limit=limit)
     elif source.partition(":")[0] in WORKLOADS:
         trace = Trace(source, f"workload {source}, seed {seed}", make_workload(source, seed), limit=limit)
     else:
-        raise InvalidInput(f"there is no trace file or workload '{source}'.", fix=_what_there_is())
+        known = f"name a file ({_format_names()}) or a workload ({', '.join(WORKLOADS)})."
+        raise InvalidInput(f"there is no trace file or workload '{source}'.", fix=known)
     if not len(trace):
         raise InvalidInput(f"'{source}' has no requests.", fix="add at least one line.")
     return trace
 
 
-def _what_there_is() -> str:
-    formats = ", ".join(found.name for found in FORMATS)
-    return f"name a file ({formats}) or a workload ({', '.join(WORKLOADS)})."
+def _format_of(path: Path) -> TraceFormat:
+    first = next((line.text for line in lines(path)), b"") if path.is_file() else b""
+    fields = fields_of(first)
+    for known in FORMATS:
+        if known.recognises(path, first, fields):
+            return known
+    what = f"its first line begins with {first[:60]!r}" if first else "it has no first line"
+    raise InvalidInput(f"{path} is no trace that is known: {what}.", fix=f"use one of: {_format_names()}.")
+
+
+def _format_names() -> str:
+    return ", ".join(known.name for known in FORMATS)

@@ -101,11 +101,6 @@ class Trace:
         """The requests, built one at a time."""
         return map(self._built, self._planned)
 
-    @property
-    def duration(self) -> float:
-        """Seconds from the first arrival to the last; those of follow-ups are estimates."""
-        return self._planned[-1].arrival - self._start if self._planned else 0.0
-
     @cached_property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
