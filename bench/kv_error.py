@@ -38,7 +38,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.codec import largest_of
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
-from quire.models.forward import ComparingForward, RunningForward, stored_rows
+from quire.models.forward import ComparingForward, RunningForward, paged_field
 from quire.models.hf import LoadedModel, load_model
 from quire.models.tokenizer import load_tokenizer
 from quire.spec.group import GroupSpec
@@ -212,12 +212,12 @@ class _Prompt:
 
     def rows(self, pool: Pool, field: Field, ordinal: int, dtype: torch.dtype) -> Tensor:
         """All rows of a field of a call, `[rows, *shape]` as attention reads them in `dtype`."""
-        return stored_rows(pool, field.name, ordinal).read(*self._slots(field), dtype)
+        return paged_field(pool, field.name, ordinal).read(*self._slots(field), dtype)
 
     def fill(self, pool: Pool, field: Field, ordinal: int, rows: Tensor) -> None:
         """Store `rows` as all those of a field of a call."""
         slots = torch.arange(*self._slots(field), device=rows.device)
-        stored_rows(pool, field.name, ordinal).write(slots, rows)
+        paged_field(pool, field.name, ordinal).write(slots, rows)
 
     def _slots(self, field: Field) -> tuple[int, int]:
         """The first slot of a field and the one after its last: consecutive, since the frames are."""

@@ -12,7 +12,7 @@ import torch
 from bench.kv_error import app
 from typer.testing import CliRunner, Result
 
-from quire.kernels.stored import StoredRows
+from quire.kernels.fields import PagedField
 from tests.cli.conftest import Run
 from tests.tiny_models import build_tiny
 
@@ -105,12 +105,12 @@ def test_a_bad_layer_is_named_for_machines(script: Run, outlier: Path) -> None:
 def test_what_is_not_a_number_is_valid_json(
     script: Run, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = StoredRows.write
+    real = PagedField.write
 
-    def write(stored: StoredRows, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def write(stored: PagedField, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return real(stored, slots, rows * math.nan if stored._kv_format is not None else rows)
 
-    monkeypatch.setattr(StoredRows, "write", write)
+    monkeypatch.setattr(PagedField, "write", write)
     (tmp_path / "prompt.txt").write_text("Hello")
     options = ("--model", tiny_model, "--kv-dtype", "fp8", "--prompt-file", tmp_path / "prompt.txt")
     shown = script(*options, "--json")

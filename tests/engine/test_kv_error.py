@@ -12,7 +12,7 @@ from bench.kv_error import KVError, measure_kv_errors
 
 from quire.errors import InvalidInput
 from quire.kernels.codec import decode, encode
-from quire.kernels.stored import StoredRows
+from quire.kernels.fields import PagedField
 from quire.models.hf import LoadedModel, load_model
 from quire.spec.ids import Ids
 from quire.spec.kv_format import KV_FORMATS
@@ -162,29 +162,29 @@ def test_the_order_of_steps_is_no_part_of_the_answer(model: LoadedModel, monkeyp
 
 
 def test_scales_that_are_lost_are_noticed(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = StoredRows.write
+    real = PagedField.write
 
-    def write(stored: StoredRows, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def write(stored: PagedField, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         new = real(stored, slots, rows)
         if stored._scales is not None:
             stored._scales.zero_()
         return new
 
-    monkeypatch.setattr(StoredRows, "write", write)
+    monkeypatch.setattr(PagedField, "write", write)
     for error in measured(model, "mxfp8", "nvfp4"):
         assert len(error.above(0.9)) == 3
 
 
 def test_what_is_not_a_number_is_above_any_limit(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = StoredRows.write
+    real = PagedField.write
 
-    def write(stored: StoredRows, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def write(stored: PagedField, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if stored._kv_format is not None:
             rows = rows.clone()
             rows[3, 0, 0] = torch.inf
         return real(stored, slots, rows)
 
-    monkeypatch.setattr(StoredRows, "write", write)
+    monkeypatch.setattr(PagedField, "write", write)
     [error] = measured(model, "nvfp4", tokens=TOKENS[:10])
     assert len(error.above(1e9)) == 3
     assert [field.nan for field in error.calls[0].fields] == [16, 16]

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import PagedBatch, paged_attention
-from quire.kernels.stored import StoredRows
+from quire.kernels.attention import paged_attention
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import KVFields, PagedField
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,8 @@ class PagedCase:
     def attend(self, **options: object) -> Tensor:
         """The kernel's answer."""
         key, value = self.keys.flatten(0, 1)[self.new], self.values.flatten(0, 1)[self.new]
-        return paged_attention(
-            self.query, key, value, StoredRows(self.keys), StoredRows(self.values), self.batch, **options
-        )
+        fields = KVFields(PagedField(self.keys), PagedField(self.values))
+        return paged_attention(self.query, key, value, fields, self.batch, **options)
 
     def expected(
         self,

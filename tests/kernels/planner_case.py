@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels import planner, segments
-from quire.kernels.attention import PagedBatch, paged_attention
+from quire.kernels.attention import paged_attention
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.stored import StoredRows
 from quire.kernels.tails import Tails
 
 SMALL = {"MIN_SHARED_TOKENS": 16, "MIN_RUN": 8, "MAX_RUN": 64, "MAX_GATHER": 32, "MAX_BATCHED": 128, "BLOCK_ROWS": 8}
@@ -168,8 +169,8 @@ class Steps:
             ids=np.array([sequence.row for sequence, _ in present], dtype=np.int64),
         )
         keys, values = (part.flatten(0, 1)[slots] for part in self.pool)
-        stored = (StoredRows(part) for part in self.pool)
-        return paged_attention(query, keys, values, *stored, batch, scale=0.3, window=self.window, chunked=self.chunked)
+        fields = KVFields(*(PagedField(part) for part in self.pool))
+        return paged_attention(query, keys, values, fields, batch, scale=0.3, window=self.window, chunked=self.chunked)
 
     def _expected(self, query: Tensor, sequence: Sequence, count: int) -> Tensor:
         """One softmax per row and head over all of the row's keys, in float64, from what was once written."""

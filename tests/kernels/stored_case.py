@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.codec import decode, encode
 from quire.memory.pool import Pool
-from quire.models.forward import stored_rows
+from quire.models.forward import paged_field
 from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import Part, formatted, fp8_row
@@ -63,7 +63,7 @@ def check_stored(seed: int) -> None:
     kv_format = FORMATS[list(FORMATS)[seed % len(FORMATS)]]
     dtype = (torch.float32, torch.bfloat16, torch.float16)[rng.integers(3)]
     pool = pool_of(kv_format)
-    fields = {name: stored_rows(pool, name, 0) for name in "kv"}
+    fields = {name: paged_field(pool, name, 0) for name in "kv"}
     num_slots = (FRAMES + 1) * PAGE
     table = {name: torch.zeros(num_slots, 2, WIDTH, dtype=dtype) for name in fields}
     for _ in range(30):

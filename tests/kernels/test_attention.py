@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import segments
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
 from tests.kernels.paged_case import PagedCase, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.errors import InvalidInput
-from quire.kernels.codec import decode, decode_blocks, encode, encode_blocks
+from quire.kernels.codec import decode, encode
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layout import DType
 
@@ -151,8 +152,9 @@ def test_decoding_to_bfloat16_loses_nothing_more(name: str) -> None:
 def test_a_float32_scale_is_found_again_from_any_largest_number() -> None:
     """448 times a scale need not fit 24 bits; divided again it is still the scale that some number gave."""
     ones = torch.arange(0x3F800000, 0x40000000, 37, dtype=torch.int32).view(torch.float32).unsqueeze(1)
-    once = encode_blocks(ones, 1)
-    assert same_bits(once, encode_blocks(decode_blocks(*once, torch.float32), 1))
+    kv_format = replace(ROW_FP8, block=1)
+    once = encode(ones, kv_format)
+    assert same_bits(once, encode(decode(*once, kv_format, torch.float32), kv_format))
 
 
 # -- values that must survive
@@ -361,21 +363,19 @@ def test_a_width_that_does_not_fit_is_refused(name: str, width: int) -> None:
 
 def test_rows_of_sparse_latent_attention_take_their_bytes() -> None:
     latent, rope = torch.randn(3, 512), torch.randn(3, 64).to(torch.bfloat16)
-    stored, scales = encode_blocks(latent, 128)
+    stored, scales = encode(latent, ROW_FP8)
     assert [tensor[0].nbytes for tensor in (stored, scales, rope)] == [512, 16, 128]  # 656 together
     assert torch.equal(scales, latent.view(3, 4, 128).abs().amax(-1) / 448)
-    assert torch.equal(decode_blocks(stored, scales, torch.float32), round_trip(latent, ROW_FP8))
-    stored, scales = encode_blocks(torch.randn(3, 128), 128)
+    stored, scales = encode(torch.randn(3, 128), ROW_FP8)
     assert [tensor[0].nbytes for tensor in (stored, scales)] == [128, 4]  # 132 together
     with pytest.raises(InvalidInput, match="100 numbers"):
-        encode_blocks(torch.randn(3, 100), 128)
+        encode(torch.randn(3, 100), ROW_FP8)
 
 
 def test_rows_of_compressed_attention_have_power_of_two_scales() -> None:
     latent = torch.randn(3, 448)
-    stored, scales = encode_blocks(latent, 64, DType.UINT8)
+    stored, scales = encode(latent, COMPRESSED_FP8)
     assert [tensor[0].nbytes for tensor in (stored, scales)] == [448, 7]
-    assert torch.equal(decode_blocks(stored, scales, torch.float32), round_trip(latent, COMPRESSED_FP8))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.kernels import planner
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from tests.kernels.paged_case import PagedCase
 from tests.kernels.planner_case import check_plans
@@ -92,8 +92,8 @@ def test_two_batches_of_one_planner_ask_in_turns() -> None:
 
 
 def test_a_plan_of_too_many_slots_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "MAX_KEPT", 2000)
+    monkeypatch.setattr(planner, "MAX_CACHED_SLOTS", 2000)
     small, large = Decodes([900]), Decodes([1500, 1500])
     assert small.step() is small.step()
     assert large.step() is not large.step()
-    assert not large.planner._kept
+    assert not large.planner._plans

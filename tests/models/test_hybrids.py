@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelCheckFailed
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models import mixers

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelCheckFailed
-from quire.kernels import pieces
+from quire.kernels import tiles
 from quire.models import sparse
 from quire.models.forward import in_forward
 from quire.models.hf import LoadedModel, load_model
-from quire.models.index_keys import IndexKeys
+from quire.models.indexers import IndexKeys
 from quire.models.latent import LatentAttention
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
@@ -115,9 +115,9 @@ def test_index_keys_that_are_not_stored_are_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 40, 1000])
-def test_pieces_of_any_size_select_the_same(size, tmp_path, monkeypatch):
+def test_tiles_of_any_size_select_the_same(size, tmp_path, monkeypatch):
     """However few pairs an indexer may score at once."""
-    monkeypatch.setattr(pieces, "MAX_PAIRS", size)
+    monkeypatch.setattr(tiles, "MAX_PAIRS", size)
     model = load_model(save_latent("glm_moe_dsa", tmp_path))
     reference = build_latent("glm_moe_dsa", attn_implementation="eager")
     assert Schedule().largest_error(model, reference) < 1e-4

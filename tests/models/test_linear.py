@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from quire.kernels import partial
+from quire.kernels import sdpa
 from quire.models import linear
 
 
@@ -29,4 +29,4 @@ def test_a_widened_layer_computes_what_the_narrow_one_does(dtype: torch.dtype, m
 def test_float32_is_left_alone() -> None:
     """Nothing to widen."""
     assert linear.widen_linears(torch.nn.Linear(4, 4)) == 0
-    assert partial.native_on_cpu(torch.float32)
+    assert sdpa.native_on_cpu(torch.float32)

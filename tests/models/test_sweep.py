@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.errors import ModelCheckFailed
-from quire.kernels.stored import StoredRows
+from quire.kernels.fields import PagedField
 from quire.memory.pool import Pool
 from quire.models import attention
 from quire.models.hf import load_model
@@ -62,7 +62,7 @@ def test_the_check_at_load_notices(broken, tmp_path, monkeypatch):
 
 def test_the_check_notices_unwritten_keys(tmp_path, monkeypatch):
     folder = str(save_tiny("llama_gqa", tmp_path))
-    monkeypatch.setattr(StoredRows, "write", lambda stored, slots, rows: rows)
+    monkeypatch.setattr(PagedField, "write", lambda stored, slots, rows: rows)
     with pytest.raises(ModelCheckFailed, match="never written"):
         load_model(folder)
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.kernels import stored
-from quire.kernels.stored import StoredRows
+from quire.kernels import fields
+from quire.kernels.fields import PagedField
 from quire.memory import residency
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
@@ -327,58 +327,58 @@ def priority_is_not_recorded(patch: Patch) -> None:
 
 @mutant("stored", "vectors are read with the scales of those that were in their slots before")
 def scales_are_not_written(patch: Patch) -> None:
-    real = StoredRows.write
+    real = PagedField.write
 
-    def write(rows: StoredRows, slots: Any, new: Any) -> Any:
+    def write(rows: PagedField, slots: Any, new: Any) -> Any:
         before = None if rows._scales is None else rows._scales.clone()
         found = real(rows, slots, new)
         if rows._scales is not None and before is not None:
             rows._scales.copy_(before)
         return found
 
-    patch.setattr(StoredRows, "write", write)
+    patch.setattr(PagedField, "write", write)
 
 
 @mutant("stored", "scattered vectors are read with the scales of the first ones of the pool")
 def scales_are_not_gathered(patch: Patch) -> None:
-    real = stored._gathered
+    real = fields._gathered
 
     def gathered(rows: Any, index: Any, name: str) -> Any:
         return rows[: len(index)] if name.endswith("scales") else real(rows, index, name)
 
-    patch.setattr(stored, "_gathered", gathered)
+    patch.setattr(fields, "_gathered", gathered)
 
 
 @mutant("stored", "a vector at the end of a run is read with the scale of one at its beginning")
 def scales_are_read_from_slot_zero(patch: Patch) -> None:
-    real = StoredRows.read
+    real = PagedField.read
 
-    def read(rows: StoredRows, start: int, stop: int, dtype: Any) -> Any:
+    def read(rows: PagedField, start: int, stop: int, dtype: Any) -> Any:
         scales = rows._scales
         rows._scales = None if scales is None else scales.roll(start, 0)
         found = real(rows, start, stop, dtype)
         rows._scales = scales
         return found
 
-    patch.setattr(StoredRows, "read", read)
+    patch.setattr(PagedField, "read", read)
 
 
 @mutant("stored", "a token is exact in the step that computes it and rounded after it: answers depend on the chunks")
 def new_rows_are_not_rounded(patch: Patch) -> None:
-    real = StoredRows.write
+    real = PagedField.write
 
-    def write(rows: StoredRows, slots: Any, new: Any) -> Any:
+    def write(rows: PagedField, slots: Any, new: Any) -> Any:
         real(rows, slots, new)
         return new
 
-    patch.setattr(StoredRows, "write", write)
+    patch.setattr(PagedField, "write", write)
 
 
 @mutant("stored", "values are decoded over the keys that attention is about to read")
 def fields_share_scratch_memory(patch: Patch) -> None:
-    real = StoredRows._decoded
+    real = PagedField._decoded
     patch.setattr(
-        StoredRows, "_decoded", lambda rows, numbers, scales, dtype, name: real(rows, numbers, scales, dtype, "one")
+        PagedField, "_decoded", lambda rows, numbers, scales, dtype, name: real(rows, numbers, scales, dtype, "one")
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.kernels.planner import _Kept
+from quire.kernels.planner import _CachedPlan
 from quire.kernels.segments import Sequences, Slots
 from quire.kernels.tails import Tails, _Cells
 from quire.spec.ids import Bools
@@ -28,37 +28,37 @@ def tails_are_not_shown(patch: Patch) -> None:
 
 @mutant("plans", "a sequence goes on reading the frame that one of its pages has left")
 def changed_pages_are_not_noticed(patch: Patch) -> None:
-    real = _Kept._changed
+    real = _CachedPlan._changed
 
-    def changed(kept: _Kept, before: Sequences) -> Bools:
+    def changed(kept: _CachedPlan, before: Sequences) -> Bools:
         kept.known = kept.rows.frames.copy()
         return real(kept, before)
 
-    patch.setattr(_Kept, "_changed", changed)
+    patch.setattr(_CachedPlan, "_changed", changed)
 
 
 @mutant("plans", "sequences go on sharing a prefix with whoever has the place of one that left")
 def sharing_outlives_who_shares(patch: Patch) -> None:
-    real = _Kept._share
+    real = _CachedPlan._share
 
-    def share(kept: _Kept, seqs: Sequences) -> None:
+    def share(kept: _CachedPlan, seqs: Sequences) -> None:
         if not kept.runs or len(kept.done) != len(seqs.ids):
             real(kept, seqs)
         full = (seqs.contexts - seqs.queries) // seqs.page_size * seqs.page_size
         kept.done = np.maximum(np.minimum(kept.done, full), seqs.lows)
 
-    patch.setattr(_Kept, "_share", share)
+    patch.setattr(_CachedPlan, "_share", share)
 
 
 @mutant("plans", "a sequence that gave up its last tokens still sees them")
 def a_shorter_context_is_not_noticed(patch: Patch) -> None:
     for name in ("_changed", "_append"):
-        real = getattr(_Kept, name)
+        real = getattr(_CachedPlan, name)
 
-        def step(kept: _Kept, before: Sequences, *others: Bools, real: Any = real) -> Any:
+        def step(kept: _CachedPlan, before: Sequences, *others: Bools, real: Any = real) -> Any:
             return real(kept, replace(before, contexts=np.minimum(before.contexts, kept.rows.contexts)), *others)
 
-        patch.setattr(_Kept, name, step)
+        patch.setattr(_CachedPlan, name, step)
 
 
 @mutant("plans", "columns without a token read what nobody wrote, and all is NaN")

@@ -13,7 +13,7 @@ import torch
 
 from quire.engine.core import resolve_device
 from quire.engine.host_memory import host_memory
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel, load_model

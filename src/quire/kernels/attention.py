@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.batch import PagedBatch as PagedBatch
-from quire.kernels.partial import flash_usable, native_on_cpu, partial_flash, partial_math
-from quire.kernels.segments import MAX_BATCHED, Segment, Source
-from quire.kernels.stored import StoredRows
-from quire.kernels.tokens import StoredTokens, Tokens
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import KVReader
+from quire.kernels.sdpa import flash_usable, native_on_cpu, sdpa_flash, sdpa_math
+from quire.kernels.segments import MAX_BATCHED, Segment, Source, StepPlan
 from quire.kernels.workspace import Workspace
 
 _WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
@@ -25,8 +24,7 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    stored_keys: StoredRows,
-    stored_values: StoredRows,
+    reader: KVReader,
     batch: PagedBatch,
     *,
     scale: float,
@@ -35,75 +33,38 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention output `[T, heads, value_dim]` of every row, in the dtype of `query`.
+    """Attention output `[T, heads, value_dim]` of every row over what `reader` reads, in the dtype of `query`.
 
     `query` `[T, heads, key_dim]`; `key` `[T, kv_heads, key_dim]` and `value` `[T, kv_heads, value_dim]` are the new
-    tokens as `stored_keys` and `stored_values` returned them when they were written. For the options see `attend`.
+    tokens as writing them returned them. A row at position p reads keys `p - window < k <= p`; `chunked`, those of its
+    own chunk of `window` tokens up to p. `sinks` `[heads]` are logits of an extra key without value.
     """
-    return attend(
-        query,
-        key,
-        value,
-        StoredTokens(stored_keys, stored_values),
-        batch,
-        scale=scale,
-        window=window,
-        chunked=chunked,
-        softcap=softcap,
-        sinks=sinks,
-    )
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: Tokens,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = 0,
-    chunked: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same over `tokens`, however they are stored; `key` and `value` are the new ones as `tokens` gives them.
-
-    A row at position p reads keys `p - window < k <= p`; `chunked`, those of its own chunk of `window` tokens up to p.
-    `sinks` `[heads]` are logits of an extra key without value.
-    """
-    step = _Step(query, key, value, tokens, scale, softcap)
+    step = _Step(query, key, value, reader, scale, softcap)
     plan = batch.plan(window or 0, query.device, chunked=chunked)
     if len(plan.segments) == 1 and sinks is None and plan.segments[0].rows == slice(0, query.shape[0]):
         out, _ = step.partial(plan.segments[0])
         return out.reshape(query.shape[0], query.shape[1], -1).to(query.dtype)
-    merged = _Merged(query, step.kv_heads, value.shape[-1], start_empty=plan.start_empty, keep_lse=sinks is not None)
-    for segment in plan.segments:
-        merged.add(segment, *step.partial(segment))
-    return merged.result(sinks).to(query.dtype)
+    return step.merged(plan, keep_lse=sinks is not None).result(sinks).to(query.dtype)
 
 
-def attend_partly(
+def paged_attention_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tokens: Tokens,
+    reader: KVReader,
     batch: PagedBatch,
     *,
     scale: float,
     window: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as a part of something more: float32 output `[T, heads, value_dim]` and log-sum-exp `[T, heads]`."""
-    step = _Step(query, key, value, tokens, scale, None)
-    plan = batch.plan(window or 0, query.device)
-    merged = _Merged(query, step.kv_heads, value.shape[-1], start_empty=plan.start_empty, keep_lse=True)
-    for segment in plan.segments:
-        merged.add(segment, *step.partial(segment))
+    """`paged_attention` to be merged with more: float32 output `[T, heads, value_dim]` and log-sum-exp `[T, heads]`."""
+    step = _Step(query, key, value, reader, scale, None)
+    merged = step.merged(batch.plan(window or 0, query.device), keep_lse=True)
     return merged.out.flatten(1, 2), merged.lse.flatten(1, 2)
 
 
-def attend_selected(
-    query: Tensor, tokens: Tokens, index: Tensor, hidden: Tensor, *, scale: float
+def attend_tile(
+    query: Tensor, reader: KVReader, index: Tensor, hidden: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of groups of rows over tokens of their own, of which there is one head: output and log-sum-exp.
 
@@ -113,8 +74,8 @@ def attend_selected(
     """
     groups, rows, heads, dim = query.shape
     empty = query.new_zeros(0, 1, dim)
-    step = _Step(query.flatten(0, 1), empty, empty, tokens, scale, None)
-    key, value = (found.reshape(groups, 1, -1, found.shape[-1]) for found in tokens.gather(index, query.dtype))
+    step = _Step(query.flatten(0, 1), empty, empty, reader, scale, None)
+    key, value = (found.reshape(groups, 1, -1, found.shape[-1]) for found in reader.gather(index, query.dtype))
     blind = hidden.all(dim=-1)
     mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden & ~blind.unsqueeze(-1), float("-inf"))
     if rows == 1:  # the heads are the rows of one product
@@ -129,10 +90,10 @@ def attend_selected(
     )
 
 
-def attend_chosen(
-    query: Tensor, tokens: Tokens, slots: Tensor, hidden: Tensor, *, scale: float
+def attend_selected(
+    query: Tensor, reader: KVReader, slots: Tensor, hidden: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attend_selected` where every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
+    """`attend_tile` where every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
 
     `slots` int64 and `hidden` are `[T, n]`. Returns float32 `[T, heads, value_dim]` and `[T, heads]`.
     """
@@ -141,16 +102,16 @@ def attend_chosen(
     for start in range(0, len(slots), size):
         block = slice(start, start + size)
         index, unseen = slots[block].flatten(), hidden[block].unsqueeze(1)
-        out, lse = attend_selected(query[block].unsqueeze(1), tokens, index, unseen, scale=scale)
+        out, lse = attend_tile(query[block].unsqueeze(1), reader, index, unseen, scale=scale)
         parts.append((out[:, 0], lse[:, 0]))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
 
-def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
+def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
     """One attention of float32 outputs `[..., heads, dim]` over different keys and their log-sum-exps `[..., heads]`.
 
-    `sinks` `[heads]` as in `attend`. Some part of every row must have seen a key.
+    `sinks` `[heads]` as in `paged_attention`. Some part of every row must have seen a key.
     """
     scores = torch.stack([lse for _, lse in parts])
     total = torch.logsumexp(scores, dim=0)
@@ -171,14 +132,13 @@ class _Step:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        stored: Tokens,
+        reader: KVReader,
         scale: float,
         softcap: float | None,
     ) -> None:
-        self.kv_heads = key.shape[1]
-        self.query = query.view(query.shape[0], self.kv_heads, -1, query.shape[2])  # [T, kv_heads, group, key_dim]
+        self.query = query.view(query.shape[0], key.shape[1], -1, query.shape[2])  # [T, kv_heads, group, key_dim]
         self.new = (key, value)
-        self.stored = stored
+        self.reader = reader
         self.scale = scale
         self.softcap = softcap
         self.flash = flash_usable(query, key.shape[-1], value.shape[-1], softcap)
@@ -186,6 +146,14 @@ class _Step:
         self.widen_from = _WIDEN_ROWS[query.dtype] if narrow else sys.maxsize  # rows
         self._source: Source | None = None
         self._tokens: tuple[Tensor, Tensor] = self.new
+
+    def merged(self, plan: StepPlan, *, keep_lse: bool) -> _Merged:
+        """All segments of a plan. Without `keep_lse`, the log-sum-exp of finished rows is not kept up."""
+        value_dim = self.new[1].shape[-1]
+        merged = _Merged(self.query, value_dim, start_empty=plan.start_empty, keep_lse=keep_lse)
+        for segment in plan.segments:
+            merged.add(segment, *self.partial(segment))
+        return merged
 
     def partial(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """Output `[rows, kv_heads, group, value_dim]` and log-sum-exp `[rows, kv_heads, group]` of one segment."""
@@ -237,12 +205,12 @@ class _Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Partial attention in whichever way computes this case; see `partial_flash`."""
+        """Partial attention in whichever way computes this case; see `sdpa_flash`."""
         if self.flash:
             if query.shape[-2] >= self.widen_from:
                 query, key, value = query.float(), _widened("wide_key", key), _widened("wide_value", value)
-            return partial_flash(query, key, value, scale=self.scale, causal=causal, mask=mask)
-        return partial_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)
+            return sdpa_flash(query, key, value, scale=self.scale, causal=causal, mask=mask)
+        return sdpa_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)
 
     def _read(self, source: Source) -> tuple[Tensor, Tensor]:
         """Keys and values `[tokens, kv_heads, dim]` of a source; gathered once for the segments that follow."""
@@ -257,20 +225,19 @@ class _Step:
             key, value = (new[source.start : source.stop].to(dtype) for new in self.new)
             return key, value
         if source.index is None:
-            return self.stored.read(source.start, source.stop, dtype)
-        return self.stored.gather(source.index, dtype)
+            return self.reader.read(source.start, source.stop, dtype)
+        return self.reader.gather(source.index, dtype)
 
 
 class _Merged:
     """Partial results of all rows, merged by log-sum-exp in float32."""
 
-    def __init__(self, query: Tensor, kv_heads: int, value_dim: int, *, start_empty: bool, keep_lse: bool) -> None:
-        rows, heads, _ = query.shape
-        shape = (rows, kv_heads, heads // kv_heads)
+    def __init__(self, query: Tensor, value_dim: int, *, start_empty: bool, keep_lse: bool) -> None:
+        """`query` is `[T, kv_heads, group, key_dim]`."""
+        shape = query.shape[:3]
         self.out = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
         self.lse = torch.empty(shape, dtype=torch.float32, device=query.device)
         self.keep_lse = keep_lse
-        self.start_empty = start_empty
         if start_empty:
             self.out.zero_()
             self.lse.fill_(float("-inf"))

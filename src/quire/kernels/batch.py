@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import Slots, StepPlan, flatten_ranges
+from quire.kernels.segments import Sequences, Slots, StepPlan, flatten_ranges
 from quire.spec.ids import Ids
 
 T = TypeVar("T")
@@ -30,7 +30,6 @@ class PagedBatch:
     """
 
     __slots__ = (
-        "__weakref__",
         "_derived",
         "_slots",
         "context_lens",
@@ -92,7 +91,17 @@ class PagedBatch:
         `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`. The plan is
         valid until another batch of the same planner asks for one.
         """
-        return self.planner.plan(self, window, device, chunked=chunked and window > 0)
+        return self.planner.plan(self._sequences(), window, device, chunked=chunked and window > 0)
+
+    def _sequences(self) -> Sequences:
+        """The same object for all plans of the step, by which the planner knows the batch again."""
+
+        def build(batch: PagedBatch) -> Sequences:
+            starts, contexts = batch.query_starts.astype(np.int64), batch.context_lens.astype(np.int64)
+            lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if batch.ids is None else batch.ids
+            return Sequences(starts, lows, contexts, batch.frames, ids, batch.page_size, np.diff(starts))
+
+        return self.derived("sequences", build)
 
     def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
         """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.

@@ -94,26 +94,6 @@ def largest_of(kv_format: KVFormat) -> float:
     return min(grid.largest * scale, torch.finfo(torch.float32).max)
 
 
-def encode_blocks(values: Tensor, block: int, scale: DType = DType.FLOAT32) -> tuple[Tensor, Tensor]:
-    """`values` `[..., width]` as E4M3 numbers `[..., width]` and one scale per `block` of them, `[..., width / block]`.
-
-    Rows of sparse latent attention: blocks of 128 with float32 scales for the latent (512 + 16 bytes, with a bfloat16
-    RoPE part of 64 numbers 656) and for a key of the indexer (128 + 4). Compressed rows: blocks of 64 with E8M0 scales,
-    `DType.UINT8`. Rules and errors are those of `encode`.
-    """
-    name = f"FP8 with a scale per {block}"
-    stored, scales = encode(values, KVFormat(name=name, storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale))
-    assert scales is not None
-    return stored, scales
-
-
-def decode_blocks(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers `[..., width]` in `dtype` of what `encode_blocks` returned, whatever its block and scale."""
-    block = stored.shape[-1] // max(scales.shape[-1], 1)
-    kv_format = KVFormat(name="", storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=DType(_name_of(scales.dtype)))
-    return decode(stored, scales, kv_format, dtype)
-
-
 # -- scales
 
 
@@ -189,10 +169,6 @@ def _storage_dtype(kv_format: KVFormat) -> torch.dtype:
     return dtype
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _packed_e2m1(numbers: Tensor) -> Tensor:
     """Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. Two to a byte, the first in the low half."""
     # NaN has no code; its block's scale says it. But a NaN made an integer may be anything.
@@ -222,7 +198,7 @@ def _unpacked_e2m1(stored: Tensor) -> Tensor:
     return numbers.view(torch.float8_e4m3fn).float() * 2.0**6
 
 
-# -- tables for the CPU, which converts FP8 number by number: pairs of numbers are looked up, ten times sooner
+# -- tables for the CPU, which converts FP8 number by number: pairs of numbers are looked up, ten times faster
 
 _PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
 """The integer as large as two numbers of a type."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
 import torch
 
 from quire.kernels import segments
-from quire.kernels.chunks import ChunkSegments
 from quire.kernels.segments import (
+    ChunkSegments,
     Segment,
     Sequences,
     Slots,
@@ -32,10 +31,7 @@ from quire.kernels.segments import (
 from quire.kernels.tails import Tails
 from quire.spec.ids import Bools, Ids
 
-if TYPE_CHECKING:
-    from quire.kernels.batch import PagedBatch
-
-MAX_KEPT = 1 << 24
+MAX_CACHED_SLOTS = 1 << 24
 """Gathered slots, 8 bytes each, above which a plan is not kept for the next step."""
 
 
@@ -43,30 +39,29 @@ class AttentionPlanner:
     """The plans of the batches of one group, step after step. A plan is read until the next batch asks for its own.
 
     It keeps, per kind of window, one int64 per scattered token of the sequences of the last step (at most about
-    `MAX_KEPT`, or nothing) and their page tables.
+    `MAX_CACHED_SLOTS`, or nothing) and their page tables.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, bool, torch.device], _Kept] = {}
+        self._plans: dict[tuple[int, bool, torch.device], _CachedPlan] = {}
         self._parts: dict[Hashable, AttentionPlanner] = {}
 
     def part(self, name: Hashable) -> AttentionPlanner:
         """A planner of its own for the part `name` of every batch."""
         return self._parts.setdefault(name, AttentionPlanner())
 
-    def plan(self, batch: PagedBatch, window: int, device: torch.device, *, chunked: bool) -> StepPlan:
+    def plan(self, sequences: Sequences, window: int, device: torch.device, *, chunked: bool) -> StepPlan:
         """See `PagedBatch.plan`. O(pages compared + what changed since the last step)."""
         key = (window, chunked, device)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = _Kept(0 if chunked else window, device)
-        elif kept.batch is not None and kept.batch() is batch:
-            return kept.plan
-        sequences = Sequences.of(batch.query_starts, batch.context_lens, batch.frames, batch.ids, batch.page_size)
-        plan = kept.planned(sequences.cut(window) if chunked else sequences)
-        kept.batch = ref(batch)
-        if kept.num_kept > MAX_KEPT:
-            del self._kept[key]
+        cached = self._plans.get(key)
+        if cached is None:
+            cached = self._plans[key] = _CachedPlan(0 if chunked else window, device)
+        elif cached.made_for is not None and cached.made_for() is sequences:
+            return cached.plan
+        plan = cached.planned(sequences.cut(window) if chunked else sequences)
+        cached.made_for = ref(sequences)
+        if cached.num_slots > MAX_CACHED_SLOTS:
+            del self._plans[key]
         return plan
 
 
@@ -79,13 +74,13 @@ class _Own:
     made_for: tuple[int, bool, bool] | None = None  # the flat row and flags that segments were made for
 
 
-class _Kept:
+class _CachedPlan:
     """The last plan for one window, and what it was made from, per sequence with few new tokens: a *row* here."""
 
     def __init__(self, window: int, device: torch.device) -> None:
         self.window = window
         self.device = device
-        self.batch: ref[PagedBatch] | None = None  # whose plan it is
+        self.made_for: ref[Sequences] | None = None
         self.plan = StepPlan((), False, device)
         none = np.zeros(0, dtype=np.int64)
         self.ids = self.queries = none  # of all sequences
@@ -101,7 +96,7 @@ class _Kept:
         self.known: Ids = np.zeros((0, 0), dtype=np.int32)  # page tables
         self.owns: list[_Own] = []
         self.tails = Tails(window, device)
-        self.num_kept = 0  # gathered slots that are held for the next step
+        self.num_slots = 0  # gathered slots that are held for the next step
 
     def planned(self, seqs: Sequences) -> StepPlan:
         """The plan of a step."""
@@ -309,14 +304,8 @@ class _Kept:
         found = self._shared(seqs)
         shared, tailed = self.covers > self.rows.lows, self.tails.has()
         fresh = ~shared
-        each = zip(
-            self.owns,
-            self.rows.starts.tolist(),
-            self.rows.queries.tolist(),
-            shared.tolist(),
-            tailed.tolist(),
-            strict=False,
-        )
+        columns = (self.rows.starts, self.rows.queries, shared, tailed)
+        each = zip(self.owns, *(column.tolist() for column in columns), strict=False)
         for row, (own, start, queries, after, before) in enumerate(each):
             if own.sources:
                 fresh[row] = False
@@ -329,7 +318,7 @@ class _Kept:
         start_empty = self.tails.place_rows(self.rows.starts, fresh)
         found += [block.segment for block in self.tails.blocks]
         gathered = [segment.source.index for segment in found if segment.source.index is not None]
-        self.num_kept = sum(map(len, gathered))
+        self.num_slots = sum(map(len, gathered))
         if len(self.order) < len(seqs.ids):
             chunks = ChunkSegments(seqs, self.window, self.device)
             others = np.setdiff1d(np.flatnonzero(seqs.queries), self.order)

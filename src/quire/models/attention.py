@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from quire.errors import UnsupportedModel
-from quire.kernels.attention import PagedBatch, paged_attention
-from quire.kernels.stored import StoredRows
-from quire.models.forward import ComparingForward, RecordingForward, RunningForward, current_forward
+from quire.kernels.attention import paged_attention
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import KVFields
+from quire.models.forward import ComparingForward, Forward, RecordingForward, current_forward
 from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
@@ -24,7 +25,7 @@ OWN_ATTENTION = "attention_on_pools"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
+class CallOptions:
     """What a model says of one call. `window` w: a row at p reads keys `p - w < k <= p`, or those of its chunk of w."""
 
     scale: float
@@ -38,14 +39,7 @@ class AttentionOptions:
 class OwnAttention(Protocol):
     """The attention of one module."""
 
-    def __call__(
-        self,
-        forward: RunningForward | RecordingForward,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
         """Output `[T, heads, value_dim]`, having kept what is new of the T rows; of any value in a dry run.
 
         `query` is `[T, heads, dim]`; `key` and `value` are what the module hands over, rows first.
@@ -66,14 +60,18 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What a model calls: `query` `[1, heads, T, dim]`, `key` and `value` `[1, kv_heads, T, dim]`, rotated already."""
-    options = AttentionOptions(
+    options = CallOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
         softcap=softcap,
         sinks=s_aux,
         others=others,
     )
-    attention: OwnAttention = getattr(module, OWN_ATTENTION, None) or _PlainAttention(module)
+    attention: OwnAttention | None = getattr(module, OWN_ATTENTION, None)
+    if attention is None:
+        if others.get("indices") is not None or others.get("block_indices") is not None:
+            raise UnsupportedModel(f"{type(module).__name__} selects tokens with an indexer, which is not held here.")
+        attention = _plain_attention
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     forward = current_forward()
     if isinstance(forward, ComparingForward):
@@ -83,44 +81,28 @@ def _attention(
     return out.unsqueeze(0), None
 
 
-class _PlainAttention:
-    """Keys and values per head, of this call's own."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._name = type(module).__name__
-
-    def __call__(
-        self,
-        forward: RunningForward | RecordingForward,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
-        for name in ("indices", "block_indices"):
-            if options.others.get(name) is not None:
-                raise UnsupportedModel(f"{self._name} selects tokens with an indexer, which is not held here.")
-        return keep(forward, key, value, options).attend(query, options)
+def _plain_attention(forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
+    return keep(forward, key, value, options).attend(query, options)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptKeys:
-    """The keys and values of one call, the step's new ones among them."""
+    """The keys and values of one call, the step's new ones among them. In a dry run nothing is stored."""
 
     key: Tensor  # [T, kv_heads, dim], the new ones as a reader of the pool sees them
     value: Tensor
-    stored: tuple[StoredRows, StoredRows] | None = None  # None: a dry run, in which nothing is stored
+    fields: KVFields | None = None
     batch: PagedBatch | None = None
 
-    def attend(self, query: Tensor, options: AttentionOptions) -> Tensor:
+    def attend(self, query: Tensor, options: CallOptions) -> Tensor:
         """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`; zeros in a dry run."""
-        if self.stored is None or self.batch is None:
+        if self.fields is None or self.batch is None:
             return query.new_zeros(*query.shape[:2], self.value.shape[2])
         return paged_attention(
             query,
             self.key,
             self.value,
-            *self.stored,
+            self.fields,
             self.batch,
             scale=options.scale,
             window=options.window,
@@ -130,14 +112,7 @@ class KeptKeys:
         )
 
 
-def keep(
-    forward: RunningForward | RecordingForward,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    *,
-    index_dim: int = 0,
-) -> KeptKeys:
+def keep(forward: Forward, key: Tensor, value: Tensor, options: CallOptions, *, index_dim: int = 0) -> KeptKeys:
     """Store the new keys and values, `[T, kv_heads, dim]`, as those of the call that begins now.
 
     `index_dim` is the width of its indexer's keys, which that stores itself.
@@ -157,8 +132,32 @@ def keep(
     ordinal = forward.next_ordinal()
     keys, batch = forward.rows("k", ordinal)
     values, _ = forward.rows("v", ordinal)
-    slots = batch.slots_on(key.device)
-    return KeptKeys(keys.write(slots, key), values.write(slots, value), (keys, values), batch)
+    fields = KVFields(keys, values)
+    return KeptKeys(*fields.write(batch.slots_on(key.device), key, value), fields, batch)
+
+
+def install_kv_sharing(model: torch.nn.Module) -> None:
+    """Let layers without keys of their own read those of an earlier layer of their kind (Gemma 3n, Gemma 4)."""
+    for module in model.modules():
+        reads = getattr(module, "is_kv_shared_layer", False)
+        if reads or getattr(module, "store_full_length_kv", False):
+            setattr(module, OWN_ATTENTION, _SharedAttention(str(module.layer_type), keeps=not reads))
+
+
+class _SharedAttention:
+    """Attention over keys and values that several layers of a `kind` read. The first one keeps them; the others are
+    no calls of their own."""
+
+    def __init__(self, kind: str, *, keeps: bool) -> None:
+        self._kind = kind
+        self._keeps = keeps
+
+    def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
+        """See `OwnAttention`."""
+        if self._keeps:
+            forward.shared[self._kind] = keep(forward, key, value, options)
+        kept: KeptKeys = forward.shared[self._kind]
+        return kept.attend(query, options)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

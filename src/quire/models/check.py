@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelCheckFailed
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec

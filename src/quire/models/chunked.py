@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
-from quire.models.attention import OWN_ATTENTION, AttentionOptions, keep
-from quire.models.forward import RecordingForward, RunningForward, in_forward
+from quire.models.attention import OWN_ATTENTION, CallOptions, keep
+from quire.models.forward import Forward, in_forward
 
 
-def install_chunks(model: torch.nn.Module) -> int:
-    """Tell the attention modules of `model` their chunks and the rows' positions; returns how many there are.
+def install_chunks(model: torch.nn.Module) -> None:
+    """Tell the attention modules of `model` their chunks and the rows' positions.
 
     Their own code would number the rows of a flat batch from 0 for the scale of a query; on the pools that is left to
     us. Outside a forward pass they compute as they always do.
     """
-    found = 0
     for module in model.modules():
         if hasattr(module, "attn_temperature_tuning") and hasattr(module, "use_rope"):
             setattr(module, OWN_ATTENTION, _ChunkedAttention(module))
             setattr(module, "attn_temperature_tuning", _OutsideOnly(module.attn_temperature_tuning))  # noqa: B010
-            found += 1
-    return found
 
 
 class _OutsideOnly:
@@ -46,14 +43,7 @@ class _ChunkedAttention:
         self._scales = bool(module.attn_temperature_tuning) and not module.use_rope
         self._floor, self._factor = float(module.floor_scale), float(module.attn_scale)
 
-    def __call__(
-        self,
-        forward: RunningForward | RecordingForward,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
         """See `OwnAttention`."""
         options = replace(options, window=self._chunk, chunked=self._chunk > 0)
         kept = keep(forward, key, value, options)

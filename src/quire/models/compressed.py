@@ -15,21 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import PagedBatch, attend_chosen, attend_partly, attend_selected, merge_parts
-from quire.kernels.pieces import ChoosingRows, Piece, entry_slots, pieces_of
+from quire.kernels.attention import attend_selected, attend_tile, merge_attention, paged_attention_lse
+from quire.kernels.batch import PagedBatch
 from quire.kernels.segments import Slots, flatten_ranges
-from quire.kernels.tokens import JoinedTokens
-from quire.models.attention import OWN_ATTENTION, AttentionOptions
-from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
+from quire.kernels.tiles import SelectingRows, Tile, entry_slots, tiles_of
+from quire.models.attention import OWN_ATTENTION, CallOptions
+from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward, in_forward
 from quire.spec.layers import CompressedCall
 
 _SELECTION = "selection"
 """What an indexer leaves for the attention of its layer, among what a forward pass shares."""
 
 
-def install_compressors(model: torch.nn.Module) -> int:
-    """Let the compressed attention modules of `model` keep rows, entries and rings on the pools; returns how many."""
-    found = 0
+def install_compressors(model: torch.nn.Module) -> None:
+    """Let the compressed attention modules of `model` keep rows, entries and rings on the pools."""
     for module in model.modules():
         if hasattr(module, "compressor") and hasattr(module, "sliding_window") and hasattr(module, "sinks"):
             compressor: Any = module.compressor
@@ -37,8 +36,6 @@ def install_compressors(model: torch.nn.Module) -> int:
             setattr(module, OWN_ATTENTION, _CompressedAttention(call, compressor))
             if compressor is not None:
                 compressor.forward = _Compressing(call, compressor)
-            found += 1
-    return found
 
 
 def _call_of(module: Any) -> CompressedCall:
@@ -55,6 +52,11 @@ def _call_of(module: Any) -> CompressedCall:
     )
 
 
+def _split(rows: Tensor, call: CompressedCall) -> tuple[Tensor, Tensor]:
+    """The latents and the rotated part of `rows` `[n, nope_dim + rope_dim]`."""
+    return rows[:, : call.nope_dim], rows[:, call.nope_dim :]
+
+
 class _CompressedAttention:
     """Attention of one module over its window, and over entries: all there are, or those an indexer selected."""
 
@@ -63,53 +65,40 @@ class _CompressedAttention:
         indexer = getattr(compressor, "indexer", None)
         self._most = sys.maxsize if indexer is None else int(indexer.index_topk)
 
-    def __call__(
-        self,
-        forward: RunningForward | RecordingForward,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
         """See `OwnAttention`. `key` and `value` are the same rows `[T, 1, dim]`, the rotated part last."""
         if isinstance(forward, RecordingForward):
             forward.note(self._call)
             return torch.zeros_like(query)
         call, ordinal = self._call, forward.next_ordinal()
-        latents, batch = forward.rows("latent", ordinal)
-        ropes, _ = forward.rows("rope", ordinal)
-        slots, row = batch.slots_on(query.device), key[:, 0]
-        row = torch.cat(
-            (latents.write(slots, row[:, : call.nope_dim]), ropes.write(slots, row[:, call.nope_dim :])), dim=-1
-        ).unsqueeze(1)
-        tokens = JoinedTokens(latents, ropes)
-        parts = [attend_partly(query, row, row, tokens, batch, scale=options.scale, window=call.window)]
+        fields, batch = forward.latents(ordinal)
+        rows = fields.write(batch.slots_on(query.device), *_split(key[:, 0], call))
+        parts = [paged_attention_lse(query, rows, rows, fields, batch, scale=options.scale, window=call.window)]
         if call.ratio:
             parts.append(self._attend_entries(forward, ordinal, query, options))
-        return merge_parts(parts, options.sinks).to(query.dtype)
+        return merge_attention(parts, options.sinks).to(query.dtype)
 
     def _attend_entries(
-        self, forward: RunningForward, ordinal: int, query: Tensor, options: AttentionOptions
+        self, forward: RunningForward, ordinal: int, query: Tensor, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         """Float32 output `[T, heads, dim]` over the entries, and log-sum-exp; zeros and -inf without any."""
-        latents, batch = forward.rows("compressed_latent", ordinal)
-        ropes, _ = forward.rows("compressed_rope", ordinal)
-        tokens, device = JoinedTokens(latents, ropes), query.device
+        fields, batch = forward.latents(ordinal, "compressed_")
+        device = query.device
         out = torch.zeros(query.shape, dtype=torch.float32, device=device)
         lse = torch.full(query.shape[:2], float("-inf"), device=device)
         reading = batch.derived(
             ("entries", self._call.ratio, self._most),
             lambda batch: _Reading(batch, self._call.ratio, self._most, device),
         )
-        for piece in reading.whole:
-            out[piece.rows], lse[piece.rows] = attend_selected(
-                query[piece.rows], tokens, piece.slots, ~piece.visible, scale=options.scale
+        for tile in reading.whole:
+            out[tile.rows], lse[tile.rows] = attend_tile(
+                query[tile.rows], fields, tile.slots, ~tile.visible, scale=options.scale
             )
-        if reading.chosen is not None:
-            rows = reading.chosen.rows
+        if reading.selecting is not None:
+            rows = reading.selecting.rows
             entries: Tensor = forward.shared[_SELECTION][rows]
-            slots = reading.chosen.slots_of(entries.clamp_min(0))
-            out[rows], lse[rows] = attend_chosen(query[rows], tokens, slots, entries < 0, scale=options.scale)
+            slots = reading.selecting.slots_of(entries.clamp_min(0))
+            out[rows], lse[rows] = attend_selected(query[rows], fields, slots, entries < 0, scale=options.scale)
         return out, lse
 
 
@@ -120,8 +109,8 @@ class _Reading:
         entries = batch.context_lens // ratio
         present = np.diff(batch.query_starts) > 0
         long = np.flatnonzero(present & (entries > most))
-        self.whole = pieces_of(batch, np.flatnonzero(present & (entries <= most)), ratio, device)
-        self.chosen = ChoosingRows(batch, long, ratio, device) if len(long) else None
+        self.whole = tiles_of(batch, np.flatnonzero(present & (entries <= most)), ratio, device)
+        self.selecting = SelectingRows(batch, long, ratio, device) if len(long) else None
 
 
 class _Compressing:
@@ -157,11 +146,8 @@ class _Compressing:
 
     def _store(self, forward: RunningForward, ordinal: int, entries: Tensor) -> None:
         """Store new entries for the attention call that is to come."""
-        latents, batch = forward.rows("compressed_latent", ordinal)
-        ropes, _ = forward.rows("compressed_rope", ordinal)
-        slots = _new_entries(batch, self._call, entries.device)
-        latents.write(slots, entries[:, : self._call.nope_dim])
-        ropes.write(slots, entries[:, self._call.nope_dim :])
+        fields, batch = forward.latents(ordinal, "compressed_")
+        fields.write(_new_entries(batch, self._call, entries.device), *_split(entries, self._call))
 
 
 class _Selector:
@@ -180,24 +166,24 @@ class _Selector:
         keys = self._folder.fold(forward, "index_compressor", hidden)
         stored, batch = forward.rows("index_k", forward.ordinal)
         stored.write(_new_entries(batch, self._call, device), keys)
-        pieces = batch.derived(("selecting", ratio, self._most), lambda batch: self._pieces(batch, device))
-        selection = torch.full((hidden.shape[1], self._most if pieces else 0), -1, dtype=torch.int64, device=device)
-        if not pieces:
+        tiles = batch.derived(("selecting", ratio, self._most), lambda batch: self._tiles(batch, device))
+        selection = torch.full((hidden.shape[1], self._most if tiles else 0), -1, dtype=torch.int64, device=device)
+        if not tiles:
             return selection
         query = indexer.q_b_proj(q_residual).view(1, hidden.shape[1], -1, indexer.head_dim).transpose(1, 2)
         query = self._folder.rotate(query, hidden, position_ids).transpose(1, 2)[0]
-        for piece in pieces:
-            found = stored.gather(piece.slots, hidden.dtype, "index_k").view(len(piece.rows), piece.width, -1)
-            scores = indexer.scorer(query[piece.rows], found, hidden[0][piece.rows])
-            scores = scores.masked_fill(~piece.visible, float("-inf"))
-            chosen = scores.topk(min(self._most, piece.width), dim=-1).indices
-            seen = piece.visible.gather(-1, chosen)
-            selection[piece.rows, : chosen.shape[-1]] = chosen.masked_fill(~seen, -1)
+        for tile in tiles:
+            found = stored.gather(tile.slots, hidden.dtype, "index_k").view(len(tile.rows), tile.width, -1)
+            scores = indexer.scorer(query[tile.rows], found, hidden[0][tile.rows])
+            scores = scores.masked_fill(~tile.visible, float("-inf"))
+            chosen = scores.topk(min(self._most, tile.width), dim=-1).indices
+            seen = tile.visible.gather(-1, chosen)
+            selection[tile.rows, : chosen.shape[-1]] = chosen.masked_fill(~seen, -1)
         return selection
 
-    def _pieces(self, batch: PagedBatch, device: torch.device) -> list[Piece]:
+    def _tiles(self, batch: PagedBatch, device: torch.device) -> list[Tile]:
         """The rows of sequences with more entries than are selected."""
-        return pieces_of(batch, np.flatnonzero(batch.context_lens // self._ratio > self._most), self._ratio, device)
+        return tiles_of(batch, np.flatnonzero(batch.context_lens // self._ratio > self._most), self._ratio, device)
 
 
 class _Folder:
@@ -226,7 +212,7 @@ class _Folder:
         values, scores = module.kv_proj(hidden)[0], module.gate_proj(hidden)[0]
         inputs = torch.cat((values, scores), dim=-1).to(flat.dtype)
         blocks = torch.where(plan.is_new.unsqueeze(-1), inputs[plan.new], flat[plan.kept])
-        flat[plan.stored_slots] = inputs[plan.stored_rows]
+        flat[plan.stored_slots] = inputs[plan.paged_field]
         return self._folded(blocks.to(hidden.dtype), plan)
 
     def _folded(self, blocks: Tensor, plan: _Folding) -> Tensor:
@@ -272,7 +258,7 @@ class _Folding:
         self.new = torch.from_numpy(np.where(is_new, firsts[owners][:, None] + tokens, 0)).to(device)
         self.kept = torch.from_numpy(kept).to(device)
         self.positions = torch.from_numpy(blocks * ratio).to(device)
-        self.stored_rows = torch.from_numpy(firsts[everyone] + positions).to(device)
+        self.paged_field = torch.from_numpy(firsts[everyone] + positions).to(device)
         self.stored_slots = torch.from_numpy(slots).to(device)
 
 

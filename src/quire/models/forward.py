@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import LatentFields, PagedField
 from quire.kernels.state import StateBatch
-from quire.kernels.stored import StoredRows
 from quire.memory.pool import Pool
 from quire.spec.layers import Call
 from quire.spec.layout import scales_of
@@ -36,11 +36,16 @@ class RunningForward:
         ordinal, self.ordinal = self.ordinal, self.ordinal + 1
         return ordinal
 
-    def rows(self, name: str, ordinal: int) -> tuple[StoredRows, PagedBatch]:
+    def rows(self, name: str, ordinal: int) -> tuple[PagedField, PagedBatch]:
         """The rows of a field with entries per token, and the batch of its group."""
         pool, batch = self._find(name, ordinal)
         assert isinstance(batch, PagedBatch)
-        return stored_rows(pool, name, ordinal), batch
+        return paged_field(pool, name, ordinal), batch
+
+    def latents(self, ordinal: int, prefix: str = "") -> tuple[LatentFields, PagedBatch]:
+        """The fields of a call's latents and rotary keys, and the batch of their group."""
+        latents, batch = self.rows(f"{prefix}latent", ordinal)
+        return LatentFields(latents, self.rows(f"{prefix}rope", ordinal)[0]), batch
 
     def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
         """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""
@@ -68,12 +73,12 @@ class RunningForward:
         raise AssertionError(f"call {ordinal} of the forward pass keeps no '{name}'")
 
 
-def stored_rows(pool: Pool, name: str, ordinal: int) -> StoredRows:
-    """The rows of a field, stored as its pool's layout says, with the field of their scales if they have any."""
+def paged_field(pool: Pool, name: str, ordinal: int) -> PagedField:
+    """A field of a call, stored as its pool's layout says, with the field of their scales if they have any."""
     kv_format = pool.field(name, ordinal).kv_format
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
-    return StoredRows(pool.layer(name, ordinal), scales, kv_format, name=name)
+    return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name)
 
 
 class ComparingForward(RunningForward):
@@ -120,11 +125,13 @@ class RecordingForward:
         self.calls.append(call)
 
 
-_forward: ContextVar[RunningForward | RecordingForward | None] = ContextVar("quire_forward", default=None)
+Forward = RunningForward | RecordingForward
+
+_forward: ContextVar[Forward | None] = ContextVar("quire_forward", default=None)
 
 
 @contextmanager
-def forward_pass(forward: RunningForward | RecordingForward) -> Iterator[None]:
+def forward_pass(forward: Forward) -> Iterator[None]:
     """Calls that model code makes inside belong to `forward`."""
     token = _forward.set(forward)
     try:
@@ -138,7 +145,7 @@ def in_forward() -> bool:
     return _forward.get() is not None
 
 
-def current_forward() -> RunningForward | RecordingForward:
+def current_forward() -> Forward:
     """The forward pass that is going on. Raises RuntimeError outside one."""
     forward = _forward.get()
     if forward is None:

@@ -21,11 +21,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, QuireError, UnsupportedModel
-from quire.kernels.attention import PagedBatch
+from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
-from quire.models.attention import IMPLEMENTATION
-from quire.models.blocks import install_block_indexers
+from quire.models.attention import IMPLEMENTATION, install_kv_sharing
+from quire.models.block_sparse import install_block_indexers
 from quire.models.check import check_forward
 from quire.models.chunked import install_chunks
 from quire.models.compressed import install_compressors
@@ -36,7 +36,6 @@ from quire.models.linear import widen_linears
 from quire.models.mixers import install_mixers
 from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
-from quire.models.sharing import install_sharing
 from quire.models.source import ModelSource, quiet, reading, transformers_version
 from quire.models.sparse import install_indexers, no_mask
 from quire.spec.group import GroupSpec
@@ -52,7 +51,7 @@ _SMALL_MODEL = 16 * 10**6  # parameters
 INSTALLS = (
     install_mixers,
     install_latents,
-    install_sharing,
+    install_kv_sharing,
     install_chunks,
     install_compressors,
     install_block_indexers,

@@ -19,33 +19,25 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModel
-from quire.kernels.attention import PagedBatch, attend
+from quire.kernels.attention import paged_attention
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import LatentFields
 from quire.kernels.segments import Slots
-from quire.kernels.stored import StoredRows
-from quire.kernels.tokens import JoinedTokens
-from quire.models.attention import OWN_ATTENTION, AttentionOptions
-from quire.models.forward import RecordingForward, RunningForward, in_forward
+from quire.models.attention import OWN_ATTENTION, CallOptions
+from quire.models.forward import Forward, RecordingForward, in_forward
 from quire.spec.layers import LatentCall
-
-Rows = tuple[Tensor, Tensor]
-"""Latents `[n, rank]` and rotary keys `[n, rope_dim]` of n tokens."""
-Stored = tuple[StoredRows, StoredRows]
-"""Where latents and rotary keys are stored."""
 
 MIN_EXPANDED_ROWS = 16
 """Rows of one sequence from which expanding its context may pay."""
 
 
-def install_latents(model: torch.nn.Module) -> int:
-    """Let the latent attention modules of `model` keep latents on the pools; returns how many there are."""
-    found = 0
+def install_latents(model: torch.nn.Module) -> None:
+    """Let the latent attention modules of `model` keep latents on the pools."""
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             attention = LatentAttention(module)
             setattr(module, OWN_ATTENTION, attention)
             setattr(module, "expand_kv", attention.expand_outside)  # noqa: B010 (modules type attributes as Tensor)
-            found += 1
-    return found
 
 
 class LatentAttention:
@@ -67,14 +59,7 @@ class LatentAttention:
         key, value = self._expand(latent, rope)
         return key, value
 
-    def __call__(
-        self,
-        forward: RunningForward | RecordingForward,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
         """`key` `[T, 1, rank]` are latents and `value` `[T, 1, rope_dim]` rotated keys; see `OwnAttention`."""
         if options.window:
             raise UnsupportedModel(f"a window of {options.window} tokens slides over latents, which is not held here.")
@@ -84,34 +69,35 @@ class LatentAttention:
         return self.attend(query, *kept, options)
 
     def keep(
-        self,
-        forward: RunningForward | RecordingForward,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sparse: bool = False,
-        index_dim: int = 0,
-    ) -> tuple[Rows, Stored, PagedBatch] | None:
-        """Store what a module hands over, as that of the call that begins now; None in a dry run, which notes it."""
+        self, forward: Forward, key: Tensor, value: Tensor, *, sparse: bool = False, index_dim: int = 0
+    ) -> tuple[Tensor, LatentFields, PagedBatch] | None:
+        """Store what a module hands over, as that of the call that begins now: new rows `[T, 1, rank + rope_dim]` as a
+        reader sees them, their fields and their batch. None in a dry run, which notes the call."""
         latent, rope = key[:, 0], value[:, 0]
         if isinstance(forward, RecordingForward):
             rank, rope_dim = latent.shape[-1], rope.shape[-1]
             forward.note(LatentCall(rank=rank, rope_dim=rope_dim, sparse=sparse, index_dim=index_dim))
             return None
-        ordinal = forward.next_ordinal()
-        latents, batch = forward.rows("latent", ordinal)
-        ropes, _ = forward.rows("rope", ordinal)
-        slots = batch.slots_on(latent.device)
-        return (latents.write(slots, latent), ropes.write(slots, rope)), (latents, ropes), batch
+        fields, batch = forward.latents(forward.next_ordinal())
+        return fields.write(batch.slots_on(latent.device), latent, rope), fields, batch
 
-    def attend(self, query: Tensor, rows: Rows, stored: Stored, batch: PagedBatch, options: AttentionOptions) -> Tensor:
+    def attend(
+        self, query: Tensor, rows: Tensor, fields: LatentFields, batch: PagedBatch, options: CallOptions
+    ) -> Tensor:
         """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`, rows of `batch` whose new tokens are `rows`."""
         parts = batch.derived((type(self), self.rank, self._key_dim, self.value_dim), self._parts)
         out = query.new_zeros(*query.shape[:2], self.value_dim)
         for index, part, expanded in parts:
             at = torch.from_numpy(index).to(query.device)
-            way = self._attend_expanded if expanded else self._attend_absorbed
-            out[at] = way(query[at], (rows[0][at], rows[1][at]), stored, part, options)
+            own, new = query[at], rows[at]
+            if expanded:
+                key, value = self.expand(new)
+                reader = _ExpandedLatents(self, fields)
+                out[at] = paged_attention(own, key, value, reader, part, scale=options.scale, sinks=options.sinks)
+            else:
+                own = self.absorb(own)
+                found = paged_attention(own, new, new, fields, part, scale=options.scale, sinks=options.sinks)
+                out[at] = self.release(found)
         return out
 
     def _parts(self, batch: PagedBatch) -> list[tuple[Slots, PagedBatch, bool]]:
@@ -132,32 +118,6 @@ class LatentAttention:
         spent = self.rank * (self._key_dim + self.value_dim) * (contexts - new)
         return (new >= MIN_EXPANDED_ROWS) & (saved > spent)
 
-    def _attend_absorbed(
-        self,
-        query: Tensor,
-        rows: Rows,
-        stored: Stored,
-        batch: PagedBatch,
-        options: AttentionOptions,
-    ) -> Tensor:
-        row = torch.cat(rows, dim=-1).unsqueeze(1)
-        out = attend(
-            self.absorb(query), row, row, JoinedTokens(*stored), batch, scale=options.scale, sinks=options.sinks
-        )
-        return self.release(out[..., : self.rank])
-
-    def _attend_expanded(
-        self,
-        query: Tensor,
-        rows: Rows,
-        stored: Stored,
-        batch: PagedBatch,
-        options: AttentionOptions,
-    ) -> Tensor:
-        key, value = self.expand(*rows)
-        tokens = _ExpandedTokens(self, *stored)
-        return attend(query, key, value, tokens, batch, scale=options.scale, sinks=options.sinks)
-
     def absorb(self, query: Tensor) -> Tensor:
         """`query` `[T, heads, dim]` as one that scores latents and rotary keys: `[T, heads, rank + rope_dim]`."""
         plain, rotated = query[..., : self._key_dim], query[..., self._key_dim :]
@@ -171,9 +131,11 @@ class LatentAttention:
         values = self._heads()[:, self._key_dim :]  # [heads, value_dim, rank]
         return torch.matmul(out.transpose(0, 1).to(values.dtype), values.transpose(1, 2)).transpose(0, 1).to(out.dtype)
 
-    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys `[n, heads, dim]` and values `[n, heads, value_dim]` of n latents, as the model itself makes them."""
-        key, value = self._expand(latent[None, None], rope[None, None])
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys `[n, heads, dim]` and values `[n, heads, value_dim]` of `rows` `[n, 1, rank + rope_dim]`, as the model
+        itself makes them."""
+        rows = rows[None, None, :, 0]
+        key, value = self._expand(rows[..., : self.rank], rows[..., self.rank :])
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
     def _heads(self) -> Tensor:
@@ -182,20 +144,17 @@ class LatentAttention:
         return weight.view(-1, self._key_dim + self.value_dim, self.rank)
 
 
-class _ExpandedTokens:
-    """Tokens of all heads, made of latents as they are read."""
+class _ExpandedLatents:
+    """Keys and values of all heads, made of latents as they are read."""
 
-    __slots__ = ("_attention", "_latents", "_ropes")
+    __slots__ = ("_attention", "_fields")
 
-    def __init__(self, attention: LatentAttention, latents: StoredRows, ropes: StoredRows) -> None:
+    def __init__(self, attention: LatentAttention, fields: LatentFields) -> None:
         self._attention = attention
-        self._latents = latents
-        self._ropes = ropes
+        self._fields = fields
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._attention.expand(self._latents.read(start, stop, dtype), self._ropes.read(start, stop, dtype))
+        return self._attention.expand(self._fields.read(start, stop, dtype)[0])
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._attention.expand(
-            self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope")
-        )
+        return self._attention.expand(self._fields.gather(index, dtype)[0])

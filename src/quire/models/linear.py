@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.partial import native_on_cpu
+from quire.kernels.sdpa import native_on_cpu
 
 _BARE = ("dt_proj",)
 """Linear layers whose weight the code around them multiplies itself: the small one for step sizes of Mamba 1."""

@@ -6,7 +6,8 @@ convolution of kernel k is held as its last k - 1 inputs, the k-th being the new
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,43 +18,21 @@ from quire.spec.layers import StateCall
 from quire.spec.layout import DType
 
 
-@dataclass(slots=True, eq=False)
-class _Layer:
-    """The states of a call as the layer of a cache; transformers up to 5.17 reads them there."""
-
-    conv_states: tuple[Tensor | None]
-    recurrent_states: tuple[Tensor | None]
-    record_past: bool = False
-
-
-class _EveryLayer:
-    """The same layer under every number."""
-
-    __slots__ = ("_layer",)
-
-    def __init__(self, layer: _Layer) -> None:
-        self._layer = layer
-
-    def __getitem__(self, layer_idx: int) -> _Layer:
-        return self._layer
-
-
 class MixerStates:
     """The states of the pieces of one call: `conv` `[pieces, channels, kernel - 1]`, `ssm` `[pieces, heads, *matrix]`.
 
     Either is None where the layer has none. The layer may change them in place; afterwards they are the new states.
     """
 
-    __slots__ = ("conv", "ssm")
-
-    def __init__(self, conv: Tensor | None, ssm: Tensor | None) -> None:
+    def __init__(self, conv: Tensor | None = None, ssm: Tensor | None = None) -> None:
         self.conv = conv
         self.ssm = ssm
 
     @property
-    def layers(self) -> _EveryLayer:
-        """The layers of the cache, which are all the same."""
-        return _EveryLayer(_Layer((self.conv,), (self.ssm,)))
+    def layers(self) -> defaultdict[int, SimpleNamespace]:
+        """The same layer under every number; transformers up to 5.17 reads states there."""
+        layer = SimpleNamespace(conv_states=(self.conv,), recurrent_states=(self.ssm,), record_past=False)
+        return defaultdict(lambda: layer)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of the convolution."""
@@ -93,10 +72,11 @@ class MixerStates:
         return recurrent_states
 
 
-class RecordedStates:
+class RecordedStates(MixerStates):
     """The cache of a dry run: nothing came before, and what is stored is only looked at."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._kernel = 0
         self._channels = 0
         self._heads = 0
@@ -112,17 +92,7 @@ class RecordedStates:
             state_dtype=state_dtype,
         )
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: the sequence begins."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: the sequence begins."""
-
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Never."""
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
         """Never."""
         return False
 
@@ -131,7 +101,7 @@ class RecordedStates:
         return torch.zeros(len(rows), *shape, device=rows.device)
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
+        self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, *, conv_kernel_size: int = 1, **_: Any
     ) -> Tensor:
         """Note the channels and the kernel; returns the inputs after zeros."""
         self._refuse_several(state_idx)
@@ -152,6 +122,3 @@ class RecordedStates:
                 f"a recurrent layer keeps {state_idx + 1} or more states side by side; one is held here.",
                 fix="use a model type listed as verified.",
             )
-
-
-States = MixerStates | RecordedStates

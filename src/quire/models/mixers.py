@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from quire.kernels.state import read_states, write_states
-from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
-from quire.models.lightning_mixer import lightning_mixer
-from quire.models.lru_mixer import lru_mixer
-from quire.models.mixer_cache import MixerStates, RecordedStates, States
-from quire.models.selective_mixer import headed_selective_mixer, selective_mixer
+from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
+from quire.models.mixer_cache import MixerStates, RecordedStates
+from quire.models.recurrences import headed_selective_mixer, lightning_mixer, lru_mixer, selective_mixer
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families.state import recurrence_dtype
 from quire.spec.layout import DType
@@ -40,12 +38,11 @@ _SMALLEST_CHUNK = 16
 class _Ours:
     """Layers whose forward pass is ours, known by a name that theirs mentions.
 
-    `compute` takes a layer, rows `[pieces, S, hidden]`, their states and positions `[pieces, S]`, moves the states on
-    by S tokens and returns the outputs. `pair`: the layer returns them with something that nobody reads.
+    `compute` is one of `recurrences`. `pair`: the layer returns its outputs with something that is not read.
     """
 
     mark: str
-    compute: Callable[[Any, Tensor, States, Tensor | None], Tensor]
+    compute: Callable[[Any, Tensor, MixerStates, Tensor | None], Tensor]
     pair: bool = False
 
 
@@ -62,7 +59,8 @@ def install_mixers(model: nn.Module) -> int:
 
     Outside one they compute as before. Bound methods are wrapped: no module is replaced and no weight copied.
     """
-    state_dtype = recurrence_dtype(ConfigReader(_config_of(model)))
+    config: Any = model.config
+    state_dtype = recurrence_dtype(ConfigReader(config.to_dict()))
     installed = 0
     for module in model.modules():
         names = _names_in_forward(module)
@@ -75,11 +73,6 @@ def install_mixers(model: nn.Module) -> int:
         layer.forward = _Mixer(layer, ours, state_dtype)
         installed += 1
     return installed
-
-
-def _config_of(model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = model.config.to_dict()
-    return found
 
 
 def _names_in_forward(module: nn.Module) -> frozenset[str]:
@@ -130,7 +123,7 @@ class _Mixer:
         self._pair = ours is not None and ours.pair
         self._state_dtype = state_dtype
         if ours is not None:
-            self._compute: Callable[[Tensor, States, Tensor | None], Tensor] = partial(ours.compute, module)
+            self._compute: Callable[[Tensor, MixerStates, Tensor | None], Tensor] = partial(ours.compute, module)
         else:
             parameters = inspect.signature(module.forward).parameters
             self._cache_name = next(name for name in _CACHE_NAMES if name in parameters)
@@ -144,7 +137,7 @@ class _Mixer:
         out = self._run(hidden, kwargs.get("position_ids"), current_forward())
         return (out, None) if self._pair else out
 
-    def _run(self, hidden: Tensor, positions: Tensor | None, forward: RunningForward | RecordingForward) -> Tensor:
+    def _run(self, hidden: Tensor, positions: Tensor | None, forward: Forward) -> Tensor:
         if isinstance(forward, RecordingForward):
             recorded = RecordedStates()
             out = self._compute(hidden, recorded, positions)
@@ -170,7 +163,7 @@ class _Mixer:
         assert result is not None, "a step has rows"
         return result
 
-    def _with_cache(self, rows: Tensor, states: States, positions: Tensor | None) -> Tensor:
+    def _with_cache(self, rows: Tensor, states: MixerStates, positions: Tensor | None) -> Tensor:
         """The module's own forward pass; a short piece in one chunk that is not much longer than it."""
         chunk = max(_SMALLEST_CHUNK, 1 << (rows.shape[1] - 1).bit_length())
         shorter = chunk < self._chunk and rows.device.type == "cpu"

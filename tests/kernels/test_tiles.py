@@ -1,4 +1,4 @@
-"""Rows against entries of their own: pieces, chosen entries and the merging of parts, against slow references."""
+"""Rows against entries of their own: tiles, selected entries and the merging of parts, against slow references."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import pieces
-from quire.kernels.attention import attend_chosen, attend_partly, attend_selected, merge_parts
+from quire.kernels import tiles
+from quire.kernels.attention import attend_selected, attend_tile, merge_attention, paged_attention_lse
 from quire.kernels.batch import PagedBatch
-from quire.kernels.pieces import ChoosingRows, pieces_of
-from quire.kernels.stored import StoredRows
-from quire.kernels.tokens import JoinedTokens
+from quire.kernels.fields import LatentFields, PagedField
+from quire.kernels.tiles import SelectingRows, tiles_of
 
 HEADS, FIRST, SECOND = 3, 5, 3
 
@@ -53,18 +52,18 @@ def steps(draw) -> list[tuple[int, int]]:
 @given(sequences=steps(), per=st.sampled_from([1, 4]), pairs=st.sampled_from([1, 50, 10_000]), seed=st.integers(0, 9))
 def test_every_row_sees_its_complete_entries_once(sequences, per, pairs, seed):
     batch = batch_of(sequences, 8, seed)
-    before, pieces.MAX_PAIRS = pieces.MAX_PAIRS, pairs
+    before, tiles.MAX_PAIRS = tiles.MAX_PAIRS, pairs
     try:
-        found = pieces_of(batch, np.arange(len(sequences)), per, torch.device("cpu"))
+        found = tiles_of(batch, np.arange(len(sequences)), per, torch.device("cpu"))
     finally:
-        pieces.MAX_PAIRS = before
+        tiles.MAX_PAIRS = before
     seen = {}
-    for piece in found:
-        slots = piece.slots.view(len(piece.rows), piece.width)
-        for i, rows in enumerate(piece.rows.tolist()):
+    for tile in found:
+        slots = tile.slots.view(len(tile.rows), tile.width)
+        for i, rows in enumerate(tile.rows.tolist()):
             for j, row in enumerate(rows):
                 assert row not in seen
-                seen[row] = (int(piece.positions[i, j]), slots[i][piece.visible[i, j]].tolist())
+                seen[row] = (int(tile.positions[i, j]), slots[i][tile.visible[i, j]].tolist())
     row = 0
     for r, (context, new) in enumerate(sequences):
         for position in range(context - new, context):
@@ -78,10 +77,10 @@ def test_every_row_sees_its_complete_entries_once(sequences, per, pairs, seed):
     assert not seen
 
 
-def pool_of(num_slots: int) -> tuple[JoinedTokens, torch.Tensor]:
+def pool_of(num_slots: int) -> tuple[LatentFields, torch.Tensor]:
     torch.manual_seed(0)
     first, second = torch.randn(num_slots, 1, FIRST), torch.randn(num_slots, 1, SECOND)
-    return JoinedTokens(StoredRows(first), StoredRows(second)), torch.cat((first, second), -1).flatten(0, 1)
+    return LatentFields(PagedField(first), PagedField(second)), torch.cat((first, second), -1).flatten(0, 1)
 
 
 def slow(query: torch.Tensor, rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +96,7 @@ def test_selected_tokens_equal_the_reference(count):
     index = torch.randint(0, 50, (3, 7))
     hidden = torch.rand(3, count, 7) < 0.5
     hidden[1, 0] = True
-    out, lse = attend_selected(query, tokens, index.flatten(), hidden, scale=0.4)
+    out, lse = attend_tile(query, tokens, index.flatten(), hidden, scale=0.4)
     for group in range(3):
         for row in range(count):
             if hidden[group, row].all():
@@ -109,20 +108,20 @@ def test_selected_tokens_equal_the_reference(count):
             assert (lse[group, row] - wanted_lse).abs().max() < 1e-5
 
 
-def test_rows_read_what_they_chose():
+def test_rows_read_what_they_selected():
     batch = batch_of([(30, 3), (9, 1), (20, 20)], 4, 1)
-    chooser = ChoosingRows(batch, np.array([0, 2]), 1, torch.device("cpu"))
-    assert chooser.rows.tolist() == [0, 1, 2, *range(4, 24)]
+    selecting = SelectingRows(batch, np.array([0, 2]), 1, torch.device("cpu"))
+    assert selecting.rows.tolist() == [0, 1, 2, *range(4, 24)]
     tokens, rows = pool_of(80)
     query = torch.randn(23, HEADS, FIRST + SECOND)
     positions = torch.randint(0, 20, (23, 6))
     hidden = torch.rand(23, 6) < 0.3
     hidden[:, 0] = False
-    slots = chooser.slots_of(positions)
+    slots = selecting.slots_of(positions)
     for row in range(23):
         owner = 0 if row < 3 else 2
         assert slots[row].tolist() == [int(batch.frames[owner, p // 4]) * 4 + p % 4 for p in positions[row].tolist()]
-    out, _ = attend_chosen(query, tokens, slots, hidden, scale=0.4)
+    out, _ = attend_selected(query, tokens, slots, hidden, scale=0.4)
     for row in range(23):
         wanted, _ = slow(query[row], rows[slots[row][~hidden[row]]], 0.4)
         assert (out[row] - wanted).abs().max() < 1e-5
@@ -135,10 +134,10 @@ def test_parts_merge_to_one_attention(sinks):
     tokens, rows = pool_of(80)
     query = torch.randn(24, HEADS, FIRST + SECOND)
     new = rows[torch.from_numpy(batch.slots).long()].unsqueeze(1)
-    window = attend_partly(query, new, new, tokens, batch, scale=0.4, window=5)
+    window = paged_attention_lse(query, new, new, tokens, batch, scale=0.4, window=5)
     slots, hidden = torch.randint(0, 80, (24, 6)), torch.rand(24, 6) < 0.5
     hidden[::2] = True
-    merged = merge_parts([window, attend_chosen(query, tokens, slots, hidden, scale=0.4)], sinks)
+    merged = merge_attention([window, attend_selected(query, tokens, slots, hidden, scale=0.4)], sinks)
     positions, owners = batch.positions(), np.repeat([0, 1, 2], [3, 1, 20])
     for row in range(24):
         near = range(max(0, int(positions[row]) - 4), int(positions[row]) + 1)

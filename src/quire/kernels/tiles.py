@@ -1,8 +1,8 @@
-"""Pieces of a step: rows that are taken together against one list of entries per sequence, for which no plan exists.
+"""Tiles of a step: rows that are taken together against one list of entries per sequence, for which no plan exists.
 
 An entry covers `per` tokens (1: it is a token), and a row at position p sees the entries of tokens up to p that are
-complete: `(p + 1) // per` of them. All sequences with one new token share pieces, padded to the longest; the rows of
-another sequence are pieces of their own.
+complete: `(p + 1) // per` of them. All sequences with one new token share tiles, padded to the longest; the rows of
+another sequence are tiles of their own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.segments import Slots
 
 MAX_PAIRS = 1 << 16
-"""Pairs of a row and an entry in one piece."""
+"""Pairs of a row and an entry in one tile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Tile:
     """`count` rows of each of some sequences, and the `width` entries of each, padded with one that nobody sees."""
 
     rows: Tensor  # [sequences, count] of the flat batch
@@ -33,12 +33,12 @@ class Piece:
     width: int
 
 
-def pieces_of(batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> list[Piece]:
-    """The pieces of those of `sequences` with rows and entries; of one sequence, in the order of its rows."""
+def tiles_of(batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> list[Tile]:
+    """The tiles of those of `sequences` with rows and entries; of one sequence, in the order of its rows."""
     new, contexts = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
     sequences = sequences[(new[sequences] > 0) & (contexts[sequences] >= per)]
     return [
-        _piece(batch, members, stops, count, per, device)
+        _tile(batch, members, stops, count, per, device)
         for members, stops, count in _cuts(new, contexts, sequences, per)
     ]
 
@@ -61,7 +61,7 @@ def _cuts(new: Slots, contexts: Slots, sequences: Slots, per: int) -> Iterator[t
                 yield np.array([sequence]), np.array([end]), end - start
 
 
-def _piece(batch: PagedBatch, sequences: Slots, stops: Slots, count: int, per: int, device: torch.device) -> Piece:
+def _tile(batch: PagedBatch, sequences: Slots, stops: Slots, count: int, per: int, device: torch.device) -> Tile:
     entries = stops // per
     width = int(entries.max())
     last = batch.query_starts[sequences + 1].astype(np.int64) - (batch.context_lens[sequences] - stops)
@@ -73,7 +73,7 @@ def _piece(batch: PagedBatch, sequences: Slots, stops: Slots, count: int, per: i
     arrays: tuple[npt.NDArray[np.int64] | npt.NDArray[np.bool_], ...]
     arrays = (last[:, None] + offsets, positions, slots.reshape(-1), visible)
     rows, at, index, seen = (torch.from_numpy(array).to(device) for array in arrays)
-    return Piece(rows, at, index, seen, width)
+    return Tile(rows, at, index, seen, width)
 
 
 def entry_slots(batch: PagedBatch, sequences: Slots, entries: Slots, per: int) -> Slots:
@@ -83,7 +83,7 @@ def entry_slots(batch: PagedBatch, sequences: Slots, entries: Slots, per: int) -
     return frames * in_page + entries % in_page
 
 
-class ChoosingRows:
+class SelectingRows:
     """The rows of some sequences of a batch, each of which reads entries of its own choice."""
 
     def __init__(self, batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> None:

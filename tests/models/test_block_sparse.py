@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import ModelCheckFailed, UnsupportedModel
-from quire.kernels import pieces
-from quire.models import blocks
+from quire.kernels import tiles
+from quire.models import block_sparse
 from quire.models.hf import LoadedModel, load_model
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
@@ -25,9 +25,9 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(("page_size", "steps"), [(1, STEPS), (4, STEPS), (16, long_steps(150)), (64, long_steps(320))])
-@pytest.mark.parametrize("pairs", [30, pieces.MAX_PAIRS])
+@pytest.mark.parametrize("pairs", [30, tiles.MAX_PAIRS])
 def test_mixed_schedule_equals_the_plain_model(folder, page_size, steps, pairs, monkeypatch):
-    monkeypatch.setattr(pieces, "MAX_PAIRS", pairs)
+    monkeypatch.setattr(tiles, "MAX_PAIRS", pairs)
     reference = build_hybrid("minimax_m3", attn_implementation="eager")
     assert Schedule(steps, page_size=page_size).largest_error(load_model(folder), reference) < 1e-4
 
@@ -46,12 +46,12 @@ def test_only_sparse_layers_keep_index_keys(folder):
 
 
 def test_a_selection_that_lacks_a_block_is_noticed(folder, monkeypatch):
-    original = blocks._BlockAttention._attend_blocks
+    original = block_sparse._BlockAttention._attend_blocks
 
     def without_the_last(attention, query, selected, *others):
         return original(attention, query, selected[..., :-1], *others)
 
-    monkeypatch.setattr(blocks._BlockAttention, "_attend_blocks", without_the_last)
+    monkeypatch.setattr(block_sparse._BlockAttention, "_attend_blocks", without_the_last)
     with pytest.raises(ModelCheckFailed):
         load_model(folder)
 

@@ -1,8 +1,4 @@
-"""Block-sparse attention (MiniMax-M3): an indexer selects blocks of tokens, for every KV head its own.
-
-Selecting is the model's own code, run on the sequences of a step in pieces. Where a context has no more blocks than may
-be selected, all of it is read.
-"""
+"""Block-sparse attention (MiniMax-M3): an indexer selects blocks of tokens, for every KV head its own."""
 
 from __future__ import annotations
 
@@ -12,17 +8,16 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModel
-from quire.kernels.attention import PagedBatch, attend_chosen, merge_parts
-from quire.kernels.pieces import ChoosingRows
-from quire.kernels.tokens import StoredTokens, TokensOfHead
-from quire.models.attention import OWN_ATTENTION, AttentionOptions, KeptKeys, keep
-from quire.models.forward import RecordingForward, RunningForward, current_forward, in_forward
-from quire.models.index_keys import IndexKeys, by_length, indexed_pieces
+from quire.kernels.attention import attend_selected, merge_attention
+from quire.kernels.fields import OneHead
+from quire.kernels.tiles import SelectingRows
+from quire.models.attention import OWN_ATTENTION, CallOptions, KeptKeys, keep
+from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
+from quire.models.indexers import index_keys, split_rows
 
 
-def install_block_indexers(model: torch.nn.Module) -> int:
-    """Let the block-sparse attention modules of `model` select on the pools; returns how many there are."""
-    found = 0
+def install_block_indexers(model: torch.nn.Module) -> None:
+    """Let the block-sparse attention modules of `model` select on the pools."""
     for module in model.modules():
         indexer: Any = getattr(module, "indexer", None)
         if indexer is not None and hasattr(indexer, "topk_blocks"):
@@ -35,8 +30,6 @@ def install_block_indexers(model: torch.nn.Module) -> int:
             selecting = _BlockIndexer(indexer)
             setattr(module, OWN_ATTENTION, _BlockAttention(selecting))
             indexer.forward = selecting
-            found += 1
-    return found
 
 
 class _BlockAttention:
@@ -45,36 +38,27 @@ class _BlockAttention:
     def __init__(self, indexer: _BlockIndexer) -> None:
         self._indexer = indexer
 
-    def __call__(
-        self,
-        forward: RunningForward | RecordingForward,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
         """See `OwnAttention`. The selection is among the options: blocks `[1, kv_heads, T, n]`, -1 for none."""
         kept = keep(forward, key, value, options, index_dim=self._indexer.dim)
-        if kept.stored is None or kept.batch is None:
+        if kept.batch is None:
             return kept.attend(query, options)
         out = query.new_zeros(*query.shape[:2], value.shape[2])
-        most = self._indexer.most
-        short, long = kept.batch.derived(("choice", most), lambda batch: _split(batch, most, query.device))
+        short, long = split_rows(kept.batch, self._indexer.most, query.device)
         if short is not None:
             at, part = short
-            out[at] = KeptKeys(kept.key[at], kept.value[at], kept.stored, part).attend(query[at], options)
+            out[at] = KeptKeys(kept.key[at], kept.value[at], kept.fields, part).attend(query[at], options)
         if long is not None:
             blocks: Tensor = options.others["block_indices"][0, :, long.rows]
             out[long.rows] = self._attend_blocks(query[long.rows], blocks, long, kept, options)
         return out
 
     def _attend_blocks(
-        self, query: Tensor, blocks: Tensor, rows: ChoosingRows, kept: KeptKeys, options: AttentionOptions
+        self, query: Tensor, blocks: Tensor, rows: SelectingRows, kept: KeptKeys, options: CallOptions
     ) -> Tensor:
         """`query` `[rows, heads, dim]` over `blocks` `[kv_heads, rows, n]`."""
-        assert kept.stored is not None and kept.batch is not None
+        assert kept.fields is not None and kept.batch is not None
         size, device = self._indexer.block_size, query.device
-        tokens = StoredTokens(*kept.stored)
         everywhere = kept.batch.derived("positions", lambda batch: torch.from_numpy(batch.positions()).to(device))
         last = everywhere[rows.rows].unsqueeze(1)
         outs = []
@@ -83,21 +67,9 @@ class _BlockAttention:
             positions = chosen * size + torch.arange(size, device=device).repeat(blocks.shape[2])
             hidden = (chosen < 0) | (positions > last)
             slots = rows.slots_of(positions.masked_fill(hidden, 0))
-            found = attend_chosen(part, TokensOfHead(tokens, head), slots, hidden, scale=options.scale)
-            outs.append(merge_parts([found], None))
+            found = attend_selected(part, OneHead(kept.fields, head), slots, hidden, scale=options.scale)
+            outs.append(merge_attention([found], None))
         return torch.cat(outs, dim=1).to(query.dtype)
-
-
-def _split(
-    batch: PagedBatch, most: int, device: torch.device
-) -> tuple[tuple[Tensor, PagedBatch] | None, ChoosingRows | None]:
-    """The rows that read all of their context, with a batch of their own, and those that read what is selected."""
-    short, long = by_length(batch, most)
-    whole = None
-    if len(short):
-        rows, part = batch.part(short, ("whole", most))
-        whole = torch.from_numpy(rows).to(device), part
-    return whole, ChoosingRows(batch, long, 1, device) if len(long) else None
 
 
 class _BlockIndexer:
@@ -126,30 +98,11 @@ class _BlockIndexer:
         forward, device, count = current_forward(), hidden_states.device, hidden_states.shape[1]
         if isinstance(forward, RecordingForward):
             return torch.zeros(1, self._heads, count, 0, dtype=torch.int64, device=device)
-        stored, batch = forward.rows("index_k", forward.ordinal)  # of the attention call that is to come
-        pieces = batch.derived(("pieces", self.most), lambda batch: indexed_pieces(batch, self.most, device))
         selection = torch.full((self._heads, count, self._most_blocks), -1, dtype=torch.int64, device=device)
-        for piece in pieces:
-            keys = IndexKeys(stored, batch.slots_on(device), piece)
-            hidden, cos, sin = (tensor[0][piece.rows] for tensor in (hidden_states, *position_embeddings))
-            chosen = self._forward(hidden, (cos, sin), _Cache(keys), piece.positions)
-            if keys.given:
-                selection[:, piece.rows, : chosen.shape[-1]] = chosen.transpose(0, 1)
+        for keys in index_keys(forward, self.most, device):
+            rows = keys.tile.rows
+            hidden, cos, sin = (tensor[0][rows] for tensor in (hidden_states, *position_embeddings))
+            chosen = self._forward(hidden, (cos, sin), keys, keys.tile.positions)
+            if keys.selects:
+                selection[:, rows, : chosen.shape[-1]] = chosen.transpose(0, 1)
         return selection.unsqueeze(0)
-
-
-class _Cache:
-    """What an indexer takes for the cache of transformers: a layer, whichever it asks for."""
-
-    def __init__(self, keys: IndexKeys) -> None:
-        self._keys = keys
-
-    @property
-    def layers(self) -> _Cache:
-        return self
-
-    def __getitem__(self, layer_idx: int) -> _Cache:
-        return self
-
-    def update_index(self, keys: Tensor) -> Tensor:
-        return self._keys.update(keys[:, 0]).unsqueeze(1)

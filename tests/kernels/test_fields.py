@@ -8,9 +8,9 @@ from torch import Tensor
 
 from quire.kernels.attention import paged_attention
 from quire.kernels.codec import encode
+from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.stored import StoredRows
-from quire.models.forward import stored_rows
+from quire.models.forward import paged_field
 from quire.spec.kv_format import KV_FORMATS
 from tests.kernels.paged_case import PagedCase, Shape
 from tests.kernels.stored_case import (
@@ -31,7 +31,7 @@ def test_rows_land_at_their_slots_and_nowhere_else():
     pool = torch.full((4, 3, 2, 5), torch.nan, dtype=torch.bfloat16)
     rows = torch.randn(2, 4, 5).transpose(0, 1)  # [4, 2, 5], not contiguous, as models give them
     slots = torch.tensor([7, 3, 11, 5])
-    StoredRows(pool).write(slots, rows)
+    PagedField(pool).write(slots, rows)
     flat = pool.flatten(0, 1)
     assert torch.equal(flat[slots], rows.to(torch.bfloat16))
     others = [slot for slot in range(12) if slot not in slots.tolist()]
@@ -40,7 +40,7 @@ def test_rows_land_at_their_slots_and_nowhere_else():
 
 def test_padding_may_share_the_sink():
     pool = torch.zeros(2, 4, 1, 1)
-    StoredRows(pool).write(torch.tensor([0, 0, 5]), torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1))
+    PagedField(pool).write(torch.tensor([0, 0, 5]), torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1))
     assert pool[1, 1].item() == 3.0
     assert pool[0, 0].item() in (1.0, 2.0)
 
@@ -53,14 +53,14 @@ def test_any_writes_reads_and_copies(seed):
 def test_plain_rows_are_read_in_place_and_written_as_they_are():
     """The usual cache costs nothing for the others: no copy of what is read, nor of what is new."""
     pool = torch.zeros(3, 4, 2, 8)
-    stored = StoredRows(pool)
+    stored = PagedField(pool)
     rows = torch.randn(2, 2, 8)
     assert stored.write(torch.tensor([4, 9]), rows) is rows
     assert stored.read(4, 10, torch.float32).data_ptr() == pool[1].data_ptr()
 
 
 def test_a_plain_pool_of_another_dtype_rounds_what_is_new():
-    stored = StoredRows(torch.zeros(3, 4, 2, 8, dtype=torch.bfloat16))
+    stored = PagedField(torch.zeros(3, 4, 2, 8, dtype=torch.bfloat16))
     rows = torch.randn(2, 2, 8)
     new = stored.write(torch.tensor([4, 5]), rows)
     assert torch.equal(new, rows.bfloat16().float())
@@ -73,8 +73,8 @@ def test_a_frame_takes_the_bytes_of_its_format(name):
     pool = pool_of(FORMATS[name])
     rows = torch.randn(PAGE, 2, WIDTH)
     slots = torch.arange(PAGE, 2 * PAGE)
-    new = stored_rows(pool, "v", 0).write(slots, rows)
-    assert torch.equal(stored_rows(pool, "v", 0).read(PAGE, 2 * PAGE, torch.float32), new)
+    new = paged_field(pool, "v", 0).write(slots, rows)
+    assert torch.equal(paged_field(pool, "v", 0).read(PAGE, 2 * PAGE, torch.float32), new)
     assert not pool.layer("k", 0).float().any()
     assert not pool.layer("v", 0)[2:].float().any()
 
@@ -83,7 +83,7 @@ def test_a_format_that_has_scales_is_not_built_without():
     kv_format = KV_FORMATS["mxfp8"]
     frames = torch.zeros(3, 4, 2, WIDTH, dtype=torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="mxfp8 and its scales"):
-        StoredRows(frames, None, kv_format)
+        PagedField(frames, None, kv_format)
 
 
 # -- attention
@@ -91,7 +91,7 @@ def test_a_format_that_has_scales_is_not_built_without():
 
 def encoded_case(
     name: str, seed: int = 3, dtype: torch.dtype = torch.float32
-) -> tuple[PagedCase, StoredRows, StoredRows]:
+) -> tuple[PagedCase, PagedField, PagedField]:
     """Chunks and decodes over shared, scattered and consecutive pages, with keys of several sizes, and them encoded."""
     shape = Shape(key_dim=WIDTH, value_dim=WIDTH, dtype=dtype)
     mix = [(340, 1), (330, 1), (350, 40), (300, 1), (12, 12), (520, 1)]
@@ -100,14 +100,14 @@ def encoded_case(
     pools = []
     for field, plain in (("k", case.keys), ("v", case.values)):
         numbers, scales = encode(plain, FORMATS[name])
-        pools.append(StoredRows(numbers, scales, FORMATS[name], name=field))
+        pools.append(PagedField(numbers, scales, FORMATS[name], name=field))
     return case, *pools
 
 
-def attend(case: PagedCase, keys: StoredRows, values: StoredRows, new: tuple[Tensor, Tensor], **options: object):
+def attend(case: PagedCase, keys: PagedField, values: PagedField, new: tuple[Tensor, Tensor], **options: object):
     """Attention after the step's own rows were written."""
     key, value = keys.write(case.new, new[0]), values.write(case.new, new[1])
-    return paged_attention(case.query, key, value, keys, values, case.batch, scale=0.02, **options)
+    return paged_attention(case.query, key, value, KVFields(keys, values), case.batch, scale=0.02, **options)
 
 
 @pytest.mark.parametrize("name", ENCODED)
@@ -118,7 +118,7 @@ def test_attention_equals_that_over_what_was_stored(name, dtype, window):
     case, keys, values = encoded_case(name, dtype=dtype)
     new = tuple(torch.randn(len(case.new), 2, WIDTH).to(dtype) for _ in range(2))
     found = attend(case, keys, values, new, window=window)
-    plain = [StoredRows(round_trip(pool, FORMATS[name])) for pool in (case.keys, case.values)]
+    plain = [PagedField(round_trip(pool, FORMATS[name])) for pool in (case.keys, case.values)]
     expected = attend(case, *plain, tuple(round_trip(rows, FORMATS[name]) for rows in new), window=window)
     assert bool(found.isfinite().all())
     assert torch.equal(found, expected)
@@ -141,7 +141,7 @@ def test_a_copied_page_gives_the_same_attention(name):
     case = PagedCase([(300, 1), (200, 30)], page_size=16, shape=Shape(key_dim=WIDTH, value_dim=WIDTH), seed=1)
     slots = torch.unique(torch.cat([torch.from_numpy(one) for one in case.slots]))
     for field, plain in (("k", case.keys), ("v", case.values)):
-        stored_rows(pool, field, 0).write(slots, plain.flatten(0, 1)[slots] * 3)
+        paged_field(pool, field, 0).write(slots, plain.flatten(0, 1)[slots] * 3)
     before = _attend_in(pool, case)
     frames = sorted({int(slot) // 16 for slot in slots})
     for frame in frames:
@@ -157,7 +157,7 @@ def test_a_page_copied_without_its_scales_is_noticed(name):
     """The comparison above can fail: it is the scales that carry the size of the numbers."""
     pool = pool_of(FORMATS[name])
     rows = torch.randn(PAGE, 2, WIDTH) * 3
-    stored = stored_rows(pool, "k", 0)
+    stored = paged_field(pool, "k", 0)
     new = stored.write(torch.arange(PAGE, 2 * PAGE), rows)
     copy_frame(pool, 1, 2, without="k_scale")
     copy_frame(pool, 1, 3)
@@ -166,9 +166,9 @@ def test_a_page_copied_without_its_scales_is_noticed(name):
 
 
 def _attend_in(pool, case: PagedCase) -> Tensor:
-    keys, values = stored_rows(pool, "k", 0), stored_rows(pool, "v", 0)
+    keys, values = paged_field(pool, "k", 0), paged_field(pool, "v", 0)
     new = [rows.gather(_moved(case), torch.float32, name) for name, rows in (("new k", keys), ("new v", values))]
-    return paged_attention(case.query, *new, keys, values, case.batch, scale=0.05)
+    return paged_attention(case.query, *new, KVFields(keys, values), case.batch, scale=0.05)
 
 
 def _moved(case: PagedCase) -> Tensor:
@@ -187,12 +187,12 @@ def test_a_device_stores_and_reads_what_the_cpu_does(name):
     here, there = pool_of(FORMATS[name]), pool_of(FORMATS[name], device="cuda")
     rows = torch.randn(5, 2, WIDTH, dtype=torch.bfloat16)
     slots = torch.tensor([4, 19, 7, 8, 25])
-    found = stored_rows(there, "k", 0).write(slots.cuda(), rows.cuda())
-    assert torch.equal(found.cpu(), stored_rows(here, "k", 0).write(slots, rows))
+    found = paged_field(there, "k", 0).write(slots.cuda(), rows.cuda())
+    assert torch.equal(found.cpu(), paged_field(here, "k", 0).write(slots, rows))
     for field in ("k", "k_scale"):
         if here.has(field, 0):
             assert torch.equal(_bits(there.layer(field, 0).cpu()), _bits(here.layer(field, 0)))
-    gathered = stored_rows(there, "k", 0).gather(slots.cuda(), torch.bfloat16, "k")
+    gathered = paged_field(there, "k", 0).gather(slots.cuda(), torch.bfloat16, "k")
     assert torch.equal(gathered.cpu(), found.cpu())
 
 

@@ -1,8 +1,11 @@
-"""StoredRows: one field of one layer as kernels write and read it, a row of numbers per slot of a pool. Encoded rows
-are decoded as they are read, into scratch memory; plain ones are read in place.
+"""Fields of a pool as kernels write and read them, by slot: one field, and the fields that hold keys and values.
+
+Encoded rows are decoded as they are read, into scratch memory; plain ones are read in place.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from quire.spec.kv_format import KVFormat
 _workspace = Workspace()
 
 
-class StoredRows:
+class PagedField:
     """The rows of `frames` `[frames, entries, *stored]`, a pool's layer, by slot (`frame * entries + offset`).
 
     A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is what `shape` takes, and `scales`
@@ -94,3 +97,88 @@ def _gathered(rows: Tensor, index: Tensor, name: str) -> Tensor:
     out = _workspace.take(name, rows.dtype, rows.device, len(index), *rows.shape[1:])
     torch.index_select(_bytes_of(rows), 0, index, out=_bytes_of(out))
     return out
+
+
+class KVReader(Protocol):
+    """Keys `[n, kv_heads, key_dim]` and values `[n, kv_heads, value_dim]` of n slots, valid until the next call."""
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of consecutive slots."""
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of slots `index` int64 `[n]`."""
+
+
+class KVFields:
+    """A field of keys and a field of values."""
+
+    __slots__ = ("_keys", "_values")
+
+    def __init__(self, keys: PagedField, values: PagedField) -> None:
+        self._keys = keys
+        self._values = values
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; returns them as a reader sees them."""
+        return self._keys.write(slots, key), self._values.write(slots, value)
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """In place where they are stored in `dtype`."""
+        return self._keys.read(start, stop, dtype), self._values.read(start, stop, dtype)
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """In scratch memory."""
+        return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
+
+
+class OneHead:
+    """One of several KV heads: keys and values `[n, 1, dim]`."""
+
+    __slots__ = ("_head", "_heads")
+
+    def __init__(self, heads: KVReader, head: int) -> None:
+        self._heads = heads
+        self._head = slice(head, head + 1)
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A view of what all heads read."""
+        key, value = self._heads.read(start, stop, dtype)
+        return key[:, self._head], value[:, self._head]
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A view of what all heads gather."""
+        key, value = self._heads.gather(index, dtype)
+        return key[:, self._head], value[:, self._head]
+
+
+class LatentFields:
+    """Latents and rotary keys, side by side as one head: both are the key and the value, `[n, 1, rank + rope_dim]`.
+
+    The value needs the latents alone, so the rest of an output is cut off. That costs less than a second read, and
+    fused kernels want equal widths.
+    """
+
+    __slots__ = ("_latents", "_ropes")
+
+    def __init__(self, latents: PagedField, ropes: PagedField) -> None:
+        self._latents = latents
+        self._ropes = ropes
+
+    def write(self, slots: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        """Store rows `[T, rank]` and `[T, rope_dim]`; returns `[T, 1, rank + rope_dim]`, as a reader sees them."""
+        written = (self._latents.write(slots, latent), self._ropes.write(slots, rope))
+        return torch.cat(written, dim=-1).unsqueeze(1)
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A copy in scratch memory."""
+        return _joined(self._latents.read(start, stop, dtype), self._ropes.read(start, stop, dtype))
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A copy in scratch memory."""
+        return _joined(self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope"))
+
+
+def _joined(latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    joined = _workspace.take("joined", latent.dtype, latent.device, latent.shape[0], latent.shape[1] + rope.shape[1])
+    row = torch.cat((latent, rope), dim=-1, out=joined).unsqueeze(1)
+    return row, row

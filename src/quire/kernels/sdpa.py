@@ -1,4 +1,4 @@
-"""Attention over a part of the keys: the output normalised over that part, and its log-sum-exp to merge parts by.
+"""Scaled dot-product attention over some of the keys: output and log-sum-exp, by which such parts are merged.
 
 Shapes are `[batch, heads, rows, dim]` throughout, with any strides. Every row must see at least one key.
 """
@@ -26,11 +26,11 @@ def native_on_cpu(dtype: torch.dtype) -> bool:
 
 
 def flash_usable(query: Tensor, key_dim: int, value_dim: int, softcap: float | None) -> bool:
-    """Whether `partial_flash` computes this case."""
+    """Whether `sdpa_flash` computes this case."""
     return query.device.type == "cpu" and key_dim == value_dim and softcap is None and query.dtype in _FLASH_DTYPES
 
 
-def partial_flash(
+def sdpa_flash(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Torch's blocked CPU kernel. `mask` is float32 and added to the scores; `causal` needs as many rows as keys.
@@ -43,7 +43,7 @@ def partial_flash(
     return out, lse
 
 
-def partial_math(
+def sdpa_math(
     query: Tensor,
     key: Tensor,
     value: Tensor,

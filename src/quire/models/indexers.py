@@ -1,0 +1,95 @@
+"""What attention with an indexer shares: the indexer's keys on the pools, and which rows select at all.
+
+Selecting is the model's own code, run on tiles of a step. A sequence whose context is no longer than what may be
+selected reads all of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import PagedField
+from quire.kernels.segments import Slots
+from quire.kernels.tiles import SelectingRows, Tile, tiles_of
+from quire.models.forward import RunningForward
+
+
+class IndexKeys:
+    """The keys of a tile's sequences, as an indexer of the model takes its cache: it stores new ones and reads all.
+
+    Rows that see too few tokens to select from only store theirs, and read one key to be done with.
+    """
+
+    def __init__(self, stored: PagedField, slots: Tensor, tile: Tile) -> None:
+        self._stored = stored
+        self._slots = slots
+        self.tile = tile
+        self.selects = len(tile.slots) > 0
+
+    def update(self, keys: Tensor) -> Tensor:
+        """Store `keys` `[sequences, count, dim]` of the rows; returns `[sequences, width, dim]`, these included."""
+        self._stored.write(self._slots[self.tile.rows.flatten()], keys.flatten(0, 1))
+        if not self.selects:
+            return keys[:, :1]
+        found = self._stored.gather(self.tile.slots, keys.dtype, "index_k")
+        return found.view(keys.shape[0], self.tile.width, -1)
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """`update` as DSA calls it: `cache.update_indexer(keys, layer)`."""
+        return self.update(keys)
+
+    @property
+    def layers(self) -> IndexKeys:
+        """Of MiniMax-M3, which calls `cache.layers[layer].update_index(keys)`."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> IndexKeys:
+        return self
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """`update` of keys `[sequences, 1, count, dim]`."""
+        return self.update(keys[:, 0]).unsqueeze(1)
+
+
+def index_keys(forward: RunningForward, most: int, device: torch.device) -> list[IndexKeys]:
+    """The tiles in which an indexer that selects `most` tokens computes a step, for the call that is to come."""
+    stored, batch = forward.rows("index_k", forward.ordinal)
+    tiles = batch.derived(("tiles", most), lambda batch: _tiles(batch, most, device))
+    return [IndexKeys(stored, batch.slots_on(device), tile) for tile in tiles]
+
+
+def _tiles(batch: PagedBatch, most: int, device: torch.device) -> list[Tile]:
+    """Tiles of the rows that select among more than `most` tokens, and one of the others, which only store keys."""
+    short, long = _by_length(batch, most)
+    tiles = tiles_of(batch, long, 1, device)
+    if len(short):
+        rows = torch.from_numpy(batch.part(short)[0]).to(device).unsqueeze(0)
+        visible = torch.ones(1, rows.shape[1], 1, dtype=torch.bool, device=device)
+        tiles.append(Tile(rows, torch.zeros_like(rows), rows.new_zeros(0), visible, 1))
+    return tiles
+
+
+def split_rows(
+    batch: PagedBatch, most: int, device: torch.device
+) -> tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]:
+    """The rows that read all of their context, with a batch of their own, and those that read `most` tokens of it."""
+
+    def split(batch: PagedBatch) -> tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]:
+        short, long = _by_length(batch, most)
+        whole = None
+        if len(short):
+            rows, part = batch.part(short, ("whole", most))
+            whole = torch.from_numpy(rows).to(device), part
+        return whole, SelectingRows(batch, long, 1, device) if len(long) else None
+
+    return batch.derived(("split", most), split)
+
+
+def _by_length(batch: PagedBatch, most: int) -> tuple[Slots, Slots]:
+    """The sequences with rows whose context is no longer than `most` tokens, and the others."""
+    present = np.diff(batch.query_starts) > 0
+    short = batch.context_lens <= most
+    return np.flatnonzero(present & short), np.flatnonzero(present & ~short)
