@@ -42,7 +42,7 @@ def test_an_engine_process_draws_the_same_without_the_compiler() -> None:
     script = f"""
 import sys
 from quire.engine.lean_imports import without_compiler
-without_compiler()
+without_compiler("cpu")
 from quire import LLM, SamplingParams
 llm = LLM(kv_memory="4MiB", show_plan=False)
 print(llm.generate({PROMPT}, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids)

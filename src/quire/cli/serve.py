@@ -28,6 +28,7 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.engine.before_load import check_model
 
     check_model(engine)  # before the imports that take seconds
+    from quire.engine.lean_imports import without_torch
     from quire.engine.process import LOG_FORMAT
     from quire.plan.budget import format_bytes
     from quire.serve.server import serve as run
@@ -50,7 +51,8 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
             console.print(_panel(summary))
 
     try:
-        run(engine, server, on_ready=on_ready, on_progress=on_progress)
+        with without_torch():
+            run(engine, server, on_ready=on_ready, on_progress=on_progress)
     finally:
         loading.stop()
 

@@ -1,7 +1,7 @@
-"""Importing transformers without what a process of ours never uses, which takes most of the time of the import.
+"""Importing transformers without torch's compiler, which takes most of the time of the import. Decision 035 says why.
 
-The engine's process compiles nothing and has one device for each model: marks for torch's compiler are left out, and
-the compiler loads when something asks for more of it. The server's process only tokenises: it has no torch at all.
+An engine on the CPU compiles nothing. Its process leaves the compiler's decorators out, and loads the compiler when
+something asks for more of it. The server's process only tokenises: it has no torch at all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ _NEEDED = "torch._dynamo._trace_wrapped_higher_order_op"  # by transformers, of 
 _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
-def without_compiler() -> None:
-    """For a process of the engine's own: transformers, not imported yet, loads neither torch's compiler nor what
-    several devices need."""
+def without_compiler(device: str) -> None:
+    """For a process that has one engine on this device: on the CPU, transformers loads neither torch's compiler nor its
+    collective operations. Does nothing for another device, or where transformers is loaded already."""
     import torch
 
+    if "transformers" in sys.modules or not (device == "cpu" or (device == "auto" and not torch.cuda.is_available())):
+        return
     torch.distributed.is_available = lambda: False
     spec = find_spec(_COMPILER)
     if _COMPILER in sys.modules or spec is None:
@@ -56,7 +58,8 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) ->
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """For the server's process, while it runs: transformers finds no torch, unless it is imported already."""
+    """For the process of `quire serve`: transformers finds no torch, unless it is imported already. What transformers
+    is loaded meanwhile stays without torch."""
     if "torch" in sys.modules:
         yield
         return

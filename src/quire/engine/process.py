@@ -148,7 +148,7 @@ def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
     storage = open_tiers(config)
     from quire.engine.lean_imports import without_compiler
 
-    without_compiler()
+    without_compiler(config.device)
     from quire.engine.core import EngineCore
 
     return EngineCore(config, storage=storage, progress=progress)

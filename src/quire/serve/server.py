@@ -22,7 +22,6 @@ import uvicorn
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import EngineConfig
-from quire.engine.lean_imports import without_torch
 from quire.engine.process import Progress
 from quire.errors import AddressInUse, InvalidInput
 from quire.serve.app import create_app
@@ -84,7 +83,7 @@ def serve(
     `on_progress` hears of host memory that is being touched, `on_ready` of when requests are answered.
     """
     listener = bind(server.host, server.port)
-    with contextlib.closing(listener), without_torch(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         starting = start(config, stall_after_s=server.stall_after_s, on_progress=on_progress)
         runner.run(_serve(config, server, listener, on_ready, starting))
 
