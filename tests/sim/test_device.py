@@ -12,7 +12,7 @@ import pytest
 from quire.cache.fences import Fences
 from quire.cache.states import Pieces
 from quire.errors import WrongContent
-from quire.sim.prefix_hash import PrefixHasher
+from quire.sim.prefix_hash import PrefixHasher, page_digests
 from quire.sim.replay import Replay
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -171,7 +171,7 @@ def test_tokens_that_were_drawn_for_another() -> None:
 
 
 def test_a_hash_depends_on_all_tokens_before() -> None:
-    hasher = PrefixHasher(64, 4)
+    hasher = PrefixHasher(64)
     tokens = np.arange(50, dtype=np.int32)
     hashes = hasher.hashes(Namespace(), tokens)
     assert len(set(hashes.tolist())) == 50
@@ -184,11 +184,10 @@ def test_a_hash_depends_on_all_tokens_before() -> None:
 
 
 def test_a_digest_changes_with_any_slot() -> None:
-    hasher = PrefixHasher(64, 8)
-    hashes = hasher.hashes(Namespace(), np.arange(8, dtype=np.int32))
-    (digest,) = hasher.digests(hashes)
+    hashes = PrefixHasher(64).hashes(Namespace(), np.arange(8, dtype=np.int32))[None]
+    (digest,) = page_digests(hashes)
     for at in range(8):
         wrong = hashes.copy()
-        wrong[at] ^= np.uint64(1 << 63)
-        assert hasher.digests(wrong)[0] != digest
-    assert hasher.digests(hashes[::-1].copy())[0] != digest
+        wrong[0, at] ^= np.uint64(1 << 63)
+        assert page_digests(wrong)[0] != digest
+    assert page_digests(hashes[:, ::-1])[0] != digest

@@ -1,4 +1,4 @@
-"""Devices by name, and what of a device's memory is not for pools. Figures are those the drivers report."""
+"""Devices by name with their figures, and what of a device's memory is not for pools."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ _MIB = 2**20
 _PER_TOKEN = 3 * _MIB // 2  # bytes of activations of a token, in a model of this width
 _WIDE = 8192
 
-_MEMORY_MIB: Mapping[str, int] = {
-    "a10-24gb": 23_028,
-    "a100-40gb": 40_960,
-    "a100-80gb": 81_920,
-    "b200-180gb": 183_359,
-    "h100-80gb": 81_559,
-    "h100-nvl-94gb": 95_830,
-    "h20-96gb": 97_871,
-    "h200-141gb": 143_771,
-    "l4-24gb": 23_034,
-    "l40s-48gb": 46_068,
-    "mi300x-192gb": 196_592,
-    "rtx-3090-24gb": 24_576,
-    "rtx-4090-24gb": 24_564,
-    "rtx-5090-32gb": 32_607,
-    "rtx-a6000-48gb": 49_140,
-    "rtx-pro-6000-96gb": 97_887,
-    "t4-16gb": 15_360,
-    "v100-16gb": 16_384,
-    "v100-32gb": 32_768,
+DEVICES: Mapping[str, tuple[int, float, float, float]] = {
+    "a10-24gb": (23_028, 125, 600, 32),
+    "a100-40gb": (40_960, 312, 1555, 32),
+    "a100-80gb": (81_920, 312, 2039, 32),
+    "b200-180gb": (183_359, 2250, 8000, 64),
+    "h100-80gb": (81_559, 989, 3350, 64),
+    "h100-nvl-94gb": (95_830, 835, 3900, 64),
+    "h20-96gb": (97_871, 148, 4000, 64),
+    "h200-141gb": (143_771, 989, 4800, 64),
+    "l4-24gb": (23_034, 121, 300, 32),
+    "l40s-48gb": (46_068, 362, 864, 32),
+    "mi300x-192gb": (196_592, 1307, 5300, 64),
+    "rtx-3090-24gb": (24_576, 71, 936, 32),
+    "rtx-4090-24gb": (24_564, 165, 1008, 32),
+    "rtx-5090-32gb": (32_607, 209, 1792, 64),
+    "rtx-a6000-48gb": (49_140, 155, 768, 32),
+    "rtx-pro-6000-96gb": (97_887, 504, 1792, 64),
+    "t4-16gb": (15_360, 65, 320, 16),
+    "v100-16gb": (16_384, 125, 900, 16),
+    "v100-32gb": (32_768, 125, 900, 16),
 }
-"""Total memory in MiB, as `nvidia-smi` or `rocm-smi` prints it."""
-
-DEVICES = tuple(sorted(_MEMORY_MIB))
-"""Names of the devices that are known."""
+"""By name: total memory in MiB, as `nvidia-smi` or `rocm-smi` prints it; and published peaks: TFLOP/s of dense 16-bit
+matrix products with 32-bit sums, GB/s of memory, and GB/s of the host's bus in one direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +50,11 @@ def find_device(name: str, *, otherwise: str = "give its bytes with --device-mem
     Raises InvalidInput, whose fix ends in `otherwise`.
     """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if wanted in _MEMORY_MIB:
-        return Device(name=wanted, memory=_MEMORY_MIB[wanted] * _MIB)
+    if wanted in DEVICES:
+        return Device(name=wanted, memory=DEVICES[wanted][0] * _MIB)
     found = [known for known in DEVICES if known.rpartition("-")[0] == wanted]
     if len(found) == 1:
-        return Device(name=found[0], memory=_MEMORY_MIB[found[0]] * _MIB)
+        return Device(name=found[0], memory=DEVICES[found[0]][0] * _MIB)
     import difflib  # only a mistake needs it
 
     close = found or difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.4)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.cache.running import Lengths
 from quire.errors import InvalidInput
-from quire.sim.clock import CostModel, Lengths, work_of
+from quire.sim.clock import CostModel, work_of
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from quire.cache.running import Lengths
 from quire.errors import InvalidInput
-from quire.plan.devices import find_device
+from quire.plan.devices import DEVICES, find_device
 from quire.spec.group import GroupSpec
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall
 from quire.spec.model import ModelSpec
-
-Lengths = npt.NDArray[np.int64]
 
 _COMPUTE_SHARE = 0.5  # of the published peak, that large matrix products reach
 _MEMORY_SHARE = 0.8  # of the published bandwidth, that streaming reads reach
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
 _LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has arrived
-
-_FIGURES: Mapping[str, tuple[float, float, float]] = {
-    "a10-24gb": (125, 600, 32),
-    "a100-40gb": (312, 1555, 32),
-    "a100-80gb": (312, 2039, 32),
-    "b200-180gb": (2250, 8000, 64),
-    "h100-80gb": (989, 3350, 64),
-    "h100-nvl-94gb": (835, 3900, 64),
-    "h20-96gb": (148, 4000, 64),
-    "h200-141gb": (989, 4800, 64),
-    "l4-24gb": (121, 300, 32),
-    "l40s-48gb": (362, 864, 32),
-    "mi300x-192gb": (1307, 5300, 64),
-    "rtx-3090-24gb": (71, 936, 32),
-    "rtx-4090-24gb": (165, 1008, 32),
-    "rtx-5090-32gb": (209, 1792, 64),
-    "rtx-a6000-48gb": (155, 768, 32),
-    "rtx-pro-6000-96gb": (504, 1792, 64),
-    "t4-16gb": (65, 320, 16),
-    "v100-16gb": (125, 900, 16),
-    "v100-32gb": (125, 900, 16),
-}
-"""Published peaks: TFLOP/s of dense 16-bit matrix products with 32-bit sums, GB/s of memory, GB/s of the host's bus in
-one direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +67,7 @@ class CostModel:
         work evenly. Raises InvalidInput for an unknown device."""
         if ranks < 1:
             raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
-        device = find_device(name, otherwise="give --prefill-rate and --decode-ms").name
-        tflops, memory, bus = _FIGURES[device]
+        _, tflops, memory, bus = DEVICES[find_device(name, otherwise="give --prefill-rate and --decode-ms").name]
         compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * _MEMORY_SHARE
         full, windowed = _pair_flops(spec)
         reads = tuple(

@@ -28,19 +28,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.cache import KVCache, RunningBatch
+from quire.cache.running import Lengths
 from quire.cache.states import Pieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import RequestState
 from quire.scheduler.step import Step
 from quire.sim.arrivals import ScriptedRequest, scripted
-from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests, page_weights
+from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests
 from quire.spec.ids import Ids
 
-Lengths = npt.NDArray[np.int64]
 _SEVERAL = -1
 _FEW_PAGES = 16384
 """A step that reads no more than this is compared as one table, padding and all."""
@@ -57,8 +56,8 @@ class _PageTable:
 @dataclass(slots=True)
 class SimulatedStep:
     """A launched step. `drawn` are the tokens it draws, int64. The rest is what the device needs to check it: where
-    each work ends, by group the pieces where requests carry a frame, the slots it writes and the tables it reads, and
-    the row of each work in the tables of expected contents."""
+    each work ends, by group the pieces where requests carry a frame, the row of each work in the tables of expected
+    contents, and by group the slots it writes and the tables it reads."""
 
     number: int
     step: Step
@@ -66,9 +65,9 @@ class SimulatedStep:
     ends: Lengths
     drawn: Lengths
     pieces: dict[int, Pieces]
+    expected: Lengths
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[_PageTable]] = field(default_factory=dict)
-    expected: Lengths = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class SimulatedDevice:
@@ -95,13 +94,13 @@ class SimulatedDevice:
         O(works) without checks."""
         requests, ends = scripted(scheduled.requests), scheduled.ends
         self._launched += 1
-        drawn = self._draw(scheduled, requests, ends)
-        step = SimulatedStep(self._launched, scheduled, fence, ends, drawn, pieces)
+        drawn, expected = self._draw(scheduled, requests, ends), ends[:0]
         if self._expected is not None:
-            step.expected = self._expected.rows_of(requests, self._launched, self._settled)
+            expected = self._expected.rows_of(requests, self._launched, self._settled)
             self._expected.check_inputs(requests, scheduled)
-            for memory in self._memory:
-                memory.capture(step, self._settled)
+        step = SimulatedStep(self._launched, scheduled, fence, ends, drawn, pieces, expected)
+        for memory in self._memory:
+            memory.capture(step, self._settled)
         return step
 
     def _draw(self, step: Step, requests: Sequence[ScriptedRequest], ends: Lengths) -> Lengths:
@@ -128,11 +127,10 @@ class Frames:
     def __init__(self, num_frames: int, slots: int) -> None:
         self.hashes: Hashes = np.zeros((num_frames + 1, slots), dtype=np.uint64)
         self.digests: Hashes = np.zeros(num_frames + 1, dtype=np.uint64)
-        self._weights = page_weights(slots)
 
     def update_digests(self, frames: Ids) -> None:
         """The hashes of these frames have changed."""
-        self.digests[frames] = page_digests(self.hashes[frames], self._weights)
+        self.digests[frames] = page_digests(self.hashes[frames])
 
 
 def frames_of(plan: MemoryPlan) -> list[Frames]:
@@ -146,7 +144,7 @@ class _Expected:
 
     def __init__(self, cache: KVCache) -> None:
         size, longest = cache.page_size, cache.plan.pages_per_row * cache.page_size
-        self._hasher = PrefixHasher(longest + 1, size)
+        self._hasher = PrefixHasher(longest + 1)
         # Steps in flight may hold as many requests again as run.
         self._owners: list[ScriptedRequest | None] = [None] * (2 * cache.plan.max_requests + 1)
         self._last_used = np.zeros(len(self._owners), dtype=np.int64)
@@ -186,7 +184,7 @@ class _Expected:
         hashes = self._hasher.hashes(request.namespace, request.script)
         whole = len(hashes) // self._page_size
         self.hashes[row, : len(hashes)] = hashes
-        self.digests[row, :whole] = self._hasher.digests(hashes[: whole * self._page_size])
+        self.digests[row, :whole] = page_digests(self.hashes_by_page[row, :whole])
 
     def _collect(self, settled: int) -> None:
         """Free the rows of requests that do not run and are in no step in flight."""

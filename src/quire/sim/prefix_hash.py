@@ -8,6 +8,8 @@ some nanoseconds for a token. Two sequences that differ in a single token never 
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,13 +26,12 @@ _HALF = np.uint64(32)
 
 
 class PrefixHasher:
-    """Hashes of sequences of up to `longest` tokens, with tables for that length, and digests of pages."""
+    """Hashes of sequences of up to `longest` tokens, with tables for that length."""
 
-    def __init__(self, longest: int, page_size: int) -> None:
+    def __init__(self, longest: int) -> None:
         self._powers = _powers(_A, longest)
         self._inverses = _powers(pow(_A, -1, 1 << 64), longest)
         self._seeds: dict[Namespace, np.uint64] = {}
-        self._weights = page_weights(page_size)
 
     def hashes(self, namespace: Namespace, tokens: Ids) -> Hashes:
         """The hash of each token, uint64 `[num_tokens]`."""
@@ -43,20 +44,17 @@ class PrefixHasher:
         found *= self._powers[: len(tokens)]
         return found
 
-    def digests(self, hashes: Hashes) -> Hashes:
-        """The digest of each page, uint64 `[num_pages]`, from the hashes of whole pages."""
-        return page_digests(hashes.reshape(-1, len(self._weights)), self._weights)
 
-
-def page_weights(page_size: int) -> Hashes:
-    """An odd number for each slot of a page, for its digest."""
-    return _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
-
-
-def page_digests(hashes: Hashes, weights: Hashes) -> Hashes:
-    """The sum of each row with a weight for each slot, which is odd, so that a single wrong slot always changes it."""
-    found: Hashes = (hashes * weights).sum(axis=1, dtype=np.uint64)
+def page_digests(hashes: Hashes) -> Hashes:
+    """The digest of each page, uint64 `[pages]`, from the hashes of its slots `[pages, slots]`: a sum in which every
+    slot has an odd weight of its own, so that a single wrong slot always changes it."""
+    found: Hashes = (hashes * _weights(hashes.shape[1])).sum(axis=1, dtype=np.uint64)
     return found
+
+
+@cache
+def _weights(slots: int) -> Hashes:
+    return _mixed(np.arange(1, slots + 1, dtype=np.uint64)) | np.uint64(1)
 
 
 def _powers(base: int, count: int) -> Hashes:

@@ -12,7 +12,7 @@ from typing_extensions import Buffer
 
 from quire.memory.record import Rows
 from quire.sim.device import Frames
-from quire.sim.prefix_hash import Hashes, page_digests, page_weights
+from quire.sim.prefix_hash import Hashes, page_digests
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, Entry, Store, StoreKey
 from quire.tiers.transfer import Copies
@@ -39,7 +39,6 @@ class SimulatedCopies(Copies):
             np.zeros((count + 1, _HEADER + width), dtype=np.uint64)
             for count, width in zip(host_frames, widths, strict=True)
         ]
-        self._weights = [page_weights(width) for width in widths]
 
     def layers(self) -> tuple[int, ...]:
         return (LAYER,)
@@ -78,7 +77,7 @@ class SimulatedCopies(Copies):
     def _sums(self, group: int, host: Ids) -> Hashes:
         rows = self._rows[group][host]
         sums: Hashes = rows[:, 0] * _FIRST + rows[:, 1] * _SECOND
-        return sums + page_digests(rows[:, _HEADER:], self._weights[group])
+        return sums + page_digests(rows[:, _HEADER:])
 
 
 def _heads(keys: Sequence[bytes]) -> Hashes:
