@@ -130,6 +130,22 @@ def test_less_than_a_page_is_refused() -> None:
         configurator(FULL).calculate_pool_sizes(100, 16)
 
 
+@pytest.mark.parametrize("ratio", [None, Fraction(4, 5)])
+def test_a_window_pool_is_capped_by_requests_where_nothing_stays_cached(ratio: Fraction | None) -> None:
+    given = {"mix": uniform(1200, "short requests"), "chunk": 512, "swa_full_tokens_ratio": ratio}
+    kept = configurator(FULL, WINDOW, max_running_requests=4, **given).calculate_pool_sizes(GIB, 16)
+    solve = configurator(FULL, WINDOW, max_running_requests=4, shares=False, **given)
+    config = solve.calculate_pool_sizes(GIB, 16)
+    per_request = solve.options.window_tokens(ReachSpec("window", 1024), 16)
+    assert config.swa_max_total_num_tokens == 4 * -(-per_request // 16) * 16 + 512
+    assert config.max_total_num_tokens > 1.5 * kept.max_total_num_tokens
+    assert config.bytes <= GIB < config.bytes + config.coeff * 16 + 1
+    assert solve.bytes_for(config.max_total_num_tokens, 16) <= GIB
+    assert solve.calculate_pool_sizes_from_max_tokens(config.max_total_num_tokens, 16).pools == config.pools
+    few = solve.calculate_pool_sizes_from_max_tokens(1600, 16)
+    assert few.bytes < config.bytes and few.swa_max_total_num_tokens < config.swa_max_total_num_tokens
+
+
 def test_a_window_pool_that_holds_no_request_is_refused() -> None:
     """It must exceed the window and one page; the reference of the time started such a server and hung."""
     solve = configurator(FULL, WINDOW, swa_full_tokens_ratio=Fraction(1, 10))

@@ -10,20 +10,31 @@ import gzip
 import json
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cache import KVCache
 from quire.errors import InvalidInput
+from quire.plan.configurator import PoolOptions, create_memory_pool_configurator
+from quire.plan.mix import uniform
 from quire.plan.reserve import (
     Speculation,
     get_alloc_len_per_decode,
     get_alloc_reserve_per_decode,
     get_req_to_token_extra_context_len,
 )
+from quire.spec.group import ReachSpec
+from quire.spec.layers import AttentionCall
+from quire.spec.layout import DType
+from quire.spec.model import ModelSpec
+from quire.spec.pages import pages_for
+from quire.testing import small_plan
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_len_0.5.23.json.gz"
 
@@ -138,6 +149,94 @@ def test_what_a_missing_number_means() -> None:
     with pytest.raises(TypeError, match="num_steps"):
         Speculation(num_draft_tokens=4)  # type: ignore[call-arg]
     assert Speculation(num_steps=3, num_draft_tokens=4).topk == 1
+
+
+# -- other recorded kinds of the same file
+
+
+def recorded_kind(kind: str, count: int) -> list[dict[str, Any]]:
+    if not GOLDEN.exists():
+        pytest.skip("no recorded figures: shared/golden is not beside the repo")
+    with gzip.open(GOLDEN, "rt") as file:
+        found: list[dict[str, Any]] = json.load(file)[kind]
+    assert len(found) == count
+    return found
+
+
+def test_a_recorded_request_cap_is_ours_with_windows_kept_for_128_steps_more() -> None:
+    """Decision 015. Theirs frees passed pages every 128 steps, ours with each step; theirs counts a chunk twice where
+    steps overlap, ours once, since the second chunk is launched when the window has passed the first."""
+    for case in recorded_kind("swa_request_cap", 144):
+        question = case["input"]
+        page, window, requests = question["page_size"], question["window"], question["max_running_requests"]
+        overlap, chunk = not question["disable_overlap_schedule"], question["chunked_prefill_size"]
+        speculation = speculation_of({"speculative_eagle_topk": None, **question})
+        step, reserve, _ = figures(speculation, page)
+        late = window + 128 * step
+        if speculation is not None and overlap:
+            theirs_each = late + reserve + page
+        else:
+            theirs_each = pages_for(late + step, page) * page + page
+        assert case["output"] == page + (2 if overlap else 1) * chunk + requests * theirs_each, question
+
+        options = PoolOptions(
+            mix=uniform(4096, "a ratio is given"),
+            chunk=chunk,
+            shares=False,
+            speculation=speculation,
+            max_running_requests=requests,
+            swa_full_tokens_ratio=Fraction(1),
+        )
+        ours_each = options.window_tokens(ReachSpec("window", window), page)
+        assert ours_each == window + page + reserve
+        assert theirs_each - ours_each >= 127 * step - reserve
+        assert _window_tokens(options, window, page) == requests * pages_for(ours_each, page) * page + chunk
+        assert _window_tokens(options, window, page) < case["output"]
+
+
+def _window_tokens(options: PoolOptions, window: int, page_size: int) -> int:
+    """Tokens of the window pool of a model of a full and a window layer in memory without end."""
+    wide = AttentionCall(kv_heads=1, key_dim=1, value_dim=1)
+    spec = ModelSpec(
+        architecture="two layers",
+        layers=((wide,), (replace(wide, window=window),)),
+        context_length=2**20,
+        vocab_size=8,
+        dtype=DType.BFLOAT16,
+    )
+    solve = create_memory_pool_configurator(spec.groups, options, page_size=page_size)
+    return solve.calculate_pool_sizes(2**40, page_size).swa_max_total_num_tokens or 0
+
+
+def test_recorded_lengths_before_a_decode_step_are_the_pages_that_rows_grow_to() -> None:
+    for case in recorded_kind("page_aligned_decode_alloc_lens", 5):
+        question, answer = case["input"], case["output"]
+        page, held = question["page_size"], question["allocated"]
+        cache = KVCache(small_plan(2 * sum(held) // page, page, context=4096, max_requests=len(held)))
+        kvs = [cache.begin(np.full(2, index, dtype=np.int32)) for index in range(len(held))]
+        cache.extend(kvs, held)
+        assert answer["cur"] == held
+        before = cache.pages.num_free_pages
+        cache.reserve(kvs, [tokens + question["reserve"] for tokens in question["committed"]])
+        pages = [len(cache.rows.page_ids(kv)) for kv in kvs]
+        assert pages == [pages_for(tokens, page) for tokens in answer["nxt"]]
+        taken = sum(pages) - sum(pages_for(tokens, page) for tokens in held)
+        assert before - cache.pages.num_free_pages == taken
+        assert answer["num_needed_tokens"] == sum(answer["nxt"]) - sum(held)
+        assert taken * page <= answer["num_needed_tokens"]
+
+
+def test_recorded_slots_that_track_states_are_our_checkpoints() -> None:
+    """Decision 015. Theirs has buffers for the states of a request, two where steps overlap. A request here has two
+    states beside the one that it writes where prefixes are kept, and none where they are not."""
+    found = {
+        (case["input"]["extra_buffer"], case["input"]["overlap"]): case["output"]
+        for case in recorded_kind("mamba_tracking_slots", 4)
+    }
+    assert found == {(False, False): 0, (False, True): 0, (True, False): 1, (True, True): 2}
+    mix = uniform(4096, "any")
+    assert PoolOptions(mix=mix, shares=True).states_per_request == 1 + found[True, True]
+    assert PoolOptions(mix=mix, shares=False).states_per_request == 1 + found[False, True]
 
 
 # -- worked numbers

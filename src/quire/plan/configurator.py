@@ -82,17 +82,22 @@ class MemoryPoolConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRule:
-    """How a pool follows the tokens: `max(minimum, floor(tokens * per_token)) + fixed` frames, and one for padding."""
+    """How a pool follows the tokens.
+
+    It has `floor(tokens * per_token)` frames, at least `minimum` and at most `maximum`, `fixed` more, and one for
+    padding.
+    """
 
     group: GroupSpec
     per_token: Fraction
     fixed: int = 0
     minimum: int = 0
+    maximum: int | None = None
     why: str
 
     def frames(self, tokens: int) -> int:
         """Frames, without the padding frame, at `tokens` of `max_total_num_tokens`."""
-        return max(self.minimum, tokens * self.per_token.numerator // self.per_token.denominator) + self.fixed
+        return int(self._within(tokens * self.per_token.numerator // self.per_token.denominator)) + self.fixed
 
     @property
     def bytes_per_frame(self) -> int:
@@ -105,8 +110,28 @@ class PoolRule:
 
     def most_bytes(self, tokens: int) -> int:
         """`bytes`, before the share is floored to whole frames: what the budget must allow."""
-        frames = max(Fraction(self.minimum), tokens * self.per_token) + self.fixed + PADDING
+        frames = self._within(tokens * self.per_token) + self.fixed + PADDING
         return math.ceil(frames * self.bytes_per_frame)
+
+    def line(self, tokens: Fraction) -> tuple[Fraction, int]:
+        """Bytes per token, and bytes at no tokens, of the line that the pool's bytes follow from `tokens` on."""
+        share = tokens * self.per_token
+        if share < self.minimum or not self.per_token:
+            resting = self.minimum
+        elif self.maximum is not None and share >= self.maximum:
+            resting = self.maximum
+        else:
+            return self.per_token * self.bytes_per_frame, (self.fixed + PADDING) * self.bytes_per_frame
+        return Fraction(0), (resting + self.fixed + PADDING) * self.bytes_per_frame
+
+    @property
+    def turns(self) -> list[Fraction]:
+        """The tokens at which the pool begins and ceases to grow."""
+        return [end / self.per_token for end in (self.minimum, self.maximum) if end and self.per_token]
+
+    def _within(self, share: int | Fraction) -> int | Fraction:
+        found = max(self.minimum, share)
+        return found if self.maximum is None else min(found, self.maximum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +293,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
     A window pool has `swa_full_tokens_ratio` tokens per token of the full pools where that is given. Else its share is
     what the mix needs: of each request its window, the page the window's start falls into and the reserve of a step,
     or all of the request if that is less; and on top the prompt tokens of one step, which are written before the
-    window passes.
+    window passes. Where prefixes are not kept, no pool is larger than what `max_running_requests` can hold.
     """
 
     def _rules(
@@ -283,19 +308,27 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
         ]
 
     def _window_rule(self, group: GroupSpec, page_size: int) -> PoolRule:
-        step = page_size * self.options.token_ranks
-        ratio = self.options.swa_full_tokens_ratio
+        options, step = self.options, page_size * self.options.token_ranks
+        kept, chunk = options.window_tokens(group.reach, page_size), pages_for(options.chunk, step)
+        most = None  # what all requests can hold, where nothing stays cached after them
+        if options.max_running_requests is not None and not options.shares:
+            most = options.max_running_requests * pages_for(kept, step)
+        ratio = options.swa_full_tokens_ratio
         if ratio is not None:
-            return PoolRule(group=group, per_token=ratio / step, why=f"{float(ratio):g} of the full pools' tokens")
-        kept = self.options.window_tokens(group.reach, page_size)
-        share = self.options.mix.window_share(kept, step)
-        chunk = pages_for(self.options.chunk, step)
+            most = most if most is None else most + chunk
+            why = f"{float(ratio):g} of the full pools' tokens"
+            why += (
+                "" if most is None else f", and at most {most * step:,} for {options.max_running_requests:,} requests"
+            )
+            return PoolRule(group=group, per_token=ratio / step, maximum=most, why=why)
+        share = options.mix.window_share(kept, step)
         return PoolRule(
             group=group,
             per_token=share / step,
             fixed=chunk,
             minimum=pages_for(kept, step),
-            why=f"{float(share):.4g} of the full pools' tokens: at most {kept:,} of each of {self.options.mix.source}"
+            maximum=most,
+            why=f"{float(share):.4g} of the full pools' tokens: at most {kept:,} of each of {options.mix.source}"
             + (f"; and {chunk * step:,} tokens for the prompt tokens of one step" if chunk else ""),
         )
 
@@ -424,26 +457,22 @@ def _line(
 ) -> tuple[Fraction, int]:
     """`coeff` and `bias` of the rules at a budget or at a number of tokens.
 
-    A pool at its minimum does not grow, so its bytes are in the bias. Fewer tokens put more pools at their minimum, so
-    pools move into the bias until the tokens that the line gives leave no other pool below its minimum. At a budget the
-    last pool always grows: in a model of states only, tokens are free up to its minimum.
+    Bytes follow the tokens in straight pieces: a pool at its minimum or maximum does not grow, so its bytes are in the
+    bias. At a budget the piece is the last one that begins within it.
     """
-    growing = sorted((rule for rule in rules if rule.per_token), key=lambda rule: rule.minimum / rule.per_token)
-    bias = sum((rule.fixed + PADDING) * rule.bytes_per_frame for rule in rules)
-    bias += sum(rule.minimum * rule.bytes_per_frame for rule in rules if not rule.per_token)
-    always = 0 if available_bytes is None else 1
-    while True:
-        coeff = sum((rule.per_token * rule.bytes_per_frame for rule in growing), Fraction(0))
-        if len(growing) <= always:
-            return coeff, bias
-        if available_bytes is None:
-            at = Fraction(tokens or 0)
-        else:
-            at = max(Fraction(0), (available_bytes - bias) / coeff)
-        if at * growing[-1].per_token >= growing[-1].minimum:
-            return coeff, bias
-        resting = growing.pop()
-        bias += resting.minimum * resting.bytes_per_frame
+
+    def line(at: Fraction) -> tuple[Fraction, int]:
+        coeffs, biases = zip(*(rule.line(at) for rule in rules), strict=True)
+        return sum(filter(None, coeffs), Fraction(0)), sum(biases)
+
+    if available_bytes is None:
+        return line(Fraction(tokens or 0))
+    found = line(Fraction(0))
+    for at in sorted(turn for rule in rules for turn in rule.turns):
+        coeff, bias = line(at)
+        if at * coeff + bias <= available_bytes:
+            found = coeff, bias
+    return found
 
 
 def ragged(reach: ReachSpec, step: int) -> int:
