@@ -101,7 +101,7 @@ def test_round_trip_in_the_time_that_bytes_take() -> None:
         if link is Lane.SAVE:
             world.wipe()
     assert world.whole(1, 2, 3)
-    assert world.mover.rate(Lane.LOAD).per_second == pytest.approx(BANDWIDTHS[Lane.LOAD])
+    assert world.mover.rates[Lane.LOAD].per_second == pytest.approx(BANDWIDTHS[Lane.LOAD])
 
 
 def test_a_link_carries_one_move_after_the_other_and_links_run_beside_each_other() -> None:

@@ -97,7 +97,7 @@ def test_a_lie_is_a_wrong_hit(inner: DirectoryStore, fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", LIES)
 def test_the_contract_notices_lies(inner: DirectoryStore, fault: Fault) -> None:
-    model = StoreModel(FaultyStore(inner, seed=0, kinds=[fault]), sizes=(300, 5000), forgets=True)
+    model = StoreModel(FaultyStore(inner, seed=0, kinds=[fault]), sizes=(300, 5000), evicts=True)
     choices = Choices.seeded(0)
 
     def run() -> None:
@@ -111,7 +111,7 @@ def test_the_contract_notices_lies(inner: DirectoryStore, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [fault for fault in Fault if fault not in LIES])
 def test_a_failure_is_no_lie(inner: DirectoryStore, fault: Fault) -> None:
     store = FaultyStore(inner, seed=0, kinds=[fault], percent=30)
-    model = StoreModel(store, sizes=(300, 5000), forgets=True)
+    model = StoreModel(store, sizes=(300, 5000), evicts=True)
     choices = Choices.seeded(0)
     for _ in range(300):
         model.step(choices)

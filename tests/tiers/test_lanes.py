@@ -115,7 +115,7 @@ def test_a_peer_is_two_more_rows() -> None:
         receive = transfer_of(copies, RECEIVE, 1, 2, 3, shift=7, deadline=SOON)
         assert mover.submit(receive)
         collect(mover, receive)
-        assert receive.is_whole and mover.rate(RECEIVE).per_second
+        assert receive.is_whole and mover.rates[RECEIVE].per_second
         for device in copies.device:
             device[...] = 0
         load = transfer_of(copies, Lane.LOAD, 1, 2, 3, shift=7)

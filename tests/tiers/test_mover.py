@@ -84,7 +84,7 @@ def test_round_trip() -> None:
             assert (move.done, move.is_whole, move.error) == (True, True, "")
             assert move.defects == (("", "", ""),) * 2
             assert mover.in_flight(link) == 0
-            assert (mover.rate(link).per_second or 0) > 0
+            assert (mover.rates[link].per_second or 0) > 0
             assert mover.idle
             for group in (0, 1):
                 if link is Lane.SAVE:
@@ -120,7 +120,7 @@ def test_looking_needs_no_frames() -> None:
     with mover_of(copies, store) as mover:
         assert mover.submit(move_of(copies, Lane.LOOK, [units(0, [], [], [1, 2])]))
         assert collect(mover)[0].answers == ((Answer.HIT, Answer.MISS),)
-        assert mover.rate(Lane.LOOK).per_second is None
+        assert mover.rates[Lane.LOOK].per_second is None
 
 
 def saved(*numbers: int) -> ArrayCopies:

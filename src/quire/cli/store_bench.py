@@ -40,8 +40,7 @@ def bench(store: StoreUrl, settings: BenchSettings, *, as_json: bool) -> None:
     [dim]Example:[/dim] quire store bench valkey://127.0.0.1:6379/0 --sizes 64KiB,1MiB --json
     """
     from quire.plan.budget import parse_bytes
-    from quire.tiers.stores.options import without_secrets
-    from quire.tiers.stores.registry import directory_of
+    from quire.tiers.stores.registry import directory_of, without_secrets
 
     url, batch, threads = store.url, settings.batch, settings.threads
     record_sizes = [parse_bytes(size) for size in settings.sizes.split(",")]

@@ -41,7 +41,7 @@ def gc(url: StoreUrl, settings: GcSettings, *, as_json: bool) -> None:
     [dim]Example:[/dim] quire store gc /var/cache/quire --keep 3fa9 --dry-run
     """
     with opened(url.url) as store:
-        from quire.tiers.stores.options import without_secrets
+        from quire.tiers.stores.registry import without_secrets
 
         dry_run = settings.dry_run
         kept = tuple(scope_prefix(scope) for scope in settings.keep) or None

@@ -48,7 +48,7 @@ def inspect(url: StoreUrl, *, as_json: bool) -> None:
 
 def examine(url: str, store: Store, entries: Iterable[Entry]) -> dict[str, Any]:
     """All findings, as plain values."""
-    from quire.tiers.stores.options import without_secrets
+    from quire.tiers.stores.registry import without_secrets
     from quire.tiers.tombstones import tombstone_scope
 
     scopes: dict[str, _Scope] = {}

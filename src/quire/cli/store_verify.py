@@ -132,7 +132,7 @@ def _defect(key: StoreKey, record: bytearray) -> str:
 
 
 def _as_dict(url: str, verdict: Verdict, seconds: float) -> dict[str, Any]:
-    from quire.tiers.stores.options import without_secrets
+    from quire.tiers.stores.registry import without_secrets
 
     return {
         "url": without_secrets(url),

@@ -10,7 +10,7 @@ from quire.engine.config import EngineConfig
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.prefix.reach import reach_of
 from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.stores.options import without_secrets
+from quire.tiers.stores.registry import without_secrets
 
 STORE_COUNTS = ("hits", "misses", "stored", "evicted", "lost", "overtaken", "reclaimed")
 """Records, of stores that count them."""

@@ -83,10 +83,8 @@ class EvictedEdges:
         entry = self._order.pop()
         assert entry is not None
         edge = entry.item
-        assert edge.parent is not None and not edge.evicted
-        edge.eviction = None
-        del edge.parent.evicted[edge.key[: self._page_bytes]]
-        self.num_bytes -= len(edge.key)
+        below = self._take(edge, len(edge.key))
+        assert edge.parent is not None and not below
         self._forgotten(edge.parent)
 
 

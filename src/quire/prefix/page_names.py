@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, P
 from quire.spec.ids import Ids, Tier
 
 KEY_BYTES = 32
-_MOST_SCOPES = 1024  # remembered: there may be a salt per user or per request
+_scope_of = lru_cache(1024)(scope_of)  # there may be a salt per user or per request
 _MOST_AHEAD = 64  # prompts whose keys are remembered until their pages are cached
 
 
@@ -29,7 +30,6 @@ class PageNames:
         self._page_bytes = page_bytes
         self._identity = identity
         self._emit = emit
-        self._scopes: dict[Namespace, bytes] = {}
         self._ahead: dict[bytes, PageHashes] = {}  # by the key of the page before
 
     # -- keys
@@ -49,12 +49,7 @@ class PageNames:
 
     def scope(self, namespace: Namespace) -> bytes:
         """The `scope_of` a namespace."""
-        found = self._scopes.get(namespace)
-        if found is None:
-            if len(self._scopes) == _MOST_SCOPES:
-                del self._scopes[next(iter(self._scopes))]
-            found = self._scopes[namespace] = scope_of(namespace, self._identity)
-        return found
+        return _scope_of(namespace, self._identity)
 
     @property
     def scope_prefix(self) -> bytes:
@@ -64,7 +59,6 @@ class PageNames:
     def rename(self, identity: bytes) -> None:
         """Use another model's identity from now on. All pages have been flushed before."""
         self._identity = identity
-        self._scopes.clear()
         self._ahead.clear()
 
     # -- events

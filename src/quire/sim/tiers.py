@@ -152,7 +152,7 @@ class VirtualTiers:
             "host_hit_tokens", "storage_hit_tokens", "declined_tokens", "saved_bytes", "loaded_bytes", "archived_bytes",
             "fetched_bytes", "refused_moves", "unsaved_frames", "unstored_frames",
         )  # fmt: skip
-        rates = {lane.name: self.mover.rate(lane).per_second for lane in LANES if lane.carries}
+        rates = {lane.name: self.mover.rates[lane].per_second for lane in LANES if lane.carries}
         return TierUse(
             **self._sizes,
             host_bandwidth=self._bandwidths[0],

@@ -36,7 +36,7 @@ class Mover(ABC):
 
     def __init__(self, lanes: Sequence[Lane], most_bytes: Mapping[Lane, int] | None) -> None:
         self._most_bytes = most_bytes or {}
-        self._rates = {lane: Rate() for lane in lanes}
+        self.rates = {lane: Rate() for lane in lanes}  # measured; amounts are bytes
         self._bytes: Counter[Lane] = Counter()
         self._transfers: Counter[Lane] = Counter()
         self._watched: set[Transfer] = set()  # with a deadline that has not passed
@@ -69,10 +69,6 @@ class Mover(ABC):
     def in_flight(self, lane: Lane) -> int:
         """Bytes submitted and not yet returned by `finished`."""
         return self._bytes[lane]
-
-    def rate(self, lane: Lane) -> Rate:
-        """The measured speed of a lane; amounts are bytes."""
-        return self._rates[lane]
 
     @property
     def idle(self) -> bool:
@@ -112,7 +108,7 @@ class Mover(ABC):
             assert self._transfers[transfer.lane] >= 0, "a transfer was handed back twice"
             # Where the store had most of the bytes already, the time says nothing about the lane.
             if not transfer.error and transfer.moved_bytes * 2 >= transfer.num_bytes:
-                self._rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
+                self.rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
         return ended
 
 

@@ -23,7 +23,7 @@ def run(path: Path, choices: Choices, num_steps: int) -> Counter[str]:
     """Random operations, and now and then the store is closed and opened again, with another capacity too."""
     slab_bytes = choices.one_of((None, 4096, 16 << 10))
     store = DirectoryStore(path, choices.one_of((24 << 10, 48 << 10, 96 << 10)), slab_bytes=slab_bytes)
-    model = StoreModel(store, sizes=SIZES, forgets=True)
+    model = StoreModel(store, sizes=SIZES, evicts=True)
     medium = DirectoryMedium(path)
     for _ in range(num_steps):
         if choices.chance(4):

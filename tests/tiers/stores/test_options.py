@@ -8,7 +8,7 @@ from quire.errors import InvalidInput
 from quire.testing.contracts.records import make_keys
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores.calls import Counts
-from quire.tiers.stores.options import Options, without_secrets
+from quire.tiers.stores.registry import Options, without_secrets
 from quire.tiers.stores.remote import RemoteStore
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY

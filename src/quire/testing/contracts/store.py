@@ -40,8 +40,8 @@ class StoreContract(ContractTests):
     """The tests. Subclasses implement `make_store`, `open_again` and `medium`, and change the attributes; they have no
     test of what their backend cannot do."""
 
-    bounded = True  # never holds more bytes than its capacity, by forgetting
-    lru = True  # what was not used for longest is forgotten first, and of one batch the last
+    bounded = True  # never holds more bytes than its capacity: it evicts
+    lru = True  # what was not used for longest is evicted first, and of one batch the last
     survives_restart = True  # a store that is closed and opened again holds what it held
     shared = True  # several stores can be open on one medium at once
     exclusive = True  # with several, a second writer of a key is told PENDING until the first has completed
@@ -437,20 +437,20 @@ class StoreContract(ContractTests):
                 done.result()
 
     @needs("listable", "survives_restart")
-    def test_what_is_forgotten_half_way(self, store: Store) -> None:
-        """Where the process that forgets a scope dies, the next store on the medium finds the mark, and can go on."""
+    def test_what_is_deleted_half_way(self, store: Store) -> None:
+        """Where the process that deletes a scope dies, the next store finds the tombstone, and can go on."""
         keys = [*make_keys(5), *make_keys(3, scope=1)]
         assert write(store, keys, [make_record(number, 900) for number in range(8)]) == [HIT] * 8
-        scope, mark = keys[0].scope, tombstone_of(keys[0].scope)
+        scope, tombstone = keys[0].scope, tombstone_of(keys[0].scope)
         move = Transfer(Lane.FORGET, (), scope)
         next(delete_scope(store, move))
         assert move.hidden
         store.close()
         other = self.again()
-        assert other.exists([mark, *keys]) == [HIT] * 9
+        assert other.exists([tombstone, *keys]) == [HIT] * 9
         for _ in delete_scope(other, Transfer(Lane.FORGET, (), scope)):
             pass
-        assert other.exists([mark, *keys]) == [MISS] * 6 + [HIT] * 3
+        assert other.exists([tombstone, *keys]) == [MISS] * 6 + [HIT] * 3
         assert write(other, keys[:1], [make_record(9, 900)]) == [HIT]
 
     # -- a medium that changes behind the store's back
@@ -488,7 +488,7 @@ class StoreContract(ContractTests):
 
     @needs("bounded")
     def test_the_capacity_holds(self) -> None:
-        """Twice what fits: all is taken, most of it forgotten, what is there is right."""
+        """Twice what fits: all is taken, most of it evicted, what is there is right."""
         store, size = self.new(), self.capacity // 16
         keys = make_keys(32)
         for number, key in enumerate(keys):
@@ -501,7 +501,7 @@ class StoreContract(ContractTests):
 
     @needs("bounded", "lru")
     def test_what_was_not_used_for_longest_goes_first(self) -> None:
-        """Whatever was forgotten was used before everything that is still there."""
+        """Every evicted record was used before all that are still there."""
         store, size = self.new(), self.capacity // 16
         keys = make_keys(48)
         by_use: list[int] = []
@@ -515,7 +515,7 @@ class StoreContract(ContractTests):
                     by_use.remove(used)
                     by_use.append(used)
             there = [answer is HIT for answer in store.exists([keys[other] for other in by_use])]
-            assert there == sorted(there), "a record was forgotten before one that was not used for longer"
+            assert there == sorted(there), "a record was evicted before one that was not used for longer"
         assert 4 <= sum(there) <= 16
 
     @needs("bounded", "lru")
@@ -536,13 +536,13 @@ class StoreContract(ContractTests):
         for number, other in enumerate(others):
             assert write(store, [other], [make_record(number, size)]) == [HIT]
             there = [answer is HIT for answer in store.exists(keys)]
-            assert there == sorted(there, reverse=True), "the beginning was forgotten before the end"
+            assert there == sorted(there, reverse=True), "the beginning was evicted before the end"
             left.append(sum(there))
         assert left[0] == 4 and left[-1] == 0 and {1, 2, 3} & set(left)
 
     @needs("bounded", "lru")
     def test_a_batch_among_what_is_there(self) -> None:
-        """What is written behind records that are there, announced in one batch with them, is forgotten before them."""
+        """What is written behind records that are there, announced in one batch with them, is evicted before them."""
         store, size = self.new(), self.capacity // 16 - 64
         keys = make_keys(5)
         records = [make_record(number, size) for number in range(5)]
@@ -551,11 +551,11 @@ class StoreContract(ContractTests):
         for number in range(24):
             assert write(store, [make_key(100 + number)], [make_record(number, size)]) == [HIT]
             there = [answer is HIT for answer in store.exists(keys)]
-            assert there == sorted(there, reverse=True), "the beginning was forgotten before the end"
+            assert there == sorted(there, reverse=True), "the beginning was evicted before the end"
         assert there == [False] * 5
 
     @needs("bounded")
-    def test_prepared_records_are_not_forgotten(self) -> None:
+    def test_prepared_records_are_not_evicted(self) -> None:
         """Room that was promised stays; who comes too late is told RETRY, and nothing is lost."""
         store, size = self.new(), self.capacity // 16
         keys = make_keys(40)
@@ -572,7 +572,7 @@ class StoreContract(ContractTests):
 
     @needs("bounded")
     def test_a_record_that_can_never_fit(self) -> None:
-        """RETRY, and nothing is forgotten for it."""
+        """RETRY, and nothing is evicted for it."""
         store = self.new()
         key, record = make_key(0), make_record(0, 5000)
         assert write(store, [key], [record]) == [HIT]
@@ -583,8 +583,8 @@ class StoreContract(ContractTests):
 
     @pytest.mark.parametrize("seed", range(3))
     def test_random_operations(self, store: Store, seed: int) -> None:
-        """A store does what a dictionary does, but for what it forgets."""
-        model = StoreModel(store, sizes=(64, 700, 4096, 5000, 20_000), forgets=False)
+        """A store does what a dictionary does, but for what it evicts."""
+        model = StoreModel(store, sizes=(64, 700, 4096, 5000, 20_000), evicts=False)
         choices = Choices.seeded(seed)
         for _ in range(200):
             model.step(choices)

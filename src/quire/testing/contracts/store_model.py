@@ -1,7 +1,7 @@
 """StoreModel: a store as a dictionary, to compare a real one with under random operations. It shares no code with any.
 
-A store may forget, so the model follows what *may* be there: what was completed and not removed since. What a store
-returns must be that record, whole; where it forgets nothing, all of it must be there.
+A store may evict, so the model follows what *may* be there: what was completed and not removed since. What a store
+returns must be that record, whole; where it evicts nothing, all of it must be there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ OPERATIONS = ("prepare", "prepare", "put", "put", "complete", "get", "get", "exi
 class StoreModel:
     """Random operations on one store, each checked against what may be there. Raises AssertionError where it lies."""
 
-    def __init__(self, store: Store, *, sizes: Sequence[int], forgets: bool, num_keys: int = 12) -> None:
+    def __init__(self, store: Store, *, sizes: Sequence[int], evicts: bool, num_keys: int = 12) -> None:
         self.store = store
         self.sizes = sizes
-        self.forgets = forgets
+        self.evicts = evicts
         self.keys = [make_key(number // 2, scope=number % 2, part=number % 3) for number in range(num_keys)]
         self.visible: dict[int, int] = {}  # number of a key -> number of its record
         self.prepared: dict[int, tuple[int, bool]] = {}  # -> number of its record, put or not
@@ -43,11 +43,11 @@ class StoreModel:
         self.happened[operation] += 1
 
     def check(self) -> None:
-        """Everything that may be there is there in full, or, where the store forgets, not at all."""
+        """Everything that may be there is there in full, or, where the store evicts, not at all."""
         self._get(list(range(len(self.keys))))
 
     def _or_retry(self, answer: Answer) -> tuple[Answer, ...]:
-        return (answer, Answer.RETRY) if self.forgets else (answer,)
+        return (answer, Answer.RETRY) if self.evicts else (answer,)
 
     def _size(self, record: int) -> int:
         return self.sizes[record % len(self.sizes)]
@@ -61,13 +61,13 @@ class StoreModel:
             if key in self.prepared:
                 assert answer in self._or_retry(Answer.PENDING), "a prepared key was given to a second writer"
             elif answer is Answer.MISS:
-                assert self.forgets or key not in self.visible, "a record was forgotten"
+                assert self.evicts or key not in self.visible, "a record was evicted"
                 self.visible.pop(key, None)
                 self.prepared[key] = (record, False)
             elif answer is Answer.HIT:
                 assert key in self.visible, "a record that nobody completed"
             else:
-                assert answer is Answer.RETRY and self.forgets, f"{answer} for a key that nobody prepares"
+                assert answer is Answer.RETRY and self.evicts, f"{answer} for a key that is not prepared"
 
     def _put(self, batch: list[int]) -> None:
         records = [self.prepared[key][0] for key in batch]
@@ -98,7 +98,7 @@ class StoreModel:
                 assert buffer == make_record(record, self._size(record)), f"wrong bytes of record {record}"
                 self.happened["hit"] += 1
             else:
-                assert record is None or self.forgets, f"record {record} was forgotten"
+                assert record is None or self.evicts, f"record {record} was evicted"
 
     def _exists(self, batch: list[int]) -> None:
         answers = self.store.exists([self.keys[key] for key in batch])
@@ -106,12 +106,12 @@ class StoreModel:
             if answer is Answer.HIT:
                 assert key in self.visible
             else:
-                assert key not in self.visible or self.forgets
+                assert key not in self.visible or self.evicts
 
     def _remove(self, batch: list[int]) -> None:
         there = {key for key in batch if key in self.visible}
         count = self.store.remove([self.keys[key] for key in batch])
-        assert count <= len(there) and (self.forgets or count == len(there))
+        assert count <= len(there) and (self.evicts or count == len(there))
         for key in there:
             del self.visible[key]
 
@@ -124,4 +124,4 @@ class StoreModel:
         }
         listed = {entry.key: entry.num_bytes for entry in self.store.entries(scope)}
         assert listed.items() <= expected.items()
-        assert self.forgets or listed == expected
+        assert self.evicts or listed == expected

@@ -11,7 +11,7 @@ from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of
 
 
 class DictStore(Store):
-    """Keeps at most `most_bytes`, prepared ones counted in, and forgets what was not used for longest: of a batch the
+    """Keeps at most `most_bytes`, prepared ones counted in, and evicts what was not used for longest: of a batch the
     last first. `version` changes whenever `visible` does. `prepared` has the sizes of records between `prepare` and
     `complete`, `taken` the buffers of those that were put."""
 

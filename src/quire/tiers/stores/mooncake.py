@@ -45,7 +45,7 @@ from typing_extensions import Buffer
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
 from quire.tiers.stores.calls import Calls, Counts
-from quire.tiers.stores.options import Options
+from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
 _PREFIX = "quire/"

@@ -29,7 +29,7 @@ from typing_extensions import Buffer
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
 from quire.tiers.stores.connections import Command, Connections, Lost, Reply
-from quire.tiers.stores.options import Options, not_understood
+from quire.tiers.stores.registry import Options, not_understood
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
 _SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}

@@ -238,10 +238,13 @@ def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path.absolute(), timeout=busy_seconds, isolation_level=None, check_same_thread=False)
     try:
         _to_wal(connection, busy_seconds)
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA temp_store = MEMORY")
-        connection.execute("PRAGMA cache_size = -16384")
-        connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+        for pragma in (
+            "synchronous=NORMAL",
+            "temp_store=MEMORY",
+            "cache_size=-16384",
+            f"journal_size_limit={LOG_BYTES}",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
         connection.execute("BEGIN IMMEDIATE")
         _make_or_check(connection, path)
         connection.execute("COMMIT")
