@@ -370,7 +370,7 @@ def test_gc_does_not_drop_all_for_a_scope_that_was_mistyped(run: Run, store: Pat
 
 @pytest.fixture
 def flushed(store: Path) -> Path:
-    move = Transfer(Lane.FORGET, (), make_key(0).scope)
+    move = Transfer(Lane.DELETE, (), make_key(0).scope)
     with closing(DirectoryStore(store, None)) as opened:
         next(delete_scope(opened, move))
     assert move.hidden and len(keys_of(store)) == 7

@@ -74,7 +74,7 @@ class WatchedMover(VirtualMover):
             if move.expired:
                 if self._clock.now < move.expires_at:
                     self.wrong.append(f"a {move.lane} expired before its deadline")
-            elif move.error and not (self._refuses and move.lane is Lane.FORGET):
+            elif move.error and not (self._refuses and move.lane is Lane.DELETE):
                 self.wrong.append(f"a {move.lane} failed: {move.error}")
             elif move.lane in (Lane.ARCHIVE, Lane.FETCH):
                 self._check_pages(move)

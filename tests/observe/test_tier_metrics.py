@@ -28,7 +28,7 @@ def counted() -> TierCounters:
 
 def statistics(**tiers: Any) -> dict[str, Any]:
     host = {"full": {"total": 10, "free": 4, "cached": 3, "moving": 2, "quarantined": 1}}
-    links = [link.name for link in LANES if link is not Lane.FORGET]
+    links = [link.name for link in LANES if link is not Lane.DELETE]
     return {
         "hit_tokens": 200,
         "frames": {"full": {"total": 5, "free": 2, "private": 1, "cached": 2, "moving": 0, "quarantined": 0}},

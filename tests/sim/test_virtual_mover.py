@@ -194,7 +194,7 @@ def test_forgetting_is_in_line_with_archiving() -> None:
     world = World()
     world.move(Lane.SAVE, 1)
     world.run()
-    archive, forget = world.move(Lane.ARCHIVE, 1), world.move(Lane.FORGET, 1)
+    archive, forget = world.move(Lane.ARCHIVE, 1), world.move(Lane.DELETE, 1)
     assert world.run() == [archive, forget]
     assert not world.store.visible
 

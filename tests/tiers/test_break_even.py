@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quire.tiers.break_even import BreakEven
-from quire.tiers.rate import Rate
+from quire.tiers.break_even import BreakEven, Rate
 from quire.tiers.transfer import LANES, Lane
 
 GB = 10**9

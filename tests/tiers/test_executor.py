@@ -177,7 +177,7 @@ def test_a_fetch_ends_at_the_first_page_that_is_not_whole() -> None:
     assert move.moved_bytes == sum(copies.sizes)
 
 
-def test_a_damaged_record_of_the_store_is_named_and_forgotten_there() -> None:
+def test_a_damaged_record_of_the_store_is_named_and_deleted_there() -> None:
     copies, store = saved([1, 2, 3]), ScriptedStore()
     run(copies, store, Lane.ARCHIVE, *both([1, 2, 3]))
     store.spoil(key(2, 1))
@@ -190,12 +190,12 @@ def test_a_damaged_record_of_the_store_is_named_and_forgotten_there() -> None:
     assert run(copies, store, Lane.FETCH, *both([1, 2, 3])).is_whole
 
 
-def test_looking_and_forgetting() -> None:
+def test_looking_and_deleting() -> None:
     copies, store = saved([1, 2]), ScriptedStore()
     run(copies, store, Lane.ARCHIVE, *both([1]))
     looked = units(0, [], [], [1, 2]), units(1, [], [], [2])
     assert run(copies, store, Lane.LOOK, *looked).answers == ((Answer.HIT, Answer.MISS), (Answer.MISS,))
-    run(copies, store, Lane.FORGET, *looked)
+    run(copies, store, Lane.DELETE, *looked)
     assert set(store.visible) == {key(1, 1)}
 
 
@@ -264,7 +264,7 @@ def test_looking_can_be_stopped() -> None:
     assert move.answers[0].count(Answer.HIT) == 128
 
 
-def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
+def test_what_is_deleted_during_a_lookup_is_not_there() -> None:
     store, numbers = Asked(), list(range(1, 1001))
     for number in numbers:
         store.visible[key(number, 0)] = b""
@@ -276,7 +276,7 @@ def test_what_is_forgotten_while_it_is_looked_for_is_not_there() -> None:
     assert move.deleted_scopes == (SCOPE,) and set(move.answers[0]) == {Answer.MISS}
 
 
-@pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET])
+@pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.DELETE])
 def test_without_a_store_there_is_nothing_to_ask(link: Lane) -> None:
     with pytest.raises(InvalidInput, match="no storage tier"):
         run(saved([1]), None, link, *both([1]))
@@ -329,32 +329,32 @@ def test_a_store_that_refuses_anything_never_shows_part_of_a_page(data: st.DataO
         assert set(store.visible) == {key(page, part) for page in good for part in parts[page]}
 
 
-def forget(store: ScriptedStore, scope: bytes) -> Transfer:
-    move = Transfer(Lane.FORGET, (), scope)
+def delete(store: ScriptedStore, scope: bytes) -> Transfer:
+    move = Transfer(Lane.DELETE, (), scope)
     for _ in TransferExecutor(ArrayCopies(), store).run(move):
         pass
     return move
 
 
-def test_everything_of_a_scope_is_forgotten_and_nothing_else() -> None:
+def test_everything_of_a_scope_is_deleted_and_nothing_else() -> None:
     store = ScriptedStore()
-    scopes = [b"edition1" + name for name in (b"tenant 1", b"tenant 2")] + [b"edition2tenant 1"]
+    scopes = [b"prefix-1" + name for name in (b"tenant 1", b"tenant 2")] + [b"prefix-2tenant 1"]
     for scope in scopes:
         for page in range(3000 if scope is scopes[0] else 3):
             store.visible[StoreKey(scope, page_key(page), page % 2)] = b"x"
-    forget(store, scopes[0])
+    delete(store, scopes[0])
     assert [sum(key.scope == scope for key in store.visible) for scope in scopes] == [0, 3, 3]
     assert store.log.count(("remove", 1024)) == 2, "some at a time"
     store.visible |= {StoreKey(scopes[0], page_key(1), 0): b"x"}
-    forget(store, b"edition1")
+    delete(store, b"prefix-1")
     assert [sum(key.scope == scope for key in store.visible) for scope in scopes] == [0, 0, 3]
     store.log.clear()
-    forget(store, b"edition1")
+    delete(store, b"prefix-1")
     assert not any(name in ("prepare", "put") for name, _ in store.log), "there is nothing to hide"
     assert len(store.visible) == 3
 
 
-def test_what_a_store_keeps_though_it_was_to_forget_it_is_an_error() -> None:
+def test_what_a_store_keeps_though_it_was_to_delete_it_is_an_error() -> None:
     class Stubborn(ScriptedStore):
         def remove(self, keys: Sequence[StoreKey]) -> int:
             return super().remove([key for key in keys if key.part])
@@ -363,6 +363,6 @@ def test_what_a_store_keeps_though_it_was_to_forget_it_is_an_error() -> None:
     for part in (0, 1):
         store.visible[StoreKey(SCOPE, page_key(1), part)] = b"x"
     with pytest.raises(StoreError, match="1 of 2 records could not be removed"):
-        forget(store, SCOPE)
+        delete(store, SCOPE)
     with pytest.raises(InvalidInput, match="no storage"):
-        list(TransferExecutor(ArrayCopies(), None).run(Transfer(Lane.FORGET, (), SCOPE)))
+        list(TransferExecutor(ArrayCopies(), None).run(Transfer(Lane.DELETE, (), SCOPE)))

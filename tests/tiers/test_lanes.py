@@ -85,7 +85,7 @@ def entered(source: ArrayCopies | ScriptedStore) -> None:
         (Lane.ARCHIVE, Endpoint.STORE, False, Endpoint.STORE),
         (Lane.FETCH, Endpoint.STORE, True, Lane.FETCH),
         (Lane.LOOK, Endpoint.STORE, True, Lane.LOOK),
-        (Lane.FORGET, Endpoint.STORE, False, Endpoint.STORE),
+        (Lane.DELETE, Endpoint.STORE, False, Endpoint.STORE),
         (SEND, Endpoint.PEER, False, Endpoint.PEER),
         (RECEIVE, Endpoint.PEER, True, RECEIVE),
     ],
@@ -167,7 +167,7 @@ def test_a_hung_peer_holds_its_own_threads_only() -> None:
             assert "did not end within its deadline of 0.05 s" in late.error and "the peer hangs" in late.error
         assert not send.done and not receive.done and not mover.idle
         assert mover.in_flight(SEND) == send.num_bytes and mover.in_flight(RECEIVE) == receive.num_bytes
-        for lane in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.LOAD, Lane.FORGET):
+        for lane in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.LOAD, Lane.DELETE):
             other = transfer_of(copies, lane, 4)
             assert mover.submit(other), lane
             collect(mover, other)

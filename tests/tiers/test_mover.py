@@ -213,7 +213,7 @@ def test_a_load_that_fails_on_its_way_is_told_to_steps() -> None:
         (Lane.ARCHIVE, "complete"),
         (Lane.FETCH, "get"),
         (Lane.LOOK, "exists"),
-        (Lane.FORGET, "remove"),
+        (Lane.DELETE, "remove"),
     ],
 )
 def test_what_copies_or_the_store_raise_ends_that_move_alone(link: Lane, call: str) -> None:
@@ -312,7 +312,7 @@ def test_what_reads_goes_before_what_waits_to_write() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.FORGET])
+@pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.DELETE])
 def test_writing_goes_on_however_much_is_read(threads: int, link: Lane) -> None:
     """Whoever reads ahead asks again as soon as it has an answer."""
     copies, store = saved(1), ScriptedStore()
@@ -334,12 +334,12 @@ def test_writing_goes_on_however_much_is_read(threads: int, link: Lane) -> None:
         assert not write.error
 
 
-def test_forgetting_keeps_its_place_among_writes() -> None:
+def test_deletion_keeps_its_place_among_writes() -> None:
     copies, store = saved(1, 2), ScriptedStore()
     gate = store.hold("complete")
     with mover_of(copies, store, threads=4) as mover:
         first = move_of(copies, Lane.ARCHIVE, pages(1))
-        forget = move_of(copies, Lane.FORGET, pages(1))
+        forget = move_of(copies, Lane.DELETE, pages(1))
         again = move_of(copies, Lane.ARCHIVE, pages(1, 2))
         for move in (first, forget, again):
             assert mover.submit(move)

@@ -1,4 +1,4 @@
-"""What a store was told to forget stays forgotten, whoever stops on the way, and is gone in the end."""
+"""A scope that was deleted in a store stays deleted when the process stops on the way, and is gone in the end."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def looked(store: ScriptedStore, scope: bytes) -> Transfer:
     return move
 
 
-def forgetting(store: ScriptedStore, scope: bytes) -> tuple[Transfer, Iterator[None]]:
-    move = Transfer(Lane.FORGET, (), scope)
+def deleting(store: ScriptedStore, scope: bytes) -> tuple[Transfer, Iterator[None]]:
+    move = Transfer(Lane.DELETE, (), scope)
     return move, TransferExecutor(ArrayCopies(), store).run(move)
 
 
-def forget(store: ScriptedStore, scope: bytes) -> None:
-    list(forgetting(store, scope)[1])
+def delete(store: ScriptedStore, scope: bytes) -> None:
+    list(deleting(store, scope)[1])
 
 
 def test_marks_say_what_they_stand_for() -> None:
@@ -68,7 +68,7 @@ def test_what_died_on_the_way_is_found_by_nobody_and_gone_on_with(
     scope: bytes, hidden: list[bytes], pieces: int
 ) -> None:
     store = filled()
-    move, steps = forgetting(store, scope)
+    move, steps = deleting(store, scope)
     assert not move.hidden
     for _ in range(pieces):
         next(steps)
@@ -79,24 +79,24 @@ def test_what_died_on_the_way_is_found_by_nobody_and_gone_on_with(
         found = looked(store, each)
         assert found.answers == (((Answer.MISS if each in hidden else Answer.HIT), Answer.MISS), (Answer.MISS,))
         assert found.deleted_scopes == ((scope,) if each in hidden else ())
-    forget(store, scope)
+    delete(store, scope)
     assert [left(store, each) for each in (ALICE, BOB, OTHER)] == [
         0 if each in hidden else COUNT for each in (ALICE, BOB, OTHER)
     ]
-    assert not any(tombstone_scope(key) for key in store.visible), "nor is the mark"
+    assert not any(tombstone_scope(key) for key in store.visible), "nor is the tombstone"
     store.visible[StoreKey(ALICE, page(COUNT - 1), 0)] = b"y"
     assert looked(store, ALICE).answers[0][0] is Answer.HIT, "what is stored afterwards is found"
 
 
 def test_to_be_stopped_is_to_stop_soon_and_still_to_hide() -> None:
     store = filled()
-    move, steps = forgetting(store, ALICE)
+    move, steps = deleting(store, ALICE)
     move.stop()
     with pytest.raises(StoreError, match="it was stopped when 0 records"):
         list(steps)
     assert move.hidden and left(store, ALICE) == COUNT
     assert looked(store, ALICE).deleted_scopes == (ALICE,)
-    move, steps = forgetting(store, ALICE)
+    move, steps = deleting(store, ALICE)
     next(steps), next(steps), move.stop()
     with pytest.raises(StoreError, match="it was stopped when 1,024 records"):
         list(steps)
@@ -106,18 +106,18 @@ def test_to_be_stopped_is_to_stop_soon_and_still_to_hide() -> None:
 def test_a_mark_is_a_sound_record_of_the_size_of_others() -> None:
     """So that it takes the room of one of those, and whoever checks the store finds nothing wrong."""
     store = filled()
-    _move, steps = forgetting(store, ALICE)
+    _move, steps = deleting(store, ALICE)
     next(steps)
     record = store.visible[tombstone_of(ALICE)]
     assert len(record) == 200 and check_record(record) == ""
-    assert list(store.visible)[-1] == tombstone_of(ALICE), "what is forgotten by use goes before it"
+    assert list(store.visible)[-1] == tombstone_of(ALICE), "an LRU store evicts the rest before it"
 
 
-def test_all_forgets_the_marks_of_scopes_too() -> None:
+def test_all_deletes_the_tombstones_of_scopes_too() -> None:
     store = filled()
     for scope in (ALICE, BOB):
-        next(forgetting(store, scope)[1])
-    forget(store, ALICE[:8])
+        next(deleting(store, scope)[1])
+    delete(store, ALICE[:8])
     assert {key.scope for key in store.visible} == {OTHER}
 
 
@@ -141,16 +141,16 @@ class Moody(ScriptedStore):
 def test_a_store_that_cannot_be_listed_hides_all_the_same() -> None:
     store = filled(Moody)
     store.down = "entries"  # type: ignore[attr-defined]
-    move, steps = forgetting(store, ALICE)
+    move, steps = deleting(store, ALICE)
     with pytest.raises(StoreError, match="no answer"):
         list(steps)
     assert move.hidden and looked(store, ALICE).answers[0][0] is Answer.MISS
 
 
-def test_a_store_that_takes_nothing_may_still_forget() -> None:
+def test_a_store_that_takes_nothing_may_still_delete() -> None:
     store = filled()
     store.refused["prepare"].add(tombstone_of(ALICE))
-    move, steps = forgetting(store, ALICE)
+    move, steps = deleting(store, ALICE)
     next(steps)
     assert not move.hidden
     list(steps)
@@ -161,7 +161,7 @@ def test_a_store_that_takes_nothing_may_still_forget() -> None:
 def test_a_mark_that_was_not_taken_hides_nothing_and_says_so(verb: str) -> None:
     store = filled()
     store.refused[verb].add(tombstone_of(ALICE))
-    move, steps = forgetting(store, ALICE)
+    move, steps = deleting(store, ALICE)
     next(steps)
     assert not move.hidden and not store.prepared and not store.taken
     assert looked(store, ALICE).deleted_scopes == ()
@@ -169,11 +169,11 @@ def test_a_mark_that_was_not_taken_hides_nothing_and_says_so(verb: str) -> None:
 
 def test_what_cannot_be_said_of_a_mark_is_not_taken_for_no() -> None:
     store = filled(Moody)
-    next(forgetting(store, ALICE)[1])
+    next(deleting(store, ALICE)[1])
     store.down = "exists"  # type: ignore[attr-defined]
     assert set(looked(store, ALICE).answers[0]) == {Answer.RETRY}
     store.down = "remove"  # type: ignore[attr-defined]
-    _move, steps = forgetting(store, ALICE)
+    _move, steps = deleting(store, ALICE)
     with pytest.raises(StoreError, match="3,000 of 3,000 records could not be removed"):
         list(steps)
     assert looked(store, ALICE).deleted_scopes == (ALICE,)

@@ -86,8 +86,8 @@ class EngineTiers:
         return {
             "resolved": self.resolved,
             "host_bytes": self._host.num_bytes,
-            "bandwidth": {link.name: self.mover.rates[link].per_second for link in LANES if link is not Lane.FORGET},
-            "latency": {link.name: self.mover.rates[link].start for link in LANES if link is not Lane.FORGET},
+            "bandwidth": {link.name: self.mover.rates[link].per_second for link in LANES if link is not Lane.DELETE},
+            "latency": {link.name: self.mover.rates[link].start for link in LANES if link is not Lane.DELETE},
             "off": {link.name: why for link in LANES if (why := self.break_even.why_off(link))},
             "turned_off": self.break_even.turned_off_count,
             "store": store_counts(self.store),

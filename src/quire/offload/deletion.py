@@ -98,7 +98,7 @@ class StoreDeletion:
             return
         for prefix, scope in self._scopes.items():
             if scope.move is None:
-                move = Transfer(Lane.FORGET, (), prefix)
+                move = Transfer(Lane.DELETE, (), prefix)
                 if not self._mover.submit(move):
                     self._due_at = self._seconds() + _AGAIN_S
                     return

@@ -313,7 +313,7 @@ class Tiering:
         for move in ended:
             self.counters.links[move.lane].add(move)
             self.settings.health.ended(move)
-            if move.lane is Lane.FORGET:
+            if move.lane is Lane.DELETE:
                 self.deletion.ended(move)
             elif move.lane is Lane.SAVE:
                 self._saved(move)

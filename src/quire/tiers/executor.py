@@ -48,7 +48,7 @@ class TransferExecutor:
             what, way = _ABSENT[lane.far]
             raise InvalidInput(f"there is no {what}.", fix=f"give {way}, or do not ask for one.")
         if not lane.carries:
-            yield from (self._look if lane.is_inward else self._forget)(transfer, remote)
+            yield from (self._look if lane.is_inward else self._delete)(transfer, remote)
         elif lane.is_inward:
             yield from self._by_pages(transfer, remote, self._get_pages, MISSING)
         else:
@@ -139,7 +139,7 @@ class TransferExecutor:
             yield
         transfer.answers = tuple(map(tuple, found))
 
-    def _forget(self, transfer: Transfer, store: Store) -> Iterator[None]:
+    def _delete(self, transfer: Transfer, store: Store) -> Iterator[None]:
         if not transfer.units:
             yield from delete_scope(store, transfer)
         for units in transfer.units:

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from quire.tiers.break_even import Rate
 from quire.tiers.executor import PIECE_BYTES, TransferExecutor
-from quire.tiers.rate import Rate
 from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 

@@ -58,7 +58,7 @@ class Lane:
     ARCHIVE: ClassVar[Lane]
     FETCH: ClassVar[Lane]
     LOOK: ClassVar[Lane]
-    FORGET: ClassVar[Lane]
+    DELETE: ClassVar[Lane]
 
     def __str__(self) -> str:
         return self.name
@@ -85,16 +85,16 @@ class Lane:
         return self.target if self.target in _REMOTES else self
 
 
-_STORE_DEADLINE_S = 600.0  # a store that takes longer hangs; FORGET may take longer for a large scope, and has none
+_STORE_DEADLINE_S = 600.0  # a store that takes longer hangs; DELETE may take longer for a large scope, and has none
 
 Lane.SAVE = Lane("save", Endpoint.DEVICE, Endpoint.HOST, most_bytes=256 << 20)
 Lane.LOAD = Lane("load", Endpoint.HOST, Endpoint.DEVICE, most_bytes=1 << 30)
 Lane.ARCHIVE = Lane("archive", Endpoint.HOST, Endpoint.STORE, most_bytes=256 << 20, deadline_s=_STORE_DEADLINE_S)
 Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, deadline_s=_STORE_DEADLINE_S)
 Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
-Lane.FORGET = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
-LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.FORGET)
-"""LOOK asks which records exist. FORGET deletes records, or without units all records of scopes with this prefix."""
+Lane.DELETE = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
+LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.DELETE)
+"""LOOK asks which records exist. DELETE deletes records, or without units all records of scopes with this prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Transfer:
     suspect: frozenset[tuple[int, int]] = frozenset()  # FETCH: (units, place) whose host row is faulty
     answers: Answers = ()  # LOOK: parallel to units and pages; ARCHIVE: to `touches`
     deleted_scopes: tuple[bytes, ...] = ()  # LOOK: scopes, or prefixes of scopes, whose deletion has not ended
-    hidden: bool = False  # FORGET: no reader finds the records any more
+    hidden: bool = False  # DELETE: no reader finds the records any more
     asked_bytes: int = 0  # FETCH: requested from the source
     moved_bytes: int = 0
     seconds: float = 0.0  # of work, without the wait before it

@@ -456,14 +456,14 @@ def test_slots_waste_little(num_bytes: int) -> None:
 
 
 def test_a_flush_takes_no_room_from_others(tmp_path: Path) -> None:
-    """Its mark lies among records of the same size: a full store makes no slab for it, and gives up one record."""
+    """Its tombstone lies among records of the same size: a full store makes no slab for it, and gives up one record."""
     size = 60_000
     with closing(DirectoryStore(tmp_path / "kv", 8 << 20)) as store:
         keys = [*make_keys(80, scope=1), *make_keys(80, scope=2)]
         for number, key in enumerate(keys):
             write(store, [key], [make_record(number, size)])
         before, listed = store.facts().num_slabs, set(store.entries())
-        move = Transfer(Lane.FORGET, (), keys[-1].scope)
+        move = Transfer(Lane.DELETE, (), keys[-1].scope)
         next(delete_scope(store, move))
         assert move.hidden and store.facts().num_slabs == before
         gone = {entry.key for entry in listed} - {entry.key for entry in store.entries()}

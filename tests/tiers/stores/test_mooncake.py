@@ -139,7 +139,7 @@ class TestMooncake(StoreContract):
 
 
 def test_a_master_killed_while_it_is_written_to(pool: Pool) -> None:
-    """It forgets everything; nothing wrong is read, calls soon come back at once, and it is found again."""
+    """It drops everything; nothing wrong is read, calls soon come back at once, and it is found again."""
     store, size = pool.open_store(timeout=1), 100_000
     keys = make_keys(800)
     kill_while_written(pool.master, store, keys, size, least=40)
@@ -172,7 +172,7 @@ def test_a_node_that_dies(pool: Pool) -> None:
     store.close()
 
 
-def test_a_full_pool_forgets(shared_pool: Pool) -> None:
+def test_a_full_pool_evicts(shared_pool: Pool) -> None:
     """Three times what fits: nearly all is taken, what is still there is right and among the newer half."""
     store, size = shared_pool.open_store(), MIB
     keys = make_keys(384)

@@ -241,7 +241,7 @@ def test_more_callers_than_connections(directory: Path, server: Server) -> None:
     store.close()
 
 
-def test_a_full_server_that_may_not_forget(directory: Path, start: Starting) -> None:
+def test_a_full_server_that_may_not_evict(directory: Path, start: Starting) -> None:
     start("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     store, size = open_store(directory), 400_000
     keys = make_keys(40)
@@ -256,7 +256,7 @@ def test_a_full_server_that_may_not_forget(directory: Path, start: Starting) -> 
     store.close()
 
 
-def test_a_full_server_forgets_what_was_not_used(directory: Path, start: Starting) -> None:
+def test_a_full_server_evicts_what_was_not_used(directory: Path, start: Starting) -> None:
     start("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru")
     store, size = open_store(directory), 200_000
     keys = make_keys(200)

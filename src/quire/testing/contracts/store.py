@@ -442,13 +442,13 @@ class StoreContract(ContractTests):
         keys = [*make_keys(5), *make_keys(3, scope=1)]
         assert write(store, keys, [make_record(number, 900) for number in range(8)]) == [HIT] * 8
         scope, tombstone = keys[0].scope, tombstone_of(keys[0].scope)
-        move = Transfer(Lane.FORGET, (), scope)
+        move = Transfer(Lane.DELETE, (), scope)
         next(delete_scope(store, move))
         assert move.hidden
         store.close()
         other = self.again()
         assert other.exists([tombstone, *keys]) == [HIT] * 9
-        for _ in delete_scope(other, Transfer(Lane.FORGET, (), scope)):
+        for _ in delete_scope(other, Transfer(Lane.DELETE, (), scope)):
             pass
         assert other.exists([tombstone, *keys]) == [MISS] * 6 + [HIT] * 3
         assert write(other, keys[:1], [make_record(9, 900)]) == [HIT]
