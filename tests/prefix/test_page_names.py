@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.prefix import page_names
-from quire.prefix import hashing
+from quire.prefix import hashing, page_names
 from quire.prefix.page_names import PageNames
 from quire.spec.events import AllCleared, Namespace
 from tests.offload.cached_bytes import PAGE, asking, tokens_of
