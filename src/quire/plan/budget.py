@@ -154,10 +154,9 @@ class MemoryPlan:
         return pages_for(num_tokens - 1 + self._beyond, self.tokens_per_page) if num_tokens > 1 else 0
 
     def check_request(self, prompt: int, max_tokens: int) -> None:
-        """Refuse what can never run here, with the numbers.
+        """Refuse a request that can never run here, with the numbers.
 
-        Raises ContextTooLong or RequestTooLarge. What passes is admitted sooner or later: `pages_of` it is at most
-        `num_pages`.
+        Raises ContextTooLong or RequestTooLarge. What passes can be admitted: `pages_of` it is at most `num_pages`.
         """
         total = prompt + max_tokens
         if prompt < 1:

@@ -77,8 +77,7 @@ class Mix:
 def mix_of(lengths: Iterable[int], source: str) -> Mix:
     """The mix of requests of these lengths, in tokens. Raises InvalidInput where there are none, or one has none.
 
-    Of more than 1,024 different lengths, neighbours are taken together at their mean: a plan is made many times over,
-    to find what would fit.
+    Beyond 1,024 different lengths, neighbours share their mean, since a search for what fits makes many plans.
     """
     counts = sorted(Counter(lengths).items())
     if len(counts) > _MOST_LENGTHS:

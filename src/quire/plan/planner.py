@@ -27,8 +27,8 @@ from quire.spec.model import ModelSpec
 from quire.spec.weights import WeightEstimate
 
 _DEFAULT_PAGE = 16
-_DEFAULT_LENGTH = 8192  # tokens of an expected request, when nobody says
-_ROUNDS = 8  # of graphs for those that fit: each has fewer, and a few are enough
+_DEFAULT_LENGTH = 8192  # tokens of an expected request, by default
+_ROUNDS = 8  # of graphs for fewer requests; a few are enough
 _NO_LIMIT = 2**62  # tokens of a stage that keeps states alone
 
 
@@ -196,7 +196,7 @@ def _default_mix(settings: PlanSettings, context: int) -> Mix:
 def _device_lines(
     settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool, hidden_size: int
 ) -> tuple[Line, ...]:
-    """What of the device is not for pools. Empty where nobody named a device."""
+    """The lines of the ledger that are not pools. Empty without a device."""
     device, parallel = settings.device, settings.parallel
     if device is None:
         return ()

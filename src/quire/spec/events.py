@@ -1,4 +1,4 @@
-"""What the cache says of itself to routers and observers: pages stored, removed, cleared."""
+"""Events of the cache for routers and observers: pages stored, removed, cleared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PageKeys(Protocol):
 
 
 class _PageEvent:
-    """Pages of one namespace and tier. Making one costs nothing per page: hashes are computed by whoever reads them."""
+    """Pages of one namespace and tier. Making one costs nothing per page: hashes are computed when they are read."""
 
     __slots__ = ("keys", "namespace", "tier")
 

@@ -1,4 +1,4 @@
-"""ModelSpec: what a model asks of the cache, as data. Read from a configuration by arithmetic: no torch, no weights."""
+"""ModelSpec: what a model keeps in the cache, as data, read from its configuration without torch or weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelSpec:
         """The spec of a Hugging Face `config.json`; the language model's part where it wraps several models.
 
         `state_dtype` replaces the element type of recurrent states. Raises UnsupportedModel, naming the field, where
-        the configuration lacks a size or says something this reading does not know; it never guesses.
+        the configuration lacks a size or has a value that is unknown here; no size is guessed.
         """
         with understood(config):
             reader = ConfigReader(config)

@@ -1,4 +1,4 @@
-"""Rank: what a cached frame is good for."""
+"""Rank: how likely a cached frame is to be read again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Rank(IntEnum):
-    """What a cached frame is good for where frames go before their pages; lower ranks are reclaimed first."""
+    """The order in which frames of windows and states are reclaimed: lower ranks first."""
 
     PASSED = 0  # no next token reads it: a resume point only for prefixes that end by chance right there
     MARKED = 1  # where a request may well begin again: the end of a prompt
