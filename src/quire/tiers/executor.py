@@ -22,7 +22,7 @@ from quire.tiers.tombstones import delete_scope, tombstones_over
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
 PIECE_BYTES = 16 << 20  # about what moves at a time; a load waits for at most one piece of a save
-_LOOKED_UP = 128  # pages per question: most prompts miss sooner, and a store may need a request for each key
+_LOOKED_UP = 128  # pages per question: most prompts miss earlier, and a store may need a request for each key
 _MOST_TOUCHED = 1024  # in one call
 _ABSENT = {Endpoint.STORE: ("storage tier", "--storage"), Endpoint.PEER: ("peer", "one to the mover")}
 

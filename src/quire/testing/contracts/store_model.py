@@ -65,7 +65,7 @@ class StoreModel:
                 self.visible.pop(key, None)
                 self.prepared[key] = (record, False)
             elif answer is Answer.HIT:
-                assert key in self.visible, "a record that nobody completed"
+                assert key in self.visible, "a record that was never completed"
             else:
                 assert answer is Answer.RETRY and self.evicts, f"{answer} for a key that is not prepared"
 
@@ -94,7 +94,7 @@ class StoreModel:
         answers = self.store.get([self.keys[key] for key in batch], buffers)
         for key, record, buffer, answer in zip(batch, expected, buffers, answers, strict=True):
             if answer is Answer.HIT:
-                assert record is not None, f"a record that nobody completed under key {key}"
+                assert record is not None, f"a record that was never completed, under key {key}"
                 assert buffer == make_record(record, self._size(record)), f"wrong bytes of record {record}"
                 self.happened["hit"] += 1
             else:
