@@ -184,7 +184,7 @@ class _Prompt:
     def __init__(self, model: LoadedModel, kv_format: KVFormat, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.page_size = model.spec.page_size(_PAGE_SIZE)
-        self.groups: tuple[GroupSpec, ...] = model.groups(self.page_size, kv_format)
+        self.groups: tuple[GroupSpec, ...] = model.spec.groups(self.page_size, kv_format)
         num_pages = pages_for(num_tokens, self.page_size)
         self.pools = tuple(Pool(group.layout, num_pages, device=model.device) for group in self.groups)
         grows = [group.layout for group in self.groups if not group.reach.carried]

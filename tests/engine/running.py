@@ -107,7 +107,7 @@ def _tight(
     model: LoadedModel, num_tokens: int, window_tokens: int, settings: dict[str, Any]
 ) -> tuple[EngineConfig, MemoryPlan]:
     config = engine_config(model=model.name, **settings)
-    reaches = [group.reach.kind for group in model.groups(config.page_size or 16)]
+    reaches = [group.reach.kind for group in model.spec.groups(config.page_size or 16)]
     ratio = None
     if window_tokens and "full" in reaches and {"window", "chunk"} & set(reaches):
         ratio = Fraction(window_tokens, num_tokens)

@@ -80,7 +80,7 @@ def test_starved(case: Case) -> None:
 
 
 def check_starved(model: LoadedModel, expected: list[list[int]], *, page_size: int, window_tokens: int) -> None:
-    groups = model.groups(page_size)
+    groups = model.spec.groups(page_size)
     kinds = [group.reach.kind for group in groups]
     core = tight_core(
         model,
@@ -110,7 +110,7 @@ def test_windows_around_a_page(name: str, field: str, window: int) -> None:
     """Windows and chunks of a page less one, a page, a page and one, and four pages, in a pool of little more."""
     page_size = 16
     model, expected = case_of(name, **{field: window})
-    (full, part) = model.groups(page_size)
+    (full, part) = model.spec.groups(page_size)
     assert (full.reach.kind, part.reach.tokens) == ("full", window)
     check_cold_then_warm((model, expected), page_size, 50, True)
     check_starved(model, expected, page_size=page_size, window_tokens=(pages_for(window, page_size) + 5) * page_size)
@@ -120,7 +120,7 @@ def test_windows_around_a_page(name: str, field: str, window: int) -> None:
 def test_one_window_or_state_for_all(name: str) -> None:
     """The least that a plan allows: one state, or a window and two pages."""
     model, expected = case_of(name)
-    states = any(group.reach.kind == "state" for group in model.groups(16))
+    states = any(group.reach.kind == "state" for group in model.spec.groups(16))
     core = tight_core(
         model,
         num_tokens=1024,
@@ -141,7 +141,7 @@ def test_one_window_or_state_for_all(name: str) -> None:
 def test_a_model_of_windows_only_serves_more_than_its_pool() -> None:
     """Pages that a request has passed take no frame, so that a prompt of many windows goes through a pool of a few."""
     model = LoadedModel(build("mistral_all_slide"), name="mistral")
-    (window,) = model.groups(4)
+    (window,) = model.spec.groups(4)
     core = tight_core(model, num_tokens=48, page_size=4, max_num_batched_tokens=16)
     assert core.plan.frames_of(0) == 12
     assert window.reach.tokens == 7

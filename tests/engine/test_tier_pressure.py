@@ -81,7 +81,7 @@ def test_a_host_that_is_as_small_as_the_device(name: str, write: str, monkeypatc
         case.check(core, turn)
     found = closed(core)
     assert found["saved_bytes"] > 0
-    if all(group.reach.kind == "full" for group in case.model.groups(4)):
+    if all(group.reach.kind == "full" for group in case.model.spec.groups(4)):
         assert found["fetched_bytes"] > 0  # of others, frames of pages that stay cached are computed again
     assert found["failed_moves"] == 0 and not found["defects"]
 

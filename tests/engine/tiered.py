@@ -52,7 +52,7 @@ def case_of(name: str) -> Case:
 
 def small(model: LoadedModel, page_size: int = 4, **settings: Any) -> EngineCore:
     """Room for little more than the longest request, one window, and five states."""
-    kinds = [group.reach.kind for group in model.groups(page_size)]
+    kinds = [group.reach.kind for group in model.spec.groups(page_size)]
     core = tiered_core(
         model,
         **{

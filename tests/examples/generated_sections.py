@@ -10,7 +10,7 @@ from pathlib import Path
 from quire import errors
 from quire.engine.config import EngineConfig
 from quire.engine.setting import default_of, help_of, option_names
-from quire.models.registry import support_table
+from quire.models.registry import ALIASES, REFUSED, VERIFIED
 from quire.serve.config import ServerConfig
 from tests.examples import generated_reference
 
@@ -25,8 +25,7 @@ def models() -> str:
     from tests.tiny_latents import LATENTS
     from tests.tiny_models import ARCHITECTURES
 
-    rows = support_table()
-    verified = [row.model_type for row in rows if row.status == "verified"]
+    verified = sorted(VERIFIED | {alias for alias, kind in ALIASES.items() if kind in VERIFIED})
     hybrids = [{**HYBRIDS, **LATENTS}[name] for name in SERVED]
     compared = {settings["model_type"] for settings in (*ARCHITECTURES.values(), *LATENTS.values(), *hybrids)}
     assert compared <= set(verified), compared - set(verified)
@@ -39,8 +38,9 @@ def models() -> str:
         "| refused, because it ... | types |",
         "|---|---|",
     ]
-    reasons = dict.fromkeys(row.reason for row in rows if row.status == "refused")
-    lines += [f"| {reason} | {_names([r.model_type for r in rows if r.reason == reason])} |" for reason in reasons]
+    refused = sorted(REFUSED)
+    reasons = dict.fromkeys(REFUSED[kind] for kind in refused)
+    lines += [f"| {reason} | {_names([kind for kind in refused if REFUSED[kind] == reason])} |" for reason in reasons]
     return "\n".join(lines)
 
 

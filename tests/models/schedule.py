@@ -89,7 +89,7 @@ class Schedule:
 
     def frames(self, model: LoadedModel) -> list[Frames]:
         """Frames for every group of `model`, each in an order of its own, so that another group's table shows."""
-        return [self._frames(group, seed) for seed, group in enumerate(model.groups(self.page_size))]
+        return [self._frames(group, seed) for seed, group in enumerate(model.spec.groups(self.page_size))]
 
     def _frames(self, group: GroupSpec, seed: int) -> Frames:
         pages = {name: pages_for(length, self.page_size) for name, length in self.lengths.items()}

@@ -55,7 +55,7 @@ def save(folder, **settings: Any) -> str:
 )
 def test_mixed_schedule_equals_the_plain_model(page_size, steps, settings, tmp_path):
     model = load_model(save(tmp_path, **settings))
-    assert [group.name for group in model.groups(page_size)] == ["full", "indexer", "window"]
+    assert [group.name for group in model.spec.groups(page_size)] == ["full", "indexer", "window"]
     reference = build_hybrid("deepseek_v4", attn_implementation="eager", **HEADS, **settings)
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
 

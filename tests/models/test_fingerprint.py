@@ -72,26 +72,26 @@ def test_names_dtypes_and_shapes_count() -> None:
     assert len({fingerprint_weights(tensors) for tensors in (plain, *others)}) == 1 + len(others)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 64, 2**20])
-def test_how_it_is_read_does_not_count(piece_bytes: int) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 2**20])
+def test_how_it_is_read_does_not_count(chunk_bytes: int) -> None:
     """Order, size of pieces, memory layout, and tensors that share memory."""
     plain = weights()
     expected = fingerprint_weights(plain)
     backwards = dict(reversed(plain.items()))
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain.items()}
     for tensors in (plain, backwards, copies):
-        assert fingerprint_weights(tensors, piece_bytes=piece_bytes) == expected
+        assert fingerprint_weights(tensors, chunk_bytes=chunk_bytes) == expected
     tied, apart = {"x": plain["a.bias"], "y": plain["a.bias"]}, {"x": plain["a.bias"], "y": plain["a.bias"].clone()}
-    assert fingerprint_weights(tied, piece_bytes=piece_bytes) == fingerprint_weights(apart)
+    assert fingerprint_weights(tied, chunk_bytes=chunk_bytes) == fingerprint_weights(apart)
     part = torch.arange(40)[10:34:2].view(3, 4)
-    assert fingerprint_weights({"x": part}, piece_bytes=piece_bytes) == fingerprint_weights({"x": part.clone()})
+    assert fingerprint_weights({"x": part}, chunk_bytes=chunk_bytes) == fingerprint_weights({"x": part.clone()})
 
 
 def test_weights_that_are_kept_wider_count_as_what_was_loaded() -> None:
     narrow = {"w": torch.randn(33, 7).to(torch.bfloat16)}
     wide = {"w": narrow["w"].float()}
     assert fingerprint_weights(wide) != fingerprint_weights(narrow)
-    assert fingerprint_weights(wide, {"w": torch.bfloat16}, piece_bytes=50) == fingerprint_weights(narrow)
+    assert fingerprint_weights(wide, {"w": torch.bfloat16}, chunk_bytes=50) == fingerprint_weights(narrow)
 
 
 def test_the_parts_of_an_identity_do_not_run_into_each_other() -> None:

@@ -77,7 +77,7 @@ class Memory:
         states = iter(np.random.default_rng(8).permutation(np.arange(1, 12)).tolist())
         self.own = {name: next(states) for name in tokens}
         self.left = {(name, cut): next(states) for name in tokens for cut in cuts.get(name, ())}
-        self.groups = model.groups(PAGE_SIZE)
+        self.groups = model.spec.groups(PAGE_SIZE)
         self.pools = [Pool(group.layout, 48) for group in self.groups]
         for pool in self.pools:
             for field in pool.layout.fields:
@@ -221,14 +221,14 @@ def test_rows_of_nobody_get_logits_and_change_nothing(name):
 @pytest.mark.parametrize("name", ["falcon_h1", "jamba", "mamba2", "qwen3_next", "lfm2_moe"])
 def test_half_precision_passes_its_check(name, dtype):
     model = load(name, dtype=dtype)
-    dtypes = {field.name: str(field.dtype) for group in model.groups(PAGE_SIZE) for field in group.layout.fields}
+    dtypes = {field.name: str(field.dtype) for group in model.spec.groups(PAGE_SIZE) for field in group.layout.fields}
     assert dtypes.pop("ssm", "float32") == "float32"
     assert set(dtypes.values()) == {str(dtype).removeprefix("torch.")}
 
 
 def test_states_in_the_type_that_the_configuration_asks_for():
     model = load("qwen3_5_text", mamba_ssm_dtype="bfloat16", check=False)
-    (states,) = (group for group in model.groups(PAGE_SIZE) if group.reach.kind == "state")
+    (states,) = (group for group in model.spec.groups(PAGE_SIZE) if group.reach.kind == "state")
     assert {field.name: field.dtype for field in states.layout.fields}["ssm"] is DType.BFLOAT16
 
 

@@ -60,7 +60,7 @@ def test_only_latents_are_kept(loaded):
     assert all(isinstance(call, LatentCall) for call in model.spec.calls)
     owners = sum(call.index_dim > 0 for call in model.spec.calls)
     numbers = len(model.spec.calls) * (rank + rope_dim) + owners * index_dim
-    assert sum(group.layout.bytes_per_token for group in model.groups(16)) == 4 * numbers
+    assert sum(group.layout.bytes_per_token for group in model.spec.groups(16)) == 4 * numbers
 
 
 def test_every_type_is_listed():

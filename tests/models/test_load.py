@@ -7,12 +7,13 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, UnsupportedModel
 from quire.models import hf, source
 from quire.models.hf import LoadedModel, load_model
-from quire.models.registry import ALIASES, REFUSED, VERIFIED, support_table
+from quire.models.registry import ALIASES, REFUSED, VERIFIED
 from quire.spec.layout import DType
 from tests.tiny_models import ARCHITECTURES, build_tiny, save_tiny
 
@@ -161,7 +162,7 @@ class TestArchitectures:
     def test_unknown_type(self, folder):
         edit_config(folder, model_type="llama9")
         message = refusal(folder, UnsupportedModel)
-        assert f"transformers {source.transformers_version()} does not know model type 'llama9'" in message
+        assert f"transformers {transformers.__version__} does not know model type 'llama9'" in message
 
     def test_no_type(self, folder):
         write_config(folder, {"hidden_size": 4})
@@ -230,12 +231,11 @@ class TestArchitectures:
 class TestSupportTable:
     def test_each_type_has_one_status(self):
         assert not VERIFIED & set(REFUSED)
-        names = [row.model_type for row in support_table()]
-        assert names == sorted(set(names))
-        assert len(names) == len(VERIFIED) + len(REFUSED) + len(ALIASES)
+        assert not set(ALIASES) & (VERIFIED | set(REFUSED))
+        assert set(ALIASES.values()) <= VERIFIED
 
     def test_refusals_have_reasons(self):
-        assert all(row.reason for row in support_table() if row.status == "refused")
+        assert all(REFUSED.values())
 
     def test_what_the_sweep_runs_is_listed(self):
         assert {settings["model_type"] for settings in ARCHITECTURES.values()} <= VERIFIED

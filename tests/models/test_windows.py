@@ -44,7 +44,7 @@ def loaded_pair(name: str, window: int, folder) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", WINDOWED)
 def test_windows_around_a_page(name, window, tmp_path):
     model, reference = loaded_pair(name, window, tmp_path)
-    reach = {group.reach for group in model.groups(16)} - {ReachSpec()}
+    reach = {group.reach for group in model.spec.groups(16)} - {ReachSpec()}
     assert reach == {ReachSpec("chunk" if name == "llama4_text" else "window", window)}
     assert Schedule(long_steps(150), page_size=16).largest_error(model, reference) < ROUNDING
 

@@ -64,7 +64,7 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
     """The most that one prompt of `tokens` takes while it is computed, beside weights and pools."""
     page_size = model.spec.page_size(_PAGE_SIZE)
     pages = pages_for(tokens, page_size)
-    groups = model.groups(page_size)
+    groups = model.spec.groups(page_size)
     pools = [Pool(group.layout, pages, device=model.device) for group in groups]
     for pool in pools:
         for field in pool.layout.fields:

@@ -315,7 +315,7 @@ def buckets(lengths: Slots) -> Iterator[Slots]:
 
 
 def row_index(rows: Slots, device: torch.device) -> slice | Tensor:
-    """Flat rows as a segment names them."""
+    """Numbers int64, ascending, as an index: a slice where they are consecutive."""
     if int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return to_device(rows, device)

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.segments import row_index, to_device
 from quire.spec.ids import Ids
-
-Rows = slice | Tensor
-"""Rows of a flat batch: consecutive ones, or int64 `[n]` on the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +19,7 @@ class StateRun:
     `sources` and `targets` are int64 `[count]` on the device, the frames their states come from and go to.
     """
 
-    rows: Rows
+    rows: slice | Tensor  # of the flat batch: consecutive ones, or int64 `[n]` on the device
     count: int
     length: int
     sources: Tensor
@@ -33,10 +31,10 @@ class StateBatch:
     """The rows of one step in *pieces*, for one group of states. Host arrays, shared by all layers.
 
     A piece is a run of consecutive rows of one sequence. Rows `starts[i]:starts[i + 1]` (int32 `[pieces + 1]`) begin
-    with the state in frame `sources[i]` (int32; 0: none, the state is all zeros) and leave theirs in frame
+    with the state in frame `sources[i]` (int32; 0: none, the state is all zeros) and store theirs in frame
     `targets[i]`, which may be the same frame. The pieces of one sequence are neighbours, in order, and a piece may
-    begin with what the piece before it left: a sequence that leaves a state on its way is cut there. No other two
-    pieces of a step share a frame that one of them writes. Rows from `starts[-1]` on belong to nobody.
+    begin with what the piece before it stored: a sequence that stores a state on its way is cut there. No other two
+    pieces of a step share a frame that one of them writes. Rows from `starts[-1]` on are padding.
     """
 
     starts: Ids
@@ -47,7 +45,7 @@ class StateBatch:
     def __post_init__(self) -> None:
         assert len(self.starts) == len(self.sources) + 1 == len(self.targets) + 1
         assert (np.diff(self.starts) > 0).all(), "a piece has rows"
-        assert (self.targets > 0).all(), "frame 0 is nobody's state"
+        assert (self.targets > 0).all(), "frame 0 holds no state"
 
     def runs(self, device: torch.device) -> tuple[StateRun, ...]:
         """The pieces as runs, each after those whose states it begins with. Built once per step.
@@ -61,42 +59,31 @@ class StateBatch:
         return found
 
     def _plan(self, device: torch.device) -> list[StateRun]:
-        starts, sources, targets = (
-            torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
-            for array in (self.starts, self.sources, self.targets)
-        )
-        lengths, rounds = np.diff(self.starts), self._rounds()
+        sources, targets = (to_device(array.astype(np.int64), device) for array in (self.sources, self.targets))
+        starts, rounds = self.starts.astype(np.int64), self._rounds()
+        lengths = np.diff(starts)
         runs: list[StateRun] = []
         for number in range(int(rounds.max(initial=-1)) + 1):
             single = np.flatnonzero((rounds == number) & (lengths == 1))
             if len(single):
-                pieces = _consecutive(single)
-                if pieces is None:
-                    index = torch.from_numpy(single).to(device, non_blocking=True)
-                    runs.append(StateRun(starts[index], len(single), 1, sources[index], targets[index]))
-                else:
-                    first = int(self.starts[single[0]])
-                    rows = slice(first, first + len(single))
-                    runs.append(StateRun(rows, len(single), 1, sources[pieces], targets[pieces]))
+                rows, at = row_index(starts[single], device), row_index(single, device)
+                runs.append(StateRun(rows, len(single), 1, sources[at], targets[at]))
             for piece in np.flatnonzero((rounds == number) & (lengths > 1)).tolist():
-                rows = slice(int(self.starts[piece]), int(self.starts[piece + 1]))
                 own = slice(piece, piece + 1)
-                runs.append(StateRun(rows, 1, int(lengths[piece]), sources[own], targets[own]))
+                runs.append(
+                    StateRun(
+                        slice(*starts[piece : piece + 2].tolist()), 1, int(lengths[piece]), sources[own], targets[own]
+                    )
+                )
         return runs
 
     def _rounds(self) -> Ids:
-        """Per piece, how many pieces must be computed before it because it begins with what they left."""
+        """Per piece, how many pieces must be computed before it because it begins with what they stored."""
         rounds = np.zeros(len(self.sources), dtype=np.int32)
         follows = (self.sources[1:] == self.targets[:-1]) & (self.sources[1:] != 0)
         for piece in np.flatnonzero(follows).tolist():
             rounds[piece + 1] = rounds[piece] + 1
         return rounds
-
-
-def _consecutive(numbers: np.ndarray) -> slice | None:
-    """`numbers`, ascending, as a slice; None where some are left out."""
-    first, last = int(numbers[0]), int(numbers[-1])
-    return slice(first, last + 1) if last - first + 1 == len(numbers) else None
 
 
 def read_states(pool_layer: Tensor, sources: Tensor) -> Tensor:

@@ -43,8 +43,6 @@ class CheckedModel(Protocol):
     spec: ModelSpec
     device: torch.device
 
-    def groups(self, page_size: int) -> tuple[GroupSpec, ...]: ...
-
     def forward(
         self,
         input_ids: Tensor,
@@ -63,7 +61,7 @@ def check_forward(model: CheckedModel) -> None:
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
     plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
-    groups = model.groups(model.spec.page_size(_PAGE_SIZE))
+    groups = model.spec.groups(model.spec.page_size(_PAGE_SIZE))
     pools = [_nan_pool(group, model.device) for group in groups]
     errors: list[float] = []
     for step in _STEPS:

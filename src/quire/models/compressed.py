@@ -9,6 +9,7 @@ way and selects entries by them; without one, all entries are read.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from quire.kernels.segments import Slots, flatten_ranges
 from quire.kernels.tiles import SelectingRows, Tile, entry_slots, tiles_of
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward, in_forward
+from quire.models.indexers import by_length
 from quire.spec.layers import CompressedCall
 
 _SELECTION = "selection"
-"""What an indexer leaves for the attention of its layer, among what a forward pass shares."""
+"""Under which a forward pass shares what an indexer selected with the attention of its layer."""
 
 
 def install_compressors(model: torch.nn.Module) -> None:
@@ -86,31 +88,23 @@ class _CompressedAttention:
         device = query.device
         out = torch.zeros(query.shape, dtype=torch.float32, device=device)
         lse = torch.full(query.shape[:2], float("-inf"), device=device)
-        reading = batch.derived(
-            ("entries", self._call.ratio, self._most),
-            lambda batch: _Reading(batch, self._call.ratio, self._most, device),
-        )
-        for tile in reading.whole:
+        tiles, selecting = batch.derived(("entries", self._call.ratio, self._most), partial(self._split, device))
+        for tile in tiles:
             out[tile.rows], lse[tile.rows] = attend_tile(
                 query[tile.rows], fields, tile.slots, ~tile.visible, scale=options.scale
             )
-        if reading.selecting is not None:
-            rows = reading.selecting.rows
+        if selecting is not None:
+            rows = selecting.rows
             entries: Tensor = forward.shared[_SELECTION][rows]
-            slots = reading.selecting.slots_of(entries.clamp_min(0))
+            slots = selecting.slots_of(entries.clamp_min(0))
             out[rows], lse[rows] = attend_selected(query[rows], fields, slots, entries < 0, scale=options.scale)
         return out, lse
 
-
-class _Reading:
-    """How the rows of a step read entries: those of short sequences all there are, the others what is selected."""
-
-    def __init__(self, batch: PagedBatch, ratio: int, most: int, device: torch.device) -> None:
-        entries = batch.context_lens // ratio
-        present = np.diff(batch.query_starts) > 0
-        long = np.flatnonzero(present & (entries > most))
-        self.whole = tiles_of(batch, np.flatnonzero(present & (entries <= most)), ratio, device)
-        self.selecting = SelectingRows(batch, long, ratio, device) if len(long) else None
+    def _split(self, device: torch.device, batch: PagedBatch) -> tuple[list[Tile], SelectingRows | None]:
+        """The rows that read all entries there are, and those that read selected ones."""
+        ratio = self._call.ratio
+        short, long = by_length(batch, self._most, ratio)
+        return tiles_of(batch, short, ratio, device), SelectingRows(batch, long, ratio, device) if len(long) else None
 
 
 class _Compressing:
@@ -154,7 +148,6 @@ class _Selector:
     """An indexer of the model that folds its keys on the pools and selects entries by them."""
 
     def __init__(self, call: CompressedCall, indexer: Any) -> None:
-        self._ratio = call.ratio
         self._call = call
         self._indexer = indexer
         self._folder = _Folder(indexer, call)
@@ -162,11 +155,14 @@ class _Selector:
 
     def select(self, forward: RunningForward, hidden: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
         """The entries that each row selects, int64 `[T, n]`, -1 where there is none. Its new keys are stored first."""
-        indexer, ratio, device = self._indexer, self._ratio, hidden.device
+        indexer, ratio, device = self._indexer, self._call.ratio, hidden.device
         keys = self._folder.fold(forward, "index_compressor", hidden)
         stored, batch = forward.rows("index_k", forward.ordinal)
         stored.write(_new_entries(batch, self._call, device), keys)
-        tiles = batch.derived(("selecting", ratio, self._most), lambda batch: self._tiles(batch, device))
+        tiles = batch.derived(
+            ("selecting", ratio, self._most),
+            lambda batch: tiles_of(batch, by_length(batch, self._most, ratio)[1], ratio, device),
+        )
         selection = torch.full((hidden.shape[1], self._most if tiles else 0), -1, dtype=torch.int64, device=device)
         if not tiles:
             return selection
@@ -180,10 +176,6 @@ class _Selector:
             seen = tile.visible.gather(-1, chosen)
             selection[tile.rows, : chosen.shape[-1]] = chosen.masked_fill(~seen, -1)
         return selection
-
-    def _tiles(self, batch: PagedBatch, device: torch.device) -> list[Tile]:
-        """The rows of sequences with more entries than are selected."""
-        return tiles_of(batch, np.flatnonzero(batch.context_lens // self._ratio > self._most), self._ratio, device)
 
 
 class _Folder:

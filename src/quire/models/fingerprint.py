@@ -14,17 +14,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-PIECE_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 """What is read, and copied from a device, at once. The fingerprint does not depend on it."""
 
 
 def fingerprint_weights(
-    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None, *, piece_bytes: int = PIECE_BYTES
+    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None, *, chunk_bytes: int = CHUNK_BYTES
 ) -> bytes:
     """32 bytes that change with any name, dtype, shape or byte of these tensors, and with nothing else.
 
     `dtypes` are those that tensors are read as, for weights that a device keeps wider than they were loaded. Tensors of
-    other devices than the CPU are copied to it, `piece_bytes` at a time. O(bytes); tensors that share memory are read
+    other devices than the CPU are copied to it, `chunk_bytes` at a time. O(bytes); tensors that share memory are read
     once.
     """
     digest = hashlib.sha256(b"quire-weights-1" + len(tensors).to_bytes(8, "little"))
@@ -34,7 +34,7 @@ def fingerprint_weights(
         dtype = (dtypes or {}).get(name, tensor.dtype)
         place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), dtype
         if place not in known:
-            known[place] = _digest(tensor, dtype, piece_bytes)
+            known[place] = _digest(tensor, dtype, chunk_bytes)
         shape = b"".join(size.to_bytes(8, "little") for size in tensor.shape)
         for part in (name.encode(), str(dtype).encode(), shape, known[place]):
             digest.update(len(part).to_bytes(8, "little") + part)
@@ -50,16 +50,16 @@ def identity_of(described: bytes, weights: bytes, weights_epoch: int) -> bytes:
     return digest.digest()
 
 
-def _digest(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> bytes:
+def _digest(tensor: Tensor, dtype: torch.dtype, chunk_bytes: int) -> bytes:
     """xxh3_128 of a tensor's elements in their order, read as `dtype`."""
     found = xxhash.xxh3_128()
-    for piece in _pieces(tensor, max(1, piece_bytes // max(1, tensor.element_size()))):
-        found.update(piece.to(dtype).cpu().view(torch.uint8).numpy().data)
+    for chunk in _chunks(tensor, max(1, chunk_bytes // max(1, tensor.element_size()))):
+        found.update(chunk.to(dtype).cpu().view(torch.uint8).numpy().data)
     return found.digest()
 
 
-def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """The elements in order, in flat contiguous pieces of about `most`; only what is not contiguous is copied."""
+def _chunks(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """The elements in order, in flat contiguous chunks of about `most`; only what is not contiguous is copied."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         yield from (flat[at : at + most] for at in range(0, len(flat), most))

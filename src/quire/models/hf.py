@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,10 +37,9 @@ from quire.models.linear import widen_linears
 from quire.models.mixers import install_mixers
 from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
-from quire.models.source import ModelSource, quiet, reading, transformers_version
+from quire.models.source import ModelSource, quiet, reading
 from quire.models.sparse import install_indexers, no_mask
-from quire.spec.group import GroupSpec
-from quire.spec.kv_format import KVFormat, plain_format
+from quire.spec.kv_format import plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, Part
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
@@ -104,7 +104,7 @@ class LoadedModel:
         self.eos_token_ids = tuple(token for token in _eos_token_ids(model) if 0 <= token < self.spec.vocab_size)
         self._compare_with_config()
         if check:
-            self.check()
+            check_forward(self)
 
     @cached_property
     def weights_fingerprint(self) -> bytes:
@@ -127,16 +127,6 @@ class LoadedModel:
         described = json.dumps(facts, sort_keys=True, default=str).encode()
         return identity_of(described, self.weights_fingerprint if exact else b"", weights_epoch)
 
-    def groups(
-        self, page_size: int, kv_format: KVFormat | None = None, *, window_pool: bool = True
-    ) -> tuple[GroupSpec, ...]:
-        """The groups `forward` computes on. Without `window_pool`, windows are kept whole, in the full group.
-
-        `kv_format` is the model's own dtype by default; pools of any do, since their layouts say how they are stored.
-        Raises InvalidInput where the format does not fit the model's widths.
-        """
-        return self.spec.groups(page_size, kv_format, window_pool=window_pool)
-
     def forward(
         self,
         input_ids: Tensor,
@@ -147,8 +137,8 @@ class LoadedModel:
     ) -> Tensor:
         """Logits float32 `[len(rows), vocab_size]` of the flat rows `rows` (int64), writing all rows to the pools.
 
-        `input_ids` and `positions` are int64 `[T]`; `batches[i]` describes them for group i, whose frames are in
-        `pools[i]`. All tensors are on the model's device.
+        `input_ids` and `positions` are int64 `[T]`; `batches[i]` describes them for group i of `spec.groups`, whose
+        frames are in `pools[i]`. All tensors are on the model's device. Pools may be of any KV format.
         """
         return self.run(RunningForward(pools, batches), input_ids, positions, rows)
 
@@ -190,10 +180,6 @@ class LoadedModel:
                 fix="use a model type listed as verified.",
             )
         return calls
-
-    def check(self) -> None:
-        """Raise ModelCheckFailed unless a mixed step on scattered frames gives the model's own logits."""
-        check_forward(self)
 
     def _endless(self) -> int | None:
         """The context that planning gives a model whose layers have no end of their own: states, windows."""
@@ -302,12 +288,12 @@ def refuse_unknown(config: dict[str, Any], name: str) -> None:
         )
     if kind not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModel(
-            f"transformers {transformers_version()} does not know model type '{kind}' of '{name}'.",
+            f"transformers {transformers.__version__} does not know model type '{kind}' of '{name}'.",
             fix="check 'model_type' in config.json, or use a model that transformers itself implements.",
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModel(
-            f"model type '{kind}' of '{name}' has no causal language model in transformers {transformers_version()}.",
+            f"model type '{kind}' of '{name}' has no causal language model in transformers {transformers.__version__}.",
             fix="use a text generation model.",
         )
 

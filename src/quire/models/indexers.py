@@ -63,7 +63,7 @@ def index_keys(forward: RunningForward, most: int, device: torch.device) -> list
 
 def _tiles(batch: PagedBatch, most: int, device: torch.device) -> list[Tile]:
     """Tiles of the rows that select among more than `most` tokens, and one of the others, which only store keys."""
-    short, long = _by_length(batch, most)
+    short, long = by_length(batch, most)
     tiles = tiles_of(batch, long, 1, device)
     if len(short):
         rows = torch.from_numpy(batch.part(short)[0]).to(device).unsqueeze(0)
@@ -78,7 +78,7 @@ def split_rows(
     """The rows that read all of their context, with a batch of their own, and those that read `most` tokens of it."""
 
     def split(batch: PagedBatch) -> tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]:
-        short, long = _by_length(batch, most)
+        short, long = by_length(batch, most)
         whole = None
         if len(short):
             rows, part = batch.part(short, ("whole", most))
@@ -88,8 +88,8 @@ def split_rows(
     return batch.derived(("split", most), split)
 
 
-def _by_length(batch: PagedBatch, most: int) -> tuple[Slots, Slots]:
-    """The sequences with rows whose context is no longer than `most` tokens, and the others."""
+def by_length(batch: PagedBatch, most: int, ratio: int = 1) -> tuple[Slots, Slots]:
+    """The sequences with rows whose context has no more than `most` entries of `ratio` tokens, and the others."""
     present = np.diff(batch.query_starts) > 0
-    short = batch.context_lens <= most
+    short = batch.context_lens // ratio <= most
     return np.flatnonzero(present & short), np.flatnonzero(present & ~short)

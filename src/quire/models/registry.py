@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import UnsupportedModel
@@ -53,27 +52,10 @@ VERIFIED: frozenset[str] = frozenset(_VERIFIED.split())
 forward pass. Windows longer than the check's sequences are compared with the configuration instead."""
 
 REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds.split()}
-"""Model types that are refused, with the reason."""
-
+"""Model types that are refused, with the reason. Types in neither table are decided by the check at load."""
 
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Types that published configurations name and transformers does not: the same architecture by another name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """One row of the support table. `status` is "verified" or "refused"."""
-
-    model_type: str
-    status: str
-    reason: str = ""
-
-
-def support_table() -> tuple[Support, ...]:
-    """Every model type with a known status, by name. Types outside it are decided by the check at load."""
-    rows = [Support(kind, "verified") for kind in VERIFIED | {a for a, kind in ALIASES.items() if kind in VERIFIED}]
-    rows += [Support(kind, "refused", reason) for kind, reason in REFUSED.items()]
-    return tuple(sorted(rows, key=lambda row: row.model_type))
 
 
 def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -105,8 +104,3 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def transformers_version() -> str:
-    """The release in use, for messages."""
-    return str(transformers.__version__)
