@@ -105,7 +105,7 @@ class Run:
             frames=self.frames[:, :width].copy(),
             slots=np.zeros(int(rows.sum()), dtype=np.int32),
             page_size=PAGE,
-            planner=planner,
+            planner=planner or AttentionPlanner(),
             ids=self.ids,
         )
 

@@ -38,7 +38,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.codec import largest_of
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
-from quire.models.forward import ComparingForward, RunningForward, paged_field
+from quire.models.forward import RunningForward, paged_field
 from quire.models.hf import LoadedModel, load_model
 from quire.models.tokenizer import load_tokenizer
 from quire.spec.group import GroupSpec
@@ -157,7 +157,7 @@ def measure_kv_errors(
         positions = torch.arange(start, stop, device=model.device)
         rows = torch.arange(stop - start, device=model.device)
         others = [RunningForward(prompt.pools, prompt.batches(start, stop)) for prompt in beside]
-        running = ComparingForward(plain.pools, plain.batches(start, stop), others, on_outputs)
+        running = _ComparingForward(plain.pools, plain.batches(start, stop), others, on_outputs)
         wanted = model.run(running, tokens, positions, rows)
         on_progress(done := done + 1, total)
         for prompt, found in zip(alone, logits, strict=True):
@@ -176,6 +176,38 @@ def measure_kv_errors(
         )
         for kv_format, prompt, ratios, found in zip(formats, beside, outputs, logits, strict=True)
     )
+
+
+class _ComparingForward(RunningForward):
+    """A forward pass that computes every attention call on other pools too, from the same inputs, and reports both.
+
+    `others` have pools of the same calls, in other formats; what a call keeps of this pass it keeps there too, and what
+    it gives there goes to `on_outputs(ordinal, output, outputs of the others)` and nowhere else. A call that keeps
+    nothing, of a layer that reads another's, is not reported.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        batches: Sequence[PagedBatch | StateBatch],
+        others: Sequence[RunningForward],
+        on_outputs: Callable[[int, Tensor, Sequence[Tensor]], None],
+    ) -> None:
+        super().__init__(pools, batches)
+        self.others = tuple(others)
+        self._on_outputs = on_outputs
+
+    def attend(self, attention: Callable[[RunningForward], Tensor]) -> Tensor:
+        """The output on these pools; those on the others are reported."""
+        ordinal = self.ordinal
+        out = attention(self)
+        found = []
+        for other in self.others:
+            other.ordinal = ordinal
+            found.append(attention(other))
+        if self.ordinal > ordinal:
+            self._on_outputs(ordinal, out, found)
+        return out
 
 
 class _Prompt:

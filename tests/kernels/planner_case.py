@@ -17,7 +17,7 @@ from quire.kernels.attention import paged_attention
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.tails import Tails
+from quire.kernels.suffixes import Suffixes
 
 SMALL = {"MIN_SHARED_TOKENS": 16, "MIN_RUN": 8, "MAX_RUN": 64, "MAX_GATHER": 32, "MAX_BATCHED": 128, "BLOCK_ROWS": 8}
 """Sizes at which a context of a hundred tokens meets every case."""
@@ -66,7 +66,7 @@ class Steps:
     def _small(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(patch.multiple(segments, **SMALL))
-            stack.enter_context(patch.object(planner, "Tails", partial(Tails, mirrored=self.mirrored)))
+            stack.enter_context(patch.object(planner, "Suffixes", partial(Suffixes, mirrored=self.mirrored)))
             yield
 
     # What happens between steps
@@ -165,7 +165,7 @@ class Steps:
             frames=frames,
             slots=np.array(slots, dtype=np.int32),
             page_size=size,
-            planner=kept,
+            planner=kept or AttentionPlanner(),
             ids=np.array([sequence.row for sequence, _ in present], dtype=np.int64),
         )
         keys, values = (part.flatten(0, 1)[slots] for part in self.pool)

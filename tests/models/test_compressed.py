@@ -118,7 +118,7 @@ def test_the_check_at_load_notices(broken, tmp_path, monkeypatch):
 
         def forgetting(plan, batch, call, ring, device):
             original(plan, batch, call, ring, device)
-            plan.paged_field, plan.stored_slots = plan.paged_field[:0], plan.stored_slots[:0]
+            plan.stored_rows, plan.stored_slots = plan.stored_rows[:0], plan.stored_slots[:0]
 
         monkeypatch.setattr(compressed._Folding, "__init__", forgetting)
     elif broken == "entries":

@@ -9,30 +9,30 @@ import numpy as np
 
 from quire.kernels.planner import _CachedPlan
 from quire.kernels.segments import Sequences, Slots
-from quire.kernels.tails import Tails, _Cells
+from quire.kernels.suffixes import Suffixes, _Cells
 from quire.spec.ids import Bools
 from tests.mutants.mutants import Patch, mutant
 
 
 @mutant("plans", "a sequence does not see the tokens it has computed since its plan was made")
-def tails_are_not_shown(patch: Patch) -> None:
-    real = _Cells.show
+def appended_tokens_are_not_shown(patch: Patch) -> None:
+    real = _Cells.write
 
-    def show(cells: _Cells, at: Slots, slots: Slots) -> None:
+    def write(cells: _Cells, at: Slots, slots: Slots) -> None:
         hidden = cells.mask[at]
         real(cells, at, slots)
         cells.mask[at] = hidden
 
-    patch.setattr(_Cells, "show", show)
+    patch.setattr(_Cells, "write", write)
 
 
 @mutant("plans", "a sequence goes on reading the frame that one of its pages has left")
 def changed_pages_are_not_noticed(patch: Patch) -> None:
     real = _CachedPlan._changed
 
-    def changed(kept: _CachedPlan, before: Sequences) -> Bools:
-        kept.known = kept.rows.frames.copy()
-        return real(kept, before)
+    def changed(plan: _CachedPlan, before: Sequences) -> Bools:
+        plan.page_tables = plan.rows.frames.copy()
+        return real(plan, before)
 
     patch.setattr(_CachedPlan, "_changed", changed)
 
@@ -41,11 +41,11 @@ def changed_pages_are_not_noticed(patch: Patch) -> None:
 def sharing_outlives_who_shares(patch: Patch) -> None:
     real = _CachedPlan._share
 
-    def share(kept: _CachedPlan, seqs: Sequences) -> None:
-        if not kept.runs or len(kept.done) != len(seqs.ids):
-            real(kept, seqs)
+    def share(plan: _CachedPlan, seqs: Sequences) -> None:
+        if not plan.runs or len(plan.shared_stops) != len(seqs.ids):
+            real(plan, seqs)
         full = (seqs.contexts - seqs.queries) // seqs.page_size * seqs.page_size
-        kept.done = np.maximum(np.minimum(kept.done, full), seqs.lows)
+        plan.shared_stops = np.maximum(np.minimum(plan.shared_stops, full), seqs.lows)
 
     patch.setattr(_CachedPlan, "_share", share)
 
@@ -55,33 +55,33 @@ def a_shorter_context_is_not_noticed(patch: Patch) -> None:
     for name in ("_changed", "_append"):
         real = getattr(_CachedPlan, name)
 
-        def step(kept: _CachedPlan, before: Sequences, *others: Bools, real: Any = real) -> Any:
-            return real(kept, replace(before, contexts=np.minimum(before.contexts, kept.rows.contexts)), *others)
+        def step(plan: _CachedPlan, before: Sequences, *others: Bools, real: Any = real) -> Any:
+            return real(plan, replace(before, contexts=np.minimum(before.contexts, plan.rows.contexts)), *others)
 
         patch.setattr(_CachedPlan, name, step)
 
 
 @mutant("plans", "columns without a token read what nobody wrote, and all is NaN")
 def padding_is_read_from_nowhere(patch: Patch) -> None:
-    real = _Cells.send
+    real = _Cells.upload
 
-    def send(cells: _Cells, part: slice) -> None:
+    def upload(cells: _Cells, part: slice) -> None:
         cells.index[part][cells.mask[part] < 0] = 0
         real(cells, part)
 
-    patch.setattr(_Cells, "send", send)
+    patch.setattr(_Cells, "upload", upload)
 
 
 @mutant("plans", "a draft sees the draft that follows it")
 def rows_see_one_token_too_far(patch: Patch) -> None:
-    real = Tails.show_rows
-    patch.setattr(Tails, "show_rows", lambda tails, contexts: real(tails, contexts + 1))
+    real = Suffixes.update_masks
+    patch.setattr(Suffixes, "update_masks", lambda suffixes, contexts: real(suffixes, contexts + 1))
 
 
 @mutant("plans", "where the device has its own copy of a plan, it never hears of new tokens")
 def the_device_is_not_told(patch: Patch) -> None:
-    def show(cells: _Cells, at: Slots, slots: Slots) -> None:
+    def write(cells: _Cells, at: Slots, slots: Slots) -> None:
         cells.index[at] = slots
         cells.mask[at] = 0
 
-    patch.setattr(_Cells, "show", show)
+    patch.setattr(_Cells, "write", write)

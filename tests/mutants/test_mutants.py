@@ -122,7 +122,7 @@ def test_without_a_mutant_all_is_well(killer: str) -> None:
 def test_names_and_sentences_are_all_different() -> None:
     known = (
         hybrid_mutants.windows_go_tail_first,
-        plan_mutants.tails_are_not_shown,
+        plan_mutants.appended_tokens_are_not_shown,
         step_mutants.draws_are_one_too_early,
         hold_mutants.private_pages_leak,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from quire.spec.ids import Ids
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class PagedBatch:
     """`R` sequences packed into one flat batch of `T` rows, for one step and one group. All layers share it.
 
@@ -25,59 +27,42 @@ class PagedBatch:
     `slots` int32 `[T]`: `frame * page_size + offset` that each row's key and value are written to.
     The arrays are not copied and must not change while the batch is in use.
 
-    `planner` keeps plans of attention between the batches of one group; without it, this batch's are made for it alone.
-    `ids` int64 `[R]`, all different and not negative, are by what it finds sequences again: their places by default.
+    `planner` keeps plans of attention between the batches of one group; by default this batch has its own.
+    `ids` int64 `[R]`, different and not negative, identify sequences between batches: their places by default.
     """
 
-    __slots__ = (
-        "_derived",
-        "_slots",
-        "context_lens",
-        "frames",
-        "ids",
-        "page_size",
-        "planner",
-        "query_starts",
-        "slots",
-    )
+    query_starts: Ids
+    context_lens: Ids
+    frames: Ids
+    slots: Ids
+    page_size: int
+    planner: AttentionPlanner = field(default_factory=AttentionPlanner)
+    ids: Slots | None = None
+    _slots: Tensor | None = field(default=None, repr=False, init=False)
+    _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
 
-    def __init__(
-        self,
-        *,
-        query_starts: Ids,
-        context_lens: Ids,
-        frames: Ids,
-        slots: Ids,
-        page_size: int,
-        planner: AttentionPlanner | None = None,
-        ids: Slots | None = None,
-    ) -> None:
-        assert page_size >= 1
-        assert len(query_starts) == len(context_lens) + 1
-        assert len(frames) == len(context_lens)
-        assert len(slots) >= query_starts[-1]
-        assert (query_starts[1:] - query_starts[:-1] <= context_lens).all(), (
+    def __post_init__(self) -> None:
+        assert self.page_size >= 1
+        assert len(self.query_starts) == len(self.context_lens) + 1
+        assert len(self.frames) == len(self.context_lens)
+        assert len(self.slots) >= self.query_starts[-1]
+        assert (np.diff(self.query_starts) <= self.context_lens).all(), (
             "a sequence's new tokens are part of its context"
         )
-        self.query_starts = query_starts
-        self.context_lens = context_lens
-        self.frames = frames
-        self.slots = slots
-        self.page_size = page_size
-        self.planner = planner or AttentionPlanner()
-        self.ids = ids
-        self._slots: Tensor | None = None
-        self._derived: dict[object, Any] = {}
 
     @property
     def num_rows(self) -> int:
         """T: rows of the flat batch that belong to a sequence."""
         return int(self.query_starts[-1])
 
+    def spans(self) -> tuple[Slots, Slots]:
+        """Positions `starts[r]:stops[r]` int64 that the rows of sequence r have."""
+        stops = self.context_lens.astype(np.int64)
+        return stops - np.diff(self.query_starts), stops
+
     def positions(self) -> Slots:
         """The position in its sequence of each of the T rows, int64."""
-        stops = self.context_lens.astype(np.int64)
-        return flatten_ranges(stops - np.diff(self.query_starts), stops)
+        return flatten_ranges(*self.spans())
 
     def slots_on(self, device: torch.device) -> Tensor:
         """`slots` as int64 `[T]` on `device`; copied there once per step."""
@@ -116,7 +101,7 @@ class PagedBatch:
             frames=self.frames[sequences],
             slots=self.slots[rows],
             page_size=self.page_size,
-            planner=None if name is None else self.planner.part(name),
+            planner=AttentionPlanner() if name is None else self.planner.part(name),
             ids=sequences if self.ids is None else self.ids[sequences],
         )
         return rows, batch

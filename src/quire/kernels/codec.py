@@ -37,24 +37,21 @@ _E8M0_NAN = 255
 def encode(values: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
     """`values` `[..., width]` as they are stored: `[..., stored_width]`, and scales `[..., scale_width]` or None.
 
-    A format of a model's dtype is a conversion: of nothing, and without a copy, where `values` have that dtype. FP8
-    without scales rounds to nearest, ties to even, and saturates: what is larger than the largest finite number, an
-    infinity too, becomes that number; NaN stays NaN.
+    Plain formats convert the dtype. FP8 without scales rounds to nearest, ties to even, and saturates: infinities and
+    what exceeds the largest finite number become that number; NaN stays NaN.
 
     With scales, every number is divided by its block's and rounded so. A scale comes from the block's largest number:
 
     - E8M0: the smallest power of two, from 2**-127, at which that number is no more than half a step beyond the
-      largest of the element, so that nothing is lost but to rounding. (OCP Microscaling 1.0, 6.3 suggests the exponent
-      of the number alone, which saturates all between 464 and 512 times a power of two, or 7 and 8 times in E2M1.)
-    - E4M3 (NVFP4): a sixth of it, rounded to nearest and never zero. The number itself becomes six, and is off by a
-      seventeenth at most. The steps of subnormal scales are coarser; even there it is off by no more than a fifth,
-      what rounding to E2M1 may cost any number. There is no second scale for a whole tensor, so that numbers beyond
-      6 * 448 saturate.
+      largest of the element: nothing saturates. (OCP Microscaling 1.0, 6.3 suggests the exponent of the number alone,
+      which saturates all between 464 and 512 times a power of two, or 7 and 8 times in E2M1.)
+    - E4M3 (NVFP4): a sixth of it, rounded to nearest and never zero. The number itself is off by a seventeenth at most,
+      with subnormal scales by a fifth. There is no second scale per tensor: numbers beyond 6 * 448 saturate.
     - float32: a 448th of it (for E4M3 elements), no less than 2**-126.
 
-    A block of zeros takes the smallest scale and decodes to zeros. A block with a NaN or an infinity, which no scale
-    can hold, gets a NaN for its scale and decodes to NaN throughout: four-bit numbers have no NaN of their own.
-    Deterministic per block, so independent of the batch. Raises InvalidInput where `width` does not fit the format.
+    A block of zeros takes the smallest scale. A block with a NaN or an infinity gets a NaN scale and decodes to NaN:
+    four-bit numbers have no NaN. A block's codes do not depend on the batch. Raises InvalidInput where `width` does not
+    fit the format.
     """
     kv_format.stored_width(values.shape[-1])
     if not kv_format.block:

@@ -5,6 +5,7 @@ Encoded rows are decoded as they are read, into scratch memory; plain ones are r
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -80,6 +81,13 @@ class PagedField:
         scales = None if self._scales is None else _gathered(self._scales, index, f"{name} scales")
         return self._decoded(rows, scales, dtype, f"{name} gathered")
 
+    def head(self, number: int) -> PagedField:
+        """One of the heads of rows `[heads, dim]`, as rows `[1, dim]`."""
+        found, one = copy(self), slice(number, number + 1)
+        found._rows = self._rows[:, one]
+        found._scales = None if self._scales is None else self._scales[:, one]
+        return found
+
     def _decoded(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
         """Encoded rows in `dtype`, in scratch memory `name`."""
         assert self._kv_format is not None
@@ -118,6 +126,10 @@ class KVFields:
         self._keys = keys
         self._values = values
 
+    def head(self, number: int) -> KVFields:
+        """One of several KV heads."""
+        return KVFields(self._keys.head(number), self._values.head(number))
+
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values; returns them as a reader sees them."""
         return self._keys.write(slots, key), self._values.write(slots, value)
@@ -129,26 +141,6 @@ class KVFields:
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """In scratch memory."""
         return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
-
-
-class OneHead:
-    """One of several KV heads: keys and values `[n, 1, dim]`."""
-
-    __slots__ = ("_head", "_heads")
-
-    def __init__(self, heads: KVReader, head: int) -> None:
-        self._heads = heads
-        self._head = slice(head, head + 1)
-
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A view of what all heads read."""
-        key, value = self._heads.read(start, stop, dtype)
-        return key[:, self._head], value[:, self._head]
-
-    def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A view of what all heads gather."""
-        key, value = self._heads.gather(index, dtype)
-        return key[:, self._head], value[:, self._head]
 
 
 class LatentFields:

@@ -1,15 +1,14 @@
 """AttentionPlanner: how one step's attention splits into segments, kept from step to step and edited where it changed.
 
-What a plan says of a sequence follows from the frames of its pages and its length alone. So both are remembered and
-compared: a sequence whose pages are what they were keeps its segments, and its new tokens are appended to its tail.
-Sequences are found again by their ids, which are a hint: under a wrong id the pages differ, and are planned anew.
+The plan of a sequence depends on its page table and length alone. Both are compared with those of the last step: a
+sequence with the same pages keeps its segments, and its new tokens are appended to its suffix. Sequences are found by
+their ids. An id is a hint: where it is wrong, the pages differ, and the sequence is planned again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from weakref import ref
 
 import numpy as np
 import torch
@@ -25,10 +24,9 @@ from quire.kernels.segments import (
     flatten_ranges,
     gathered_sources,
     row_index,
-    run_sources,
     shared_runs,
 )
-from quire.kernels.tails import Tails
+from quire.kernels.suffixes import Suffixes
 from quire.spec.ids import Bools, Ids
 
 MAX_CACHED_SLOTS = 1 << 24
@@ -36,10 +34,10 @@ MAX_CACHED_SLOTS = 1 << 24
 
 
 class AttentionPlanner:
-    """The plans of the batches of one group, step after step. A plan is read until the next batch asks for its own.
+    """Plans of the batches of one group, step after step. A plan is valid until the next batch asks for one.
 
-    It keeps, per kind of window, one int64 per scattered token of the sequences of the last step (at most about
-    `MAX_CACHED_SLOTS`, or nothing) and their page tables.
+    It holds, per window, the page tables of the last step's sequences and one int64 per gathered token, up to about
+    `MAX_CACHED_SLOTS`; larger plans are not kept.
     """
 
     def __init__(self) -> None:
@@ -56,18 +54,18 @@ class AttentionPlanner:
         cached = self._plans.get(key)
         if cached is None:
             cached = self._plans[key] = _CachedPlan(0 if chunked else window, device)
-        elif cached.made_for is not None and cached.made_for() is sequences:
+        elif cached.made_for is sequences:
             return cached.plan
         plan = cached.planned(sequences.cut(window) if chunked else sequences)
-        cached.made_for = ref(sequences)
+        cached.made_for = sequences
         if cached.num_slots > MAX_CACHED_SLOTS:
             del self._plans[key]
         return plan
 
 
 @dataclass(slots=True, eq=False)
-class _Own:
-    """What one sequence alone reads beside its tail."""
+class _Unshared:
+    """What only one sequence reads, besides its suffix."""
 
     sources: list[Source] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -75,28 +73,28 @@ class _Own:
 
 
 class _CachedPlan:
-    """The last plan for one window, and what it was made from, per sequence with few new tokens: a *row* here."""
+    """The last plan for one window and its inputs, by *row*: a sequence with few new tokens."""
 
     def __init__(self, window: int, device: torch.device) -> None:
         self.window = window
         self.device = device
-        self.made_for: ref[Sequences] | None = None
-        self.plan = StepPlan((), False, device)
+        self.made_for: Sequences | None = None
+        self.plan = StepPlan((), False)
         none = np.zeros(0, dtype=np.int64)
         self.ids = self.queries = none  # of all sequences
         self.runs: list[tuple[Slots, int, int]] = []  # that they share
         self.run_sources: dict[bytes, list[Source]] = {}
-        self.done = none  # positions up to which these cover each sequence
+        self.shared_stops = none  # positions of each sequence up to which these reach
         self.rows = Sequences(none, none, none, np.zeros((0, 0), dtype=np.int32), none, 1, none)
         self.order = none  # the sequence of each row
-        self.covers = none  # `done` of each row
-        self.limits = none  # length of its tail, or of the run that grows, above which it is planned anew
-        self.ends = none  # the slot after its last source, a run that new tokens prolong; -1: no such run
-        self.dated: Bools = np.zeros(0, dtype=np.bool_)  # good for one step only
-        self.known: Ids = np.zeros((0, 0), dtype=np.int32)  # page tables
-        self.owns: list[_Own] = []
-        self.tails = Tails(window, device)
-        self.num_slots = 0  # gathered slots that are held for the next step
+        self.row_shared_stops = none  # the same by row
+        self.limits = none  # length of its suffix or growing run above which it is planned again
+        self.ends = none  # the slot after its growing run, which new tokens extend; -1: no such run
+        self.transient: Bools = np.zeros(0, dtype=np.bool_)  # good for one step only
+        self.page_tables: Ids = np.zeros((0, 0), dtype=np.int32)
+        self.unshared: list[_Unshared] = []
+        self.suffixes = Suffixes(window, device)
+        self.num_slots = 0  # gathered slots that are kept for the next step
 
     def planned(self, seqs: Sequences) -> StepPlan:
         """The plan of a step."""
@@ -108,15 +106,15 @@ class _CachedPlan:
         changed = self._changed(before)
         if not same or changed.any():
             self._share(seqs)
-        covers = self.done[self.order]
-        changed |= covers != self.covers
+        shared_stops = self.shared_stops[self.order]
+        changed |= shared_stops != self.row_shared_stops
         again = changed | self._outgrown(before)
         self._append(before, ~again)
         if not same or again.any():
-            self.covers = covers
+            self.row_shared_stops = shared_stops
             self._replan(np.flatnonzero(again))
             self.plan = self._assembled(seqs)
-        self.tails.show_rows(rows.contexts)
+        self.suffixes.update_masks(rows.contexts)
         return self.plan
 
     # What has changed -------------------------------------------------------------------------------------------------
@@ -143,7 +141,7 @@ class _CachedPlan:
         return cut
 
     def _match(self, seqs: Sequences) -> Sequences:
-        """Find the rows of this step among those of the last one. Returns what they were then, -1 where new."""
+        """Reorder the state by row to this step's sequences. Returns the last step's rows so, with -1 where new."""
         before = self.rows
         self.ids, self.queries = seqs.ids.copy(), seqs.queries
         self.order = np.flatnonzero(self._few(seqs))
@@ -159,54 +157,58 @@ class _CachedPlan:
         def matched(array: Slots) -> Slots:
             return np.where(fresh, -1, array[old] if len(array) else -1)
 
-        self.tails.select(old)
-        self.covers, self.limits, self.ends = matched(self.covers), matched(self.limits), matched(self.ends)
-        self.dated = matched(self.dated.astype(np.int64)) == 1
-        self.owns = [self.owns[row] if row >= 0 else _Own() for row in old.tolist()]
-        known = np.full((len(old), self.known.shape[1]), -1, dtype=np.int32)
-        known[~fresh] = self.known[old[~fresh]]
-        self.known = known
+        self.suffixes.select(old)
+        self.row_shared_stops, self.limits, self.ends = (
+            matched(self.row_shared_stops),
+            matched(self.limits),
+            matched(self.ends),
+        )
+        self.transient = matched(self.transient.astype(np.int64)) == 1
+        self.unshared = [self.unshared[row] if row >= 0 else _Unshared() for row in old.tolist()]
+        page_tables = np.full((len(old), self.page_tables.shape[1]), -1, dtype=np.int32)
+        page_tables[~fresh] = self.page_tables[old[~fresh]]
+        self.page_tables = page_tables
         return Sequences(
             before.starts, matched(before.lows), matched(before.contexts), before.frames, ids, seqs.page_size, queries
         )
 
     def _changed(self, before: Sequences) -> Bools:
-        """Rows whose pages are not those they were planned with, or that read them otherwise. Remembers the pages."""
+        """Rows whose pages, or whose reading of them, differ from the plan. Updates `page_tables`."""
         rows = self.rows
         cut = self._cut(rows.contexts)
         changed: Bools = (rows.contexts < before.contexts) | (before.contexts < 0) | (rows.lows != before.lows)
         changed |= cut != self._cut(before.contexts)
         width, size = rows.frames.shape[1], rows.page_size
-        if self.known.shape[1] < width:
-            missing = width + width // 4 - self.known.shape[1]
-            self.known = np.pad(self.known, ((0, 0), (0, missing)), constant_values=-1)
+        if self.page_tables.shape[1] < width:
+            missing = width + width // 4 - self.page_tables.shape[1]
+            self.page_tables = np.pad(self.page_tables, ((0, 0), (0, missing)), constant_values=-1)
         reads = np.where(cut, rows.contexts - self.window, rows.lows) // size  # the first page that is still read
         planned = -(-before.contexts // size)
         first, stop = int(reads.min(initial=width)), min(int(planned.max(initial=0)), width)
-        differs = self.known[:, first:stop] != rows.frames[:, first:stop]
+        differs = self.page_tables[:, first:stop] != rows.frames[:, first:stop]
         some = np.flatnonzero(differs.any(axis=1))
         if len(some):
             at, page = np.nonzero(differs[some])
             row, page = some[at], page + first
-            self.known[row, page] = rows.frames[row, page]
+            self.page_tables[row, page] = rows.frames[row, page]
             changed[row[(page >= reads[row]) & (page < planned[row])]] = True
-        self.known[:, stop:width] = rows.frames[:, stop:]
+        self.page_tables[:, stop:width] = rows.frames[:, stop:]
         return changed
 
     def _share(self, seqs: Sequences) -> None:
-        """Which sequences read the same pages from their first one on."""
+        """Find the sequences whose page tables begin with the same frames."""
         pasts = seqs.contexts - seqs.queries
         alone = self._cut(seqs.contexts) | (seqs.queries == 0) | (seqs.lows > 0)
         full_pages = np.where(alone, 0, pasts // seqs.page_size)
         self.runs = list(shared_runs(seqs.frames, full_pages, seqs.page_size))
-        self.done = seqs.lows.copy()
+        self.shared_stops = seqs.lows.copy()
         for members, _, stop in self.runs:
-            self.done[members] = stop * seqs.page_size
+            self.shared_stops[members] = stop * seqs.page_size
 
     def _outgrown(self, before: Sequences) -> Bools:
-        """Rows whose tail or growing run is too long by now, whose run does not go on, or that are dated."""
+        """Rows whose suffix or run has grown too long, whose run ends, or whose plan is transient."""
         rows = self.rows
-        outgrown: Bools = self.dated | (rows.contexts - self.tails.shift > self.limits)
+        outgrown: Bools = self.transient | (rows.contexts - self.suffixes.shift > self.limits)
         grows = np.flatnonzero(self.ends >= 0)
         if len(grows):
             counts = rows.contexts[grows] - before.contexts[grows]
@@ -217,7 +219,7 @@ class _CachedPlan:
     # The parts of a plan ----------------------------------------------------------------------------------------------
 
     def _append(self, before: Sequences, kept: Bools) -> None:
-        """Let the rows that are `kept` read their new tokens."""
+        """Append the new tokens of the rows that are `kept` to what they read."""
         rows = self.rows
         counts = np.where(kept, rows.contexts - before.contexts, 0)
         if (counts == 1).all():
@@ -225,9 +227,9 @@ class _CachedPlan:
         else:
             at = np.repeat(np.arange(len(counts)), counts)
             positions = flatten_ranges(rows.contexts - counts, rows.contexts)
-        self.tails.append(at, positions, rows.slots_at(at, positions))
+        self.suffixes.append(at, positions, rows.slots_at(at, positions))
         for row in np.flatnonzero((self.ends >= 0) & (counts > 0)).tolist():
-            source, segment = self.owns[row].sources[-1], self.owns[row].segments[-1]
+            source, segment = self.unshared[row].sources[-1], self.unshared[row].segments[-1]
             source.stop += 1
             segment.stop += 1
             self.ends[row] += 1
@@ -236,76 +238,70 @@ class _CachedPlan:
         """Plan the rows `dirty` from their pages."""
         rows = self.rows
         for row in dirty.tolist():
-            self.owns[row] = _Own()
-        self.ends[dirty], self.dated[dirty] = -1, False
+            self.unshared[row] = _Unshared()
+        self.ends[dirty], self.transient[dirty] = -1, False
         cut = self._cut(rows.contexts)
-        seen = rows.contexts - np.where(rows.queries > 1, rows.queries, 0)  # positions beyond those only in tails
-        lows = np.where(cut, np.maximum(rows.contexts - rows.queries + 1 - self.window, 0), self.covers)
-        tails: dict[int, Slots] = {}
+        seen = rows.contexts - np.where(rows.queries > 1, rows.queries, 0)  # positions beyond those only in suffixes
+        lows = np.where(cut, np.maximum(rows.contexts - rows.queries + 1 - self.window, 0), self.row_shared_stops)
+        suffixes: dict[int, Slots] = {}
         whole = []
         for row in dirty.tolist():
             low, high = int(lows[row]), int(seen[row])
             if high - low < 2 * segments.MIN_RUN or (cut[row] and rows.queries[row] > 1):
                 whole.append(row)
             elif not cut[row]:
-                tail = self._split(row, low, high)
-                if len(tail):
-                    tails[row] = tail
+                suffix = self._split(row, low, high)
+                if len(suffix):
+                    suffixes[row] = suffix
             elif not self._split_window(row, low, high):
                 whole.append(row)
         several = np.array(whole, dtype=np.int64)
         lengths = (rows.contexts - lows)[several]
         slots = rows.slots_of(several, lows[several], rows.contexts[several])
         ring = cut & (rows.queries == 1)
-        self.dated[dirty] |= (cut & ~ring)[dirty]
-        for row, tail in zip(whole, np.split(slots, np.cumsum(lengths)[:-1]), strict=False):
-            tails[row] = np.roll(tail, lows[row] % self.window) if ring[row] else tail
-        for row, tail in tails.items():
-            short = len(tail) < 2 * segments.MIN_RUN
+        self.transient[dirty] |= (cut & ~ring)[dirty]
+        for row, suffix in zip(whole, np.split(slots, np.cumsum(lengths)[:-1]), strict=False):
+            suffixes[row] = np.roll(suffix, lows[row] % self.window) if ring[row] else suffix
+        for row, suffix in suffixes.items():
+            short = len(suffix) < 2 * segments.MIN_RUN
             self.limits[row] = 2 * segments.MIN_RUN + (0 if short else segments.MAX_GATHER)
         self.limits[ring] = np.iinfo(np.int64).max
-        self.tails.drop(dirty)
-        self.tails.pack(tails, rows.queries, rows.contexts, ring, rows.starts)
+        self.suffixes.drop(dirty)
+        self.suffixes.pack(suffixes, rows.queries, rows.contexts, ring, rows.starts)
 
     def _split(self, row: int, low: int, high: int) -> Slots:
         """Cut positions `low:high`, which all new tokens see, into runs and gathers.
 
-        Returns the tail: the rest, and new tokens where they are several. It is empty where the last run goes on with
-        the tokens to come.
+        Returns the suffix: the rest, and several new tokens. It is empty where new tokens extend the last run.
         """
         rows = self.rows
-        begins, ends = rows.slot_runs(row, low, high)
-        in_place = ends - begins >= segments.MIN_RUN
-        rest = flatten_ranges(begins[~in_place], ends[~in_place])
-        runs = run_sources(begins[in_place], ends[in_place])
-        if in_place[-1] and rows.queries[row] == 1:
-            self.owns[row].sources = gathered_sources(rest, self.device) + runs
+        runs, rest, run_is_last = rows.split_runs(row, low, high)
+        if run_is_last and rows.queries[row] == 1:
+            self.unshared[row].sources = gathered_sources(rest, self.device) + runs
             self.ends[row], self.limits[row] = runs[-1].stop, segments.MAX_RUN
-            self.tails.shift[row] = rows.contexts[row] - len(runs[-1])
+            self.suffixes.shift[row] = rows.contexts[row] - len(runs[-1])
             return rest[:0]
         whole = max(len(rest) - 1, 0) // segments.MAX_GATHER * segments.MAX_GATHER
-        self.owns[row].sources = gathered_sources(rest[:whole], self.device) + runs
+        self.unshared[row].sources = gathered_sources(rest[:whole], self.device) + runs
         high_, context = np.array([high]), rows.contexts[row : row + 1]
         return np.concatenate((rest[whole:], rows.slots_of(np.array([row]), high_, context)))
 
     def _split_window(self, row: int, low: int, high: int) -> bool:
-        """Cut a window into runs, if much of it is in runs, and gathers. They are good for this step."""
-        begins, ends = self.rows.slot_runs(row, low, high)
-        in_place = ends - begins >= segments.MIN_RUN
-        if self.window <= segments.MAX_BATCHED and 2 * (ends - begins)[in_place].sum() < self.window:
+        """Cut a window into runs and gathers, for this step only. Returns False where too little of it is in runs."""
+        runs, rest, _ = self.rows.split_runs(row, low, high)
+        if self.window <= segments.MAX_BATCHED and 2 * sum(map(len, runs)) < self.window:
             return False
-        rest = flatten_ranges(begins[~in_place], ends[~in_place])
-        self.owns[row].sources = run_sources(begins[in_place], ends[in_place]) + gathered_sources(rest, self.device)
-        self.dated[row] = True
+        self.unshared[row].sources = runs + gathered_sources(rest, self.device)
+        self.transient[row] = True
         return True
 
     def _assembled(self, seqs: Sequences) -> StepPlan:
-        """All segments in the order to run them, those of rows that are as they were being kept."""
+        """All segments in the order to run them; those of unchanged rows are reused."""
         found = self._shared(seqs)
-        shared, tailed = self.covers > self.rows.lows, self.tails.has()
+        shared, has_suffix = self.row_shared_stops > self.rows.lows, self.suffixes.present()
         fresh = ~shared
-        columns = (self.rows.starts, self.rows.queries, shared, tailed)
-        each = zip(self.owns, *(column.tolist() for column in columns), strict=False)
+        columns = (self.rows.starts, self.rows.queries, shared, has_suffix)
+        each = zip(self.unshared, *(column.tolist() for column in columns), strict=False)
         for row, (own, start, queries, after, before) in enumerate(each):
             if own.sources:
                 fresh[row] = False
@@ -315,17 +311,17 @@ class _CachedPlan:
                     own.segments[0].first = not after
                     own.segments[-1].last = not before
                 found += own.segments
-        start_empty = self.tails.place_rows(self.rows.starts, fresh)
-        found += [block.segment for block in self.tails.blocks]
+        start_empty = self.suffixes.bind_rows(self.rows.starts, fresh)
+        found += [block.segment for block in self.suffixes.blocks]
         gathered = [segment.source.index for segment in found if segment.source.index is not None]
         self.num_slots = sum(map(len, gathered))
         if len(self.order) < len(seqs.ids):
             chunks = ChunkSegments(seqs, self.window, self.device)
             others = np.setdiff1d(np.flatnonzero(seqs.queries), self.order)
             for sequence in others.tolist():
-                chunks.add(sequence, int(self.done[sequence]))
+                chunks.add(sequence, int(self.shared_stops[sequence]))
             found += chunks.found
-        return StepPlan(tuple(found), start_empty, self.device)
+        return StepPlan(tuple(found), start_empty)
 
     def _shared(self, seqs: Sequences) -> list[Segment]:
         """Dense segments of the rows of all sequences that read the same frames."""

@@ -1,7 +1,7 @@
 """What a step's attention is cut into: segments whose partial results are merged, and the arithmetic of slots.
 
     sequence    |<------------ past ------------>|<-- new tokens -->|
-                |shared run|  own run  |        tail                |
+                |shared run|  own run  |        suffix                |
     read as      dense      dense         gathered, padded             (up to 32 new tokens)
                 |shared run|  own run  | leftovers|  causal block   |
     read as      dense      dense       gathered    new rows           (more)
@@ -9,8 +9,8 @@
 *Dense*: every row of the segment sees every key of it, so no mask exists, the keys may come in any order, and rows of
 several sequences whose page tables begin alike read those keys once. *Block*: rows of one chunk against keys some of
 which they may not see (a causal square, or the edge of a sliding window). *Batched*: a few rows of each of several
-sequences, each with its own keys, gathered and padded. Runs of consecutive frames are read in place; only what is
-scattered is copied.
+sequences, each with its own keys, gathered and padded. Runs of consecutive frames are read in place; scattered slots
+are gathered.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MIN_SHARED_TOKENS = 256
 MIN_RUN = 128
 """Tokens of consecutive slots from which reading in place beats gathering."""
 MAX_RUN = 4096
-"""Tokens a segment reads in place at once, for the kernel's sake: what it converts or scores has a bounded size."""
+"""Tokens a segment reads in place at once, which bounds what the kernel converts or scores."""
 MAX_GATHER = 1024
-"""Tokens gathered for dense segments at once: few enough that they are still in the cache when they are read."""
+"""Tokens gathered for dense segments at once: few enough to stay in the CPU's cache until they are read."""
 MAX_BATCHED = 4096
 """Tokens gathered for a batched segment, padding included."""
 MAX_BATCHED_ROWS = 32
@@ -75,21 +75,20 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """Segments in the order to run them. `start_empty`: some rows meet their first segment beside rows that do not.
+    """Segments in the order to run them. `start_empty`: some segment is the first of only some of its rows.
 
-    A planner that is kept edits its last plan for the next step: a plan is read in the step it was made for.
+    A planner edits its last plan for the next step: a plan is valid in the step it was made for.
     """
 
     segments: tuple[Segment, ...]
     start_empty: bool
-    device: torch.device
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
     """Runs of rows `starts[i]:starts[i + 1]`, each the last of a context of positions `lows[i]:contexts[i]`.
 
-    `ids` tells sequences of one step from one another, and finds them again in the next. `frames` as in `PagedBatch`.
+    `ids` identify sequences within a step and in the next one. `frames` as in `PagedBatch`.
     """
 
     starts: Slots
@@ -103,7 +102,7 @@ class Sequences:
     def cut(self, size: int) -> Sequences:
         """A sequence per chunk of `size` positions that has rows: rows read their own chunk only.
 
-        The last one of each sequence keeps its id; those before it are not met again.
+        The last chunk of a sequence keeps its id; the ones before it do not come again.
         """
         pasts = self.contexts - self.queries
         first, last = pasts // size, -(-self.contexts // size)
@@ -156,10 +155,19 @@ class Sequences:
         """What a dense segment each reads to cover positions `low:high`: runs in place, the rest gathered."""
         if low >= high:
             return []
+        runs, rest, _ = self.split_runs(sequence, low, high)
+        return runs + gathered_sources(rest, device)
+
+    def split_runs(self, sequence: int, low: int, high: int) -> tuple[list[Source], Slots, bool]:
+        """Positions `low:high`: long runs of slots in place, the slots between them, and whether a run is last."""
         begins, ends = self.slot_runs(sequence, low, high)
         in_place = ends - begins >= MIN_RUN
-        rest = flatten_ranges(begins[~in_place], ends[~in_place])
-        return run_sources(begins[in_place], ends[in_place]) + gathered_sources(rest, device)
+        runs = [
+            Source(at, min(at + MAX_RUN, end))
+            for begin, end in zip(begins[in_place].tolist(), ends[in_place].tolist(), strict=True)
+            for at in range(begin, end, MAX_RUN)
+        ]
+        return runs, flatten_ranges(begins[~in_place], ends[~in_place]), bool(in_place[-1])
 
 
 class ChunkSegments:
@@ -173,7 +181,7 @@ class ChunkSegments:
         self.found: list[Segment] = []
 
     def add(self, sequence: int, done: int) -> None:
-        """One sequence whose positions up to `done` are read elsewhere: what precedes its rows, then their square."""
+        """Plan a sequence from position `done` on: what precedes its rows, then their causal square."""
         start, stop = (int(self._sequences.starts[at]) for at in (sequence, sequence + 1))
         context = int(self._sequences.contexts[sequence])
         if self._window and context > self._window:
@@ -244,15 +252,6 @@ class ChunkSegments:
     ) -> None:
         rows = slice(begin, end)
         self.found.append(Segment(rows, end - begin, source, start, stop, causal, mask, first=first, last=last))
-
-
-def run_sources(begins: Slots, ends: Slots) -> list[Source]:
-    """Slots `begins[i]:ends[i]`, in place."""
-    return [
-        Source(at, min(at + MAX_RUN, end))
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-        for at in range(begin, end, MAX_RUN)
-    ]
 
 
 def gathered_sources(slots: Slots, device: torch.device) -> list[Source]:

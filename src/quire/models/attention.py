@@ -14,7 +14,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.attention import paged_attention
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields
-from quire.models.forward import ComparingForward, Forward, RecordingForward, current_forward
+from quire.models.forward import Forward, RecordingForward, current_forward
 from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
@@ -74,10 +74,10 @@ def _attention(
         attention = _plain_attention
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     forward = current_forward()
-    if isinstance(forward, ComparingForward):
-        out = forward.compared(lambda running: attention(running, query, key, value, options))
-    else:
+    if isinstance(forward, RecordingForward):
         out = attention(forward, query, key, value, options)
+    else:
+        out = forward.attend(lambda running: attention(running, query, key, value, options))
     return out.unsqueeze(0), None
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.attention import attend_selected, merge_attention
-from quire.kernels.fields import OneHead
 from quire.kernels.tiles import SelectingRows
 from quire.models.attention import OWN_ATTENTION, CallOptions, KeptKeys, keep
 from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
@@ -67,7 +66,7 @@ class _BlockAttention:
             positions = chosen * size + torch.arange(size, device=device).repeat(blocks.shape[2])
             hidden = (chosen < 0) | (positions > last)
             slots = rows.slots_of(positions.masked_fill(hidden, 0))
-            found = attend_selected(part, OneHead(kept.fields, head), slots, hidden, scale=options.scale)
+            found = attend_selected(part, kept.fields.head(head), slots, hidden, scale=options.scale)
             outs.append(merge_attention([found], None))
         return torch.cat(outs, dim=1).to(query.dtype)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.attention import attend_selected, attend_tile, merge_attention, paged_attention_lse
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import Slots, flatten_ranges
+from quire.kernels.segments import Slots, flatten_ranges, to_device
 from quire.kernels.tiles import SelectingRows, Tile, entry_slots, tiles_of
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward, in_forward
@@ -204,7 +204,7 @@ class _Folder:
         values, scores = module.kv_proj(hidden)[0], module.gate_proj(hidden)[0]
         inputs = torch.cat((values, scores), dim=-1).to(flat.dtype)
         blocks = torch.where(plan.is_new.unsqueeze(-1), inputs[plan.new], flat[plan.kept])
-        flat[plan.stored_slots] = inputs[plan.paged_field]
+        flat[plan.stored_slots] = inputs[plan.stored_rows]
         return self._folded(blocks.to(hidden.dtype), plan)
 
     def _folded(self, blocks: Tensor, plan: _Folding) -> Tensor:
@@ -231,7 +231,7 @@ class _Folding:
     def __init__(self, batch: PagedBatch, call: CompressedCall, ring: int, device: torch.device) -> None:
         """`ring` rows hold the last inputs of a page, that of position p in row `p % ring`."""
         ratio, span = call.ratio, call.ratio * (2 if call.overlap else 1)
-        starts, stops = _spans(batch)
+        starts, stops = batch.spans()
         owners, blocks = _completed(batch, ratio)
         tokens = (blocks[:, None] + 1) * ratio + np.arange(-span, 0)  # [blocks, span] positions
         is_new, absent = tokens >= starts[owners][:, None], tokens < 0
@@ -245,24 +245,17 @@ class _Folding:
         stays = positions + ring >= np.minimum(page_ends, stops[everyone])
         everyone, positions = everyone[stays], positions[stays]
         slots = batch.frames[everyone, positions // batch.page_size].astype(np.int64) * ring + positions % ring
-        self.is_new = torch.from_numpy(is_new).to(device)
-        self.absent = torch.from_numpy(absent).to(device)
-        self.new = torch.from_numpy(np.where(is_new, firsts[owners][:, None] + tokens, 0)).to(device)
-        self.kept = torch.from_numpy(kept).to(device)
-        self.positions = torch.from_numpy(blocks * ratio).to(device)
-        self.paged_field = torch.from_numpy(firsts[everyone] + positions).to(device)
-        self.stored_slots = torch.from_numpy(slots).to(device)
-
-
-def _spans(batch: PagedBatch) -> tuple[Slots, Slots]:
-    """The positions `starts[i]:stops[i]` that each sequence computes."""
-    stops = batch.context_lens.astype(np.int64)
-    return stops - np.diff(batch.query_starts), stops
+        self.is_new, self.absent = to_device(is_new, device), to_device(absent, device)
+        self.new = to_device(np.where(is_new, firsts[owners][:, None] + tokens, 0), device)
+        self.kept = to_device(kept, device)
+        self.positions = to_device(blocks * ratio, device)
+        self.stored_rows = to_device(firsts[everyone] + positions, device)
+        self.stored_slots = to_device(slots, device)
 
 
 def _completed(batch: PagedBatch, ratio: int) -> tuple[Slots, Slots]:
     """(sequence, block) of every block that a step completes."""
-    starts, stops = _spans(batch)
+    starts, stops = batch.spans()
     counts = stops // ratio - starts // ratio
     return np.repeat(np.arange(len(starts)), counts), flatten_ranges(starts // ratio, stops // ratio)
 

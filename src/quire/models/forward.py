@@ -29,17 +29,20 @@ class RunningForward:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
         self.shared: dict[str, Any] = {}  # what layers left for later ones of this pass, by their kind
-        self.others: tuple[RunningForward, ...] = ()  # passes that keep what this one keeps, on pools of their own
+        self.others: tuple[RunningForward, ...] = ()  # passes that keep the same on pools of their own
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""
         ordinal, self.ordinal = self.ordinal, self.ordinal + 1
         return ordinal
 
+    def attend(self, attention: Callable[[RunningForward], Tensor]) -> Tensor:
+        """The output of `attention`, one call, on these pools."""
+        return attention(self)
+
     def rows(self, name: str, ordinal: int) -> tuple[PagedField, PagedBatch]:
         """The rows of a field with entries per token, and the batch of its group."""
         pool, batch = self._find(name, ordinal)
-        assert isinstance(batch, PagedBatch)
         return paged_field(pool, name, ordinal), batch
 
     def latents(self, ordinal: int, prefix: str = "") -> tuple[LatentFields, PagedBatch]:
@@ -50,7 +53,6 @@ class RunningForward:
     def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
         """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""
         pool, batch = self._find(name, ordinal)
-        assert isinstance(batch, PagedBatch)
         return pool.layer(name, ordinal).squeeze(1), batch
 
     def states(self, ordinal: int) -> tuple[dict[str, Tensor], StateBatch]:
@@ -66,9 +68,9 @@ class RunningForward:
                     return found, batch
         raise AssertionError(f"call {ordinal} of the forward pass keeps no states")
 
-    def _find(self, name: str, ordinal: int) -> tuple[Pool, PagedBatch | StateBatch]:
+    def _find(self, name: str, ordinal: int) -> tuple[Pool, PagedBatch]:
         for pool, batch in self._groups:
-            if pool.has(name, ordinal):
+            if isinstance(batch, PagedBatch) and pool.has(name, ordinal):
                 return pool, batch
         raise AssertionError(f"call {ordinal} of the forward pass keeps no '{name}'")
 
@@ -79,38 +81,6 @@ def paged_field(pool: Pool, name: str, ordinal: int) -> PagedField:
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
     return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name)
-
-
-class ComparingForward(RunningForward):
-    """A forward pass that computes every attention call on other pools too, from the same inputs, and reports both.
-
-    `others` have pools of the same calls, in other formats; what a call keeps of this pass it keeps there too, and what
-    it gives there goes to `on_outputs(ordinal, output, outputs of the others)` and nowhere else. A call that keeps
-    nothing, of a layer that reads another's, is not reported.
-    """
-
-    def __init__(
-        self,
-        pools: Sequence[Pool],
-        batches: Sequence[PagedBatch | StateBatch],
-        others: Sequence[RunningForward],
-        on_outputs: Callable[[int, Tensor, Sequence[Tensor]], None],
-    ) -> None:
-        super().__init__(pools, batches)
-        self.others = tuple(others)
-        self._on_outputs = on_outputs
-
-    def compared(self, attend: Callable[[RunningForward], Tensor]) -> Tensor:
-        """What `attend`, one call, gives on these pools."""
-        ordinal = self.ordinal
-        out = attend(self)
-        found = []
-        for other in self.others:
-            other.ordinal = ordinal
-            found.append(attend(other))
-        if self.ordinal > ordinal:
-            self._on_outputs(ordinal, out, found)
-        return out
 
 
 class RecordingForward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,32 +23,30 @@ def fix_rotary(model: torch.nn.Module, max_length: int) -> int:
     Kinds of layers with rotary embeddings of their own are fixed one by one.
     """
     fixed = 0
-    for module in model.modules():
-        rope_type: Any = getattr(module, "rope_type", None)
-        if isinstance(rope_type, dict):
-            for kind, variant in rope_type.items():
-                if _varies(variant):
-                    _fix(module, variant, max_length, kind)
-                    rope_type[kind] = "default"
-                    fixed += 1
-        elif _varies(rope_type):
-            _fix(module, rope_type, max_length, None)
-            setattr(module, "rope_type", "default")  # noqa: B010 (modules type every attribute as Tensor or Module)
+    for module, kind, variant in _variants(model):
+        if variant in ("longrope", "dynamic"):
+            _fix(module, variant, max_length, kind)
+            if kind is None:
+                module.rope_type = "default"
+            else:
+                module.rope_type[kind] = "default"
             fixed += 1
     return fixed
 
 
 def grows_with_length(model: torch.nn.Module) -> bool:
     """Whether angles follow the length, so that a deployment may be longer than `max_position_embeddings`."""
+    return any(variant == "dynamic" for _, _, variant in _variants(model))
+
+
+def _variants(model: torch.nn.Module) -> Iterator[tuple[Any, str | None, str]]:
+    """(module, kind of layers, variant) of all rotary embeddings; the kind is None where a module has one variant."""
     for module in model.modules():
-        rope_type: Any = getattr(module, "rope_type", None)
-        if "dynamic" in (rope_type.values() if isinstance(rope_type, dict) else (rope_type,)):
-            return True
-    return False
-
-
-def _varies(variant: object) -> bool:
-    return variant in ("longrope", "dynamic")
+        found: Any = getattr(module, "rope_type", None)
+        if isinstance(found, dict):
+            yield from ((module, kind, variant) for kind, variant in list(found.items()))
+        elif found is not None:
+            yield module, None, found
 
 
 def _fix(module: Any, variant: str, max_length: int, kind: str | None) -> None:

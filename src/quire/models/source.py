@@ -69,24 +69,15 @@ def reading(source: ModelSource, what: str) -> Iterator[None]:
     except ModelLoadError:
         raise
     except Exception as error:
-        raise _load_error(source, what, error) from error
-
-
-def _load_error(source: ModelSource, what: str, error: Exception) -> ModelLoadError:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, ImportError):
-        return ModelLoadError(
-            f"{what} of '{source.name}' needs a package that is not installed: {first_line}", fix="install it."
-        )
-    if source.local:
-        return ModelLoadError(
-            f"{what} of '{source.name}' cannot be read: {first_line}",
-            fix="copy the model again; a partly written or edited file is the usual cause.",
-        )
-    return ModelLoadError(
-        f"{what} of '{source.name}' cannot be fetched from the hub: {first_line}",
-        fix="check the name and the network, log in for a gated model, or pass a local folder.",
-    )
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, ImportError):
+            said, fix = "needs a package that is not installed", "install it."
+        elif source.local:
+            said, fix = "cannot be read", "copy the model again; a partly written or edited file is the usual cause."
+        else:
+            said = "cannot be fetched from the hub"
+            fix = "check the name and the network, log in for a gated model, or pass a local folder."
+        raise ModelLoadError(f"{what} of '{source.name}' {said}: {first_line}", fix=fix) from error
 
 
 @contextmanager

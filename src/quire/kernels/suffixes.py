@@ -1,11 +1,11 @@
-"""Tails: what sequences with few new rows gather, in padded blocks that are kept and edited from step to step.
+"""Suffixes: what sequences with few new rows gather, in padded blocks that are kept and edited from step to step.
 
-A tail is the last part of a context: a list of slots, one per column, to which each step appends those of its new
-tokens. Sequences with tails of about one length share a block, which one batched segment reads. A tail of a window is
-a ring: the slot of position p is in column `p % window`, so that a new token takes the place of the one it hides.
+A suffix is the last part of a context: a list of slots, one per column, to which each step appends those of its new
+tokens. Sequences with suffixes of similar length share a block, which one batched segment reads. The suffix of a
+window is a ring buffer: position p is in column `p % window`, so that a new token overwrites the one it hides.
 
-Every column names a slot of the sequence's own that may be read: where nothing was appended yet, one that the block
-has already, hidden by the mask. A hidden slot must hold numbers all the same, and nobody wrote those that are to come.
+A column without a token repeats a slot of the same sequence and is masked. It must not name a slot that was never
+written: a masked NaN still makes the output NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HIDDEN = np.float32("-inf")
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """`count` tails of up to `width` columns each in the cells `base:base + count * width`."""
+    """`count` suffixes of up to `width` columns each in the cells `base:base + count * width`."""
 
     queries: int  # new rows of each
     ring: bool
@@ -34,6 +34,7 @@ class _Block:
     width: int
     base: int
     segment: Segment
+    members: Slots  # rows of the suffixes, in the order of their places
     starts: Slots | None = None  # the flat row of each one's first
     seen: npt.NDArray[np.float32] | None = None  # the mask of several rows each, on the host
 
@@ -43,7 +44,7 @@ class _Block:
 
 
 class _Cells:
-    """Slots and masks of all blocks on the host, and on the device where that is elsewhere (or `mirrored`)."""
+    """Slots and masks of all blocks on the host; with `mirrored`, also on the device."""
 
     def __init__(self, size: int, device: torch.device, *, mirrored: bool) -> None:
         with torch.inference_mode(False):  # so that later steps outside inference mode may write them
@@ -54,8 +55,8 @@ class _Cells:
         self.mirrored = mirrored
         self.used = 0
 
-    def show(self, at: Slots, slots: Slots) -> None:
-        """Name `slots` in the cells `at`, and let them be seen."""
+    def write(self, at: Slots, slots: Slots) -> None:
+        """Put `slots` into the cells `at` and unmask them."""
         self.index[at] = slots
         self.mask[at] = 0
         if self.mirrored:
@@ -64,28 +65,27 @@ class _Cells:
             index.index_copy_(0, sent[0], sent[1])
             mask.index_fill_(0, sent[0], 0)
 
-    def send(self, cells: slice) -> None:
-        """Bring a range of cells to the device."""
+    def upload(self, cells: slice) -> None:
+        """Copy a range of cells to the device."""
         if self.mirrored:
             index, mask = self.on_device
             index[cells].copy_(torch.from_numpy(self.index[cells]), non_blocking=True)
             mask[cells].copy_(torch.from_numpy(self.mask[cells]), non_blocking=True)
 
 
-class Tails:
-    """The tails of `n` sequences by their row, `0..n`, and the blocks that hold them."""
+class Suffixes:
+    """The suffixes of `n` sequences by their row, `0..n`, and the blocks that hold them."""
 
     def __init__(self, window: int, device: torch.device, *, mirrored: bool | None = None) -> None:
-        """`mirrored` says whether the device has a copy of its own, as by default wherever it is not the CPU."""
+        """`mirrored`: the device has a copy of its own, by default where it is not the CPU."""
         self._window = window
         self._device = device
         self._mirrored = device.type != "cpu" if mirrored is None else mirrored
         self._cells = _Cells(0, device, mirrored=self._mirrored)
         self.blocks: list[_Block] = []
-        self.members: list[Slots] = []  # of each block, the rows in the order of their places
         none = np.zeros(0, dtype=np.int64)
-        self.shift: Slots = none  # column of a position, less the position
-        self._block: Slots = none  # -1: no tail
+        self.shift: Slots = none  # position of a suffix's first column
+        self._block: Slots = none  # -1: no suffix
         self._place: Slots = none  # among the rows of its block
         self._cell: Slots = none  # the first of its own
         self._width: Slots = none
@@ -96,24 +96,24 @@ class Tails:
         """Cells that blocks hold."""
         return sum(block.count * block.width for block in self.blocks)
 
-    def has(self) -> Bools:
-        """Which rows have a tail."""
+    def present(self) -> Bools:
+        """Which rows have a suffix."""
         has: Bools = self._block >= 0
         return has
 
     def select(self, rows: Slots) -> None:
-        """Row i is from now on what `rows[i]` was, and has no tail where that is -1."""
+        """Row i becomes what `rows[i]` was, without a suffix where that is -1."""
         for name in ("shift", "_place", "_cell", "_width", "_ring"):
             old = getattr(self, name)
             setattr(self, name, old[rows] if len(old) else np.zeros(len(rows), dtype=old.dtype))
         self._block = np.where(rows < 0, -1, self._block[rows] if len(self._block) else -1)
 
     def drop(self, rows: Slots) -> None:
-        """These rows have no tail."""
+        """Remove the suffixes of `rows`; `pack` then rebuilds their blocks."""
         self._block[rows] = -1
 
     def append(self, rows: Slots, positions: Slots, slots: Slots) -> None:
-        """The token at `positions[i]` of row `rows[i]` is in `slots[i]`. Rows without a tail are passed over."""
+        """The token at `positions[i]` of row `rows[i]` is in `slots[i]`. Rows without a suffix are ignored."""
         has = self._block[rows] >= 0
         if not has.all():
             rows, positions, slots = rows[has], positions[has], slots[has]
@@ -127,39 +127,41 @@ class Tails:
             for number in np.unique(self._block[rows[full]]).tolist():
                 within = self._block[rows] == number
                 self._widen(self.blocks[number], int(columns[within].max()) + 1)
-            self._locate()
-        self._cells.show(self._cell[rows] + columns, slots)
+            self._locate_rows()
+        self._cells.write(self._cell[rows] + columns, slots)
 
     def pack(self, new: Mapping[int, Slots], queries: Slots, contexts: Slots, ring: Bools, order: Slots) -> None:
-        """Give rows the tails `new`, by row, and make blocks of them and of those whose block has changed.
+        """Give rows the suffixes `new`, by row, and pack them and those of changed blocks into blocks.
 
         `queries`, `contexts` and `ring` are those of all rows, `order` the order of their flat rows.
         """
-        for row, tail in new.items():
-            self.shift[row] = contexts[row] - len(tail)
+        for row, suffix in new.items():
+            self.shift[row] = contexts[row] - len(suffix)
             self._ring[row] = ring[row]
-        tails = dict(new) | self._loosened({(int(queries[row]), bool(ring[row])) for row in new}, contexts)
+        suffixes = dict(new) | self._unpacked({(int(queries[row]), bool(ring[row])) for row in new}, contexts)
         kinds: dict[tuple[int, bool], list[int]] = {}
-        for row in tails:
+        for row in suffixes:
             kinds.setdefault((int(queries[row]), bool(self._ring[row])), []).append(row)
         for (count, is_ring), rows in kinds.items():
             members = np.array(rows)
-            lengths = np.array([len(tails[row]) for row in rows])
+            lengths = np.array([len(suffixes[row]) for row in rows])
             for bucket in buckets(lengths):
                 bucket = bucket[np.argsort(order[members[bucket]], kind="stable")]
-                self._add(members[bucket], [tails[rows[at]] for at in bucket.tolist()], count, is_ring)
-        self._locate()
+                self._add(members[bucket], [suffixes[rows[at]] for at in bucket.tolist()], count, is_ring)
+        self._locate_rows()
         held = np.flatnonzero(self._block >= 0)
         held = held[np.lexsort((self._place[held], self._block[held]))]
-        self.members = np.split(held, np.cumsum([block.count for block in self.blocks])[:-1]) if self.blocks else []
+        counts = [block.count for block in self.blocks]
+        for block, members in zip(self.blocks, np.split(held, np.cumsum(counts)[:-1]), strict=False):
+            block.members = members
 
-    def show_rows(self, contexts: Slots) -> None:
-        """Bring the masks of blocks with several rows per sequence up to date."""
-        for block, members in zip(self.blocks, self.members, strict=True):
+    def update_masks(self, contexts: Slots) -> None:
+        """Update the masks of blocks with several rows per sequence."""
+        for block in self.blocks:
             if block.seen is None:
                 continue
-            positions = contexts[members][:, None] + np.arange(-block.queries, 0)  # of each row
-            keys = (np.arange(block.width) + self.shift[members][:, None])[:, None, :]
+            positions = contexts[block.members][:, None] + np.arange(-block.queries, 0)  # of each row
+            keys = (np.arange(block.width) + self.shift[block.members][:, None])[:, None, :]
             hidden = keys > positions[:, :, None]
             if self._window:
                 hidden |= keys <= positions[:, :, None] - self._window
@@ -168,16 +170,16 @@ class Tails:
                 assert block.segment.mask is not None
                 block.segment.mask.copy_(torch.from_numpy(block.seen), non_blocking=True)
 
-    def place_rows(self, starts: Slots, fresh: Bools) -> bool:
-        """Tell segments the flat rows of their sequences, from `starts[row]` on; `fresh` rows are in no segment before.
+    def bind_rows(self, starts: Slots, fresh: Bools) -> bool:
+        """Set the flat rows of all segments: `starts[row]` is the first of a sequence.
 
-        Returns whether some segment has rows of both kinds.
+        Rows that are `fresh` are in no segment before. Returns whether some segment has rows of both kinds.
         """
         has = self._block >= 0
         new = np.bincount(self._block[has & fresh], minlength=len(self.blocks)).tolist()
         mixed = False
-        for block, members, count in zip(self.blocks, self.members, new, strict=True):
-            flat = starts[members]
+        for block, count in zip(self.blocks, new, strict=True):
+            flat = starts[block.members]
             if block.starts is None or not np.array_equal(block.starts, flat):
                 block.starts = flat
                 rows = flat if block.queries == 1 else (flat[:, None] + np.arange(block.queries)).reshape(-1)
@@ -186,57 +188,58 @@ class Tails:
             mixed |= 0 < count < block.count
         return mixed
 
-    def _loosened(self, kinds: set[tuple[int, bool]], contexts: Slots) -> dict[int, Slots]:
-        """Take apart the blocks that lost a row or are too large, and small ones that others could join: their tails.
+    def _unpacked(self, kinds: set[tuple[int, bool]], contexts: Slots) -> dict[int, Slots]:
+        """Unpack blocks that lost a row or are too large, and small ones of the same kind; returns their suffixes.
 
-        `kinds` are the kinds of the tails that are to be placed anyway.
+        `kinds` are (new rows, ring) of the suffixes that are to be packed anyway.
         """
         held = np.bincount(self._block[self._block >= 0], minlength=len(self.blocks)).tolist()
         large, small = segments.MAX_BATCHED * 3 // 2, segments.MAX_BATCHED // 2
-        loose = {
+        unpacked = {
             number
             for number, (block, rows) in enumerate(zip(self.blocks, held, strict=True))
             if rows != block.count or (block.count > 1 and block.count * block.width > large)
         }
-        kinds = kinds | {(self.blocks[number].queries, self.blocks[number].ring) for number in loose}
-        loose |= {
+        kinds = kinds | {(self.blocks[number].queries, self.blocks[number].ring) for number in unpacked}
+        unpacked |= {
             number
             for number, block in enumerate(self.blocks)
             if block.count * block.width < small and (block.queries, block.ring) in kinds
         }
-        if not loose:
+        if not unpacked:
             return {}
-        away = np.zeros(len(self.blocks) + 1, dtype=np.bool_)  # the last one is for rows without a tail
-        away[list(loose)] = True
+        away = np.zeros(len(self.blocks) + 1, dtype=np.bool_)  # the last one is for rows without a suffix
+        away[list(unpacked)] = True
         found = {}
         for row in np.flatnonzero(away[self._block]).tolist():
             length = self._window if self._ring[row] else int(contexts[row] - self.shift[row])
             found[row] = self._cells.index[self._cell[row] : self._cell[row] + length]
         numbers = np.cumsum(~away) - 1
         self._block = np.where(away[self._block] | (self._block < 0), -1, numbers[self._block])
-        self.blocks = [block for number, block in enumerate(self.blocks) if number not in loose]
+        self.blocks = [block for number, block in enumerate(self.blocks) if number not in unpacked]
         return found
 
-    def _add(self, rows: Slots, tails: list[Slots], queries: int, ring: bool) -> None:
-        """A block of `rows` with `tails`."""
-        lengths = np.array([len(tail) for tail in tails])
+    def _add(self, rows: Slots, suffixes: list[Slots], queries: int, ring: bool) -> None:
+        """A block of `rows` with `suffixes`."""
+        lengths = np.array([len(suffix) for suffix in suffixes])
         longest = int(lengths.max())
         width = longest if ring else _with_room(longest)
         base = self._reserve(len(rows) * width)
         columns = np.arange(width)
         offsets = np.cumsum(lengths) - lengths
         column = np.minimum(columns, lengths[:, None] - 1)
-        block = _Block(queries, ring, len(rows), width, base, Segment(slice(0, 0), 0, Source(), 0, 0, last=True))
-        self._cells.index[block.cells] = np.concatenate(tails)[offsets[:, None] + column].reshape(-1)
+        segment = Segment(slice(0, 0), 0, Source(), 0, 0, last=True)
+        block = _Block(queries, ring, len(rows), width, base, segment, rows)
+        self._cells.index[block.cells] = np.concatenate(suffixes)[offsets[:, None] + column].reshape(-1)
         self._cells.mask[block.cells] = np.where(columns >= lengths[:, None], _HIDDEN, np.float32(0)).reshape(-1)
-        self._cells.send(block.cells)
+        self._cells.upload(block.cells)
         self._block[rows] = len(self.blocks)
         self._place[rows] = np.arange(len(rows))
         self.blocks.append(block)
         self._refresh(block)
 
     def _widen(self, block: _Block, least: int) -> None:
-        """Make room for tails of `least` columns."""
+        """Make room for suffixes of `least` columns."""
         width = _with_room(least)
         base = self._reserve(block.count * width)
         old = self._cells.index[block.cells].reshape(block.count, -1)
@@ -245,7 +248,7 @@ class Tails:
         block.base, block.width = base, width
         self._cells.index[block.cells] = np.concatenate((old, np.repeat(old[:, :1], added, axis=1)), axis=1).reshape(-1)
         self._cells.mask[block.cells] = np.pad(hidden, ((0, 0), (0, added)), constant_values=_HIDDEN).reshape(-1)
-        self._cells.send(block.cells)
+        self._cells.upload(block.cells)
         self._refresh(block)
 
     def _reserve(self, count: int) -> int:
@@ -260,14 +263,14 @@ class Tails:
                 self._cells.index[block.cells], self._cells.mask[block.cells] = old.index[source], old.mask[source]
                 self._cells.used += block.count * block.width
                 self._refresh(block)
-            self._cells.send(slice(0, self._cells.used))
-            self._locate()
+            self._cells.upload(slice(0, self._cells.used))
+            self._locate_rows()
         base = self._cells.used
         self._cells.used += count
         return base
 
     def _refresh(self, block: _Block) -> None:
-        """Let the block's segment read its cells where they are now."""
+        """Point the block's segment at its cells."""
         index, mask = (part[block.cells] for part in self._cells.on_device)
         segment = block.segment
         segment.source, segment.stop = Source(index=index), block.width
@@ -282,14 +285,14 @@ class Tails:
         elif not block.ring:
             segment.mask = mask.view(block.count, 1, block.width)
 
-    def _locate(self) -> None:
-        """Where the tail of each row is, of the blocks as they are now."""
+    def _locate_rows(self) -> None:
+        """Recompute where the suffix of each row is."""
         places = np.array([(block.base, block.width) for block in self.blocks] or [(0, 0)], dtype=np.int64)
         bases, widths = places[self._block].T
         self._width, self._cell = widths, bases + self._place * widths
 
 
 def _with_room(columns: int) -> int:
-    """Columns of a block for tails of so many: few are read in vain, and few steps have to widen it."""
+    """Columns of a block, rounded up: few are padding, and few steps widen the block."""
     room = 16 if columns < 256 else 32
     return -(-columns // room) * room
