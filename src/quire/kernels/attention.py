@@ -172,7 +172,7 @@ class _Step:
         count, (_, kv_heads, group, _) = segment.batched, query.shape
         key = key.view(count, -1, *key.shape[1:]).transpose(1, 2)  # [sequences, kv_heads, keys, dim]
         value = value.view(count, -1, *value.shape[1:]).transpose(1, 2)
-        rows = segment.num_rows // count
+        rows = query.shape[0] // count
         if rows == 1:
             mask = None if segment.mask is None else segment.mask.unsqueeze(1)
             return self.attend(query, key, value, mask=mask)
@@ -213,20 +213,19 @@ class _Step:
         return sdpa_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)
 
     def _read(self, source: Source) -> tuple[Tensor, Tensor]:
-        """Keys and values `[tokens, kv_heads, dim]` of a source; gathered once for the segments that follow."""
-        if source is not self._source:
-            self._source = source
-            self._tokens = self._read_anew(source)
-        return self._tokens
-
-    def _read_anew(self, source: Source) -> tuple[Tensor, Tensor]:
+        """Keys and values `[tokens, kv_heads, dim]` of a source; read once for segments in a row that share it."""
+        if source is self._source:
+            return self._tokens
         dtype = self.query.dtype
         if source.new:
             key, value = (new[source.start : source.stop].to(dtype) for new in self.new)
-            return key, value
-        if source.index is None:
-            return self.reader.read(source.start, source.stop, dtype)
-        return self.reader.gather(source.index, dtype)
+            self._tokens = key, value
+        elif source.index is None:
+            self._tokens = self.reader.read(source.start, source.stop, dtype)
+        else:
+            self._tokens = self.reader.gather(source.index, dtype)
+        self._source = source
+        return self._tokens
 
 
 class _Merged:

@@ -180,7 +180,8 @@ def _packed_e2m1(numbers: Tensor) -> Tensor:
 
 def _numbers(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """The elements of `stored` as numbers in `dtype`, without their scales; in `out` where it is given."""
-    if kv_format.encodes and dtype in _PAIR and _fits_tables(stored, kv_format):
+    pairs = kv_format.bits == 4 or stored.shape[-1] % 2 == stored.storage_offset() % 2 == 0
+    if kv_format.encodes and dtype in _PAIR and stored.device.type == "cpu" and pairs:
         return _looked_up(stored, kv_format, dtype, out)
     numbers = _unpacked_e2m1(stored) if kv_format.bits == 4 else stored
     return numbers.to(dtype) if out is None else out.copy_(numbers)
@@ -199,12 +200,6 @@ def _unpacked_e2m1(stored: Tensor) -> Tensor:
 
 _PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
 """The integer as large as two numbers of a type."""
-
-
-def _fits_tables(stored: Tensor, kv_format: KVFormat) -> bool:
-    """Whether `stored` is on the CPU and, FP8, can be read as pairs of bytes."""
-    aligned = stored.shape[-1] % 2 == stored.storage_offset() % 2 == 0
-    return stored.device.type == "cpu" and (kv_format.bits == 4 or aligned)
 
 
 def _looked_up(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -266,8 +266,7 @@ class _CachedPlan:
             short = len(suffix) < 2 * segments.MIN_RUN
             self.limits[row] = 2 * segments.MIN_RUN + (0 if short else segments.MAX_GATHER)
         self.limits[ring] = np.iinfo(np.int64).max
-        self.suffixes.drop(dirty)
-        self.suffixes.pack(suffixes, rows.queries, rows.contexts, ring, rows.starts)
+        self.suffixes.pack(dirty, suffixes, rows.queries, rows.contexts, ring, rows.starts)
 
     def _split(self, row: int, low: int, high: int) -> Slots:
         """Cut positions `low:high`, which all new tokens see, into runs and gathers.
@@ -307,7 +306,7 @@ class _CachedPlan:
                 fresh[row] = False
                 if own.made_for != (start, after, before):
                     own.made_for = (start, after, before)
-                    own.segments = _dense(slice(start, start + queries), queries, own.sources)
+                    own.segments = _dense(slice(start, start + queries), own.sources)
                     own.segments[0].first = not after
                     own.segments[-1].last = not before
                 found += own.segments
@@ -331,13 +330,13 @@ class _CachedPlan:
             key = seqs.frames[leader, first:stop].tobytes()
             sources[key] = self.run_sources.get(key) or seqs.sources(leader, first * size, stop * size, self.device)
             rows = flatten_ranges(seqs.starts[members], seqs.starts[members + 1])
-            run = _dense(row_index(rows, self.device), len(rows), sources[key])
+            run = _dense(row_index(rows, self.device), sources[key])
             run[0].first = first == 0
             found += run
         self.run_sources = sources
         return found
 
 
-def _dense(rows: slice | torch.Tensor, num_rows: int, sources: list[Source]) -> list[Segment]:
+def _dense(rows: slice | torch.Tensor, sources: list[Source]) -> list[Segment]:
     """A segment of `rows` per source."""
-    return [Segment(rows, num_rows, source, 0, len(source)) for source in sources]
+    return [Segment(rows, source, 0, len(source)) for source in sources]

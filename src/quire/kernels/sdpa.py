@@ -1,4 +1,4 @@
-"""Scaled dot-product attention over some of the keys: output and log-sum-exp, by which such parts are merged.
+"""Scaled dot-product attention over some of the keys. It returns the log-sum-exp too, by which parts are merged.
 
 Shapes are `[batch, heads, rows, dim]` throughout, with any strides. Every row must see at least one key.
 """

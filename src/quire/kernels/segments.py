@@ -61,8 +61,7 @@ class Source:
 class Segment:
     """Rows, what they read, and which of it they see. `first` and `last` say whether others touch the same rows."""
 
-    rows: slice | Tensor  # of the flat batch; int64 `[num_rows]` where they are not consecutive
-    num_rows: int
+    rows: slice | Tensor  # of the flat batch; int64 `[n]` where they are not consecutive
     source: Source
     start: int  # the keys are tokens `start:stop` of the source
     stop: int
@@ -188,10 +187,12 @@ class ChunkSegments:
             self._add_windowed(sequence, start, stop)
             return
         fresh = done == int(self._sequences.lows[sequence])
-        for source in self._sequences.sources(sequence, done, context - (stop - start), self._device):
-            self._add(start, stop, source, 0, len(source), first=fresh)
+        rows, count = slice(start, stop), stop - start
+        for source in self._sequences.sources(sequence, done, context - count, self._device):
+            self.found.append(Segment(rows, source, 0, len(source), first=fresh))
             fresh = False
-        self._add(start, stop, Source(start, stop, new=True), 0, stop - start, causal=True, first=fresh, last=True)
+        new = Source(start, stop, new=True)
+        self.found.append(Segment(rows, new, 0, count, causal=True, first=fresh, last=True))
 
     def _add_windowed(self, sequence: int, start: int, stop: int) -> None:
         """A chunk some of whose rows no longer see the first token. Per block of rows, the keys are
@@ -203,21 +204,21 @@ class ChunkSegments:
         size = max(1, min(BLOCK_ROWS, window - 1))
         for offset in range(0, stop - start, size):
             count = min(size, stop - start - offset)
-            at, end = start + offset, start + offset + count
-            begin = past + offset
+            rows, begin = slice(start + offset, start + offset + count), past + offset
             low = max(0, begin - window + 1)
             edge = min(max(begin + count - window + 1, low), begin)  # the last row sees one key before it, if any
             fresh = True
             if edge - low > 1:
                 mask = self._edge_mask(count, edge - low, begin - window + 1 - low)
-                self._add(at, end, source, low - base, edge - base, mask=mask, first=True)
+                self.found.append(Segment(rows, source, low - base, edge - base, mask=mask, first=True))
                 fresh = False
             else:
                 edge = low
             if edge < begin:
-                self._add(at, end, source, edge - base, begin - base, first=fresh)
+                self.found.append(Segment(rows, source, edge - base, begin - base, first=fresh))
                 fresh = False
-            self._add(at, end, source, begin - base, begin - base + count, causal=True, first=fresh, last=True)
+            own = begin - base
+            self.found.append(Segment(rows, source, own, own + count, causal=True, first=fresh, last=True))
 
     def _source(self, sequence: int, base: int, past: int, start: int, stop: int) -> Source:
         """The tokens from position `base` to the end of the context, in order."""
@@ -236,22 +237,6 @@ class ChunkSegments:
             found = to_device(np.where(hidden, np.float32("-inf"), np.float32(0)), self._device)
             self._masks[rows, keys, shift] = found
         return found
-
-    def _add(
-        self,
-        begin: int,
-        end: int,
-        source: Source,
-        start: int,
-        stop: int,
-        *,
-        causal: bool = False,
-        mask: Tensor | None = None,
-        first: bool = False,
-        last: bool = False,
-    ) -> None:
-        rows = slice(begin, end)
-        self.found.append(Segment(rows, end - begin, source, start, stop, causal, mask, first=first, last=last))
 
 
 def gathered_sources(slots: Slots, device: torch.device) -> list[Source]:

@@ -91,11 +91,6 @@ class Suffixes:
         self._width: Slots = none
         self._ring: Bools = np.zeros(0, dtype=np.bool_)
 
-    @property
-    def num_cells(self) -> int:
-        """Cells that blocks hold."""
-        return sum(block.count * block.width for block in self.blocks)
-
     def present(self) -> Bools:
         """Which rows have a suffix."""
         has: Bools = self._block >= 0
@@ -107,10 +102,6 @@ class Suffixes:
             old = getattr(self, name)
             setattr(self, name, old[rows] if len(old) else np.zeros(len(rows), dtype=old.dtype))
         self._block = np.where(rows < 0, -1, self._block[rows] if len(self._block) else -1)
-
-    def drop(self, rows: Slots) -> None:
-        """Remove the suffixes of `rows`; `pack` then rebuilds their blocks."""
-        self._block[rows] = -1
 
     def append(self, rows: Slots, positions: Slots, slots: Slots) -> None:
         """The token at `positions[i]` of row `rows[i]` is in `slots[i]`. Rows without a suffix are ignored."""
@@ -130,11 +121,14 @@ class Suffixes:
             self._locate_rows()
         self._cells.write(self._cell[rows] + columns, slots)
 
-    def pack(self, new: Mapping[int, Slots], queries: Slots, contexts: Slots, ring: Bools, order: Slots) -> None:
-        """Give rows the suffixes `new`, by row, and pack them and those of changed blocks into blocks.
+    def pack(
+        self, dirty: Slots, new: Mapping[int, Slots], queries: Slots, contexts: Slots, ring: Bools, order: Slots
+    ) -> None:
+        """Replace the suffixes of the rows `dirty` by `new`, by row, and pack these and those of changed blocks.
 
         `queries`, `contexts` and `ring` are those of all rows, `order` the order of their flat rows.
         """
+        self._block[dirty] = -1
         for row, suffix in new.items():
             self.shift[row] = contexts[row] - len(suffix)
             self._ring[row] = ring[row]
@@ -228,7 +222,7 @@ class Suffixes:
         columns = np.arange(width)
         offsets = np.cumsum(lengths) - lengths
         column = np.minimum(columns, lengths[:, None] - 1)
-        segment = Segment(slice(0, 0), 0, Source(), 0, 0, last=True)
+        segment = Segment(slice(0, 0), Source(), 0, 0, last=True)
         block = _Block(queries, ring, len(rows), width, base, segment, rows)
         self._cells.index[block.cells] = np.concatenate(suffixes)[offsets[:, None] + column].reshape(-1)
         self._cells.mask[block.cells] = np.where(columns >= lengths[:, None], _HIDDEN, np.float32(0)).reshape(-1)
@@ -254,10 +248,8 @@ class Suffixes:
     def _reserve(self, count: int) -> int:
         """The first of `count` free cells. Where none are left, blocks move together into twice the cells they need."""
         if self._cells.used + count > len(self._cells.index):
-            old, self._cells = (
-                self._cells,
-                _Cells(2 * (self.num_cells + count) + 1024, self._device, mirrored=self._mirrored),
-            )
+            needed = sum(block.count * block.width for block in self.blocks) + count
+            old, self._cells = self._cells, _Cells(2 * needed + 1024, self._device, mirrored=self._mirrored)
             for block in self.blocks:
                 source, block.base = block.cells, self._cells.used
                 self._cells.index[block.cells], self._cells.mask[block.cells] = old.index[source], old.mask[source]
@@ -274,7 +266,7 @@ class Suffixes:
         index, mask = (part[block.cells] for part in self._cells.on_device)
         segment = block.segment
         segment.source, segment.stop = Source(index=index), block.width
-        segment.num_rows, segment.batched = block.count * block.queries, block.count
+        segment.batched = block.count
         if block.queries > 1:
             shape = (block.count, block.queries, block.width)
             if block.seen is None or block.seen.shape != shape:

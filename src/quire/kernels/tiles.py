@@ -1,4 +1,4 @@
-"""Tiles of a step: rows that are taken together against one list of entries per sequence, for which no plan exists.
+"""Tiles of a step: rows that are computed together against one list of entries per sequence, without a plan.
 
 An entry covers `per` tokens (1: it is a token), and a row at position p sees the entries of tokens up to p that are
 complete: `(p + 1) // per` of them. All sequences with one new token share tiles, padded to the longest; the rows of
@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import Slots
+from quire.kernels.segments import Slots, to_device
 
 MAX_PAIRS = 1 << 16
 """Pairs of a row and an entry in one tile."""
@@ -24,7 +23,7 @@ MAX_PAIRS = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """`count` rows of each of some sequences, and the `width` entries of each, padded with one that nobody sees."""
+    """`count` rows of each of some sequences, and the `width` entries of each, padded with one that is masked."""
 
     rows: Tensor  # [sequences, count] of the flat batch
     positions: Tensor  # [sequences, count] of the rows
@@ -70,10 +69,14 @@ def _tile(batch: PagedBatch, sequences: Slots, stops: Slots, count: int, per: in
     columns = np.minimum(np.arange(width), entries[:, None] - 1)
     slots = entry_slots(batch, sequences[:, None], columns, per)
     visible = np.arange(width) < (positions[:, :, None] + 1) // per
-    arrays: tuple[npt.NDArray[np.int64] | npt.NDArray[np.bool_], ...]
-    arrays = (last[:, None] + offsets, positions, slots.reshape(-1), visible)
-    rows, at, index, seen = (torch.from_numpy(array).to(device) for array in arrays)
-    return Tile(rows, at, index, seen, width)
+    rows, index = last[:, None] + offsets, slots.reshape(-1)
+    return Tile(
+        to_device(rows, device),
+        to_device(positions, device),
+        to_device(index, device),
+        to_device(visible, device),
+        width,
+    )
 
 
 def entry_slots(batch: PagedBatch, sequences: Slots, entries: Slots, per: int) -> Slots:
@@ -84,7 +87,7 @@ def entry_slots(batch: PagedBatch, sequences: Slots, entries: Slots, per: int) -
 
 
 class SelectingRows:
-    """The rows of some sequences of a batch, each of which reads entries of its own choice."""
+    """The rows of some sequences of a batch, each of which reads entries selected for it alone."""
 
     def __init__(self, batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> None:
         rows, part = batch.part(sequences)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModel
-from quire.kernels.attention import attend_selected, merge_attention
+from quire.kernels.attention import attend_selected
 from quire.kernels.tiles import SelectingRows
 from quire.models.attention import OWN_ATTENTION, CallOptions, KeptKeys, keep
 from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
@@ -66,8 +66,8 @@ class _BlockAttention:
             positions = chosen * size + torch.arange(size, device=device).repeat(blocks.shape[2])
             hidden = (chosen < 0) | (positions > last)
             slots = rows.slots_of(positions.masked_fill(hidden, 0))
-            found = attend_selected(part, kept.fields.head(head), slots, hidden, scale=options.scale)
-            outs.append(merge_attention([found], None))
+            out, _ = attend_selected(part, kept.fields.head(head), slots, hidden, scale=options.scale)
+            outs.append(out)
         return torch.cat(outs, dim=1).to(query.dtype)
 
 

@@ -19,6 +19,7 @@ from quire.errors import ModelCheckFailed
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
+from quire.models.forward import RunningForward
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
@@ -43,14 +44,7 @@ class CheckedModel(Protocol):
     spec: ModelSpec
     device: torch.device
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        batches: Sequence[PagedBatch | StateBatch],
-        pools: Sequence[Pool],
-        rows: Tensor,
-    ) -> Tensor: ...
+    def run(self, running: RunningForward, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor: ...
 
     def plain_logits(self, input_ids: Tensor) -> Tensor: ...
 
@@ -91,18 +85,14 @@ def _run_step(
     present = [i for i, (start, stop) in enumerate(step) if stop > start]
     input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
     states = _states(step, present)
-    return model.forward(
-        torch.from_numpy(input_ids).to(model.device),
-        torch.from_numpy(positions).to(model.device),
-        [
-            states
-            if group.reach.carried
-            else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size, group.layout.page_size)
-            for i, group in enumerate(groups)
-        ],
-        pools,
-        torch.arange(len(positions), device=model.device),
-    )
+    batches = [
+        states
+        if group.reach.carried
+        else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size, group.layout.page_size)
+        for i, group in enumerate(groups)
+    ]
+    tensors = (input_ids, positions, np.arange(len(positions)))
+    return model.run(RunningForward(pools, batches), *(torch.from_numpy(array).to(model.device) for array in tensors))
 
 
 def _paged(

@@ -262,9 +262,7 @@ def _completed(batch: PagedBatch, ratio: int) -> tuple[Slots, Slots]:
 
 def _new_entries(batch: PagedBatch, call: CompressedCall, device: torch.device) -> Tensor:
     """Slots of the entries that a step completes, int64, in the order in which they are folded."""
-
-    def build(batch: PagedBatch) -> Tensor:
-        owners, blocks = _completed(batch, call.ratio)
-        return torch.from_numpy(entry_slots(batch, owners, blocks, call.ratio)).to(device)
-
-    return batch.derived(("completed", call.ratio), build)
+    return batch.derived(
+        ("completed", call.ratio),
+        lambda batch: to_device(entry_slots(batch, *_completed(batch, call.ratio), call.ratio), device),
+    )

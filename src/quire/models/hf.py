@@ -38,7 +38,7 @@ from quire.models.mixers import install_mixers
 from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.source import ModelSource, quiet, reading
-from quire.models.sparse import install_indexers, no_mask
+from quire.models.sparse import install_indexers
 from quire.spec.kv_format import plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, Part
 from quire.spec.layout import DType
@@ -56,7 +56,7 @@ INSTALLS = (
     install_compressors,
     install_block_indexers,
 )
-"""What lets modules with layers of their own kind keep and read it on the pools."""
+"""What makes modules with attention or recurrence of their own keep it on the pools."""
 
 
 class LoadedModel:
@@ -91,7 +91,8 @@ class LoadedModel:
             install(model)
         self._inputs: dict[str, Any] = {"use_cache": False}
         if install_indexers(model):
-            self._inputs["attention_mask"] = no_mask(self.device)
+            # Model code slices a mask for its indexers, which do not read it here.
+            self._inputs["attention_mask"] = torch.zeros(1, 1, 1, 1, device=self.device)
         model.set_attn_implementation(IMPLEMENTATION)
         self._calls = self.discover()
         self.spec = replace(
@@ -258,7 +259,9 @@ def load_model(
                 f"the weights of '{path_or_id}' cannot be moved to device '{device}': {str(error).splitlines()[0]}",
                 fix="use device 'cpu', free the device's memory, or use a smaller model.",
             ) from error
-        _set_threads(model, threads)
+        # Threads that wait for each other spin, which costs a small model and its neighbours more than they bring.
+        if threads is not None or (model.device.type == "cpu" and model.num_parameters() < _SMALL_MODEL):
+            torch.set_num_threads(threads or 1)
         try:
             return LoadedModel(model, name=path_or_id, max_length=max_length, check=check)
         except (QuireError, AssertionError):
@@ -269,13 +272,6 @@ def load_model(
                 f"{str(error).splitlines()[0] if str(error) else ''}.",
                 fix="use a model type listed as verified; please report this architecture.",
             ) from error
-
-
-def _set_threads(model: Any, threads: int | None) -> None:
-    """Threads that wait for each other spin, which costs a small model and its neighbours more than they bring."""
-    small = model.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL
-    if threads is not None or small:
-        torch.set_num_threads(threads or 1)
 
 
 def refuse_unknown(config: dict[str, Any], name: str) -> None:

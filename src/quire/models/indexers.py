@@ -72,20 +72,22 @@ def _tiles(batch: PagedBatch, most: int, device: torch.device) -> list[Tile]:
     return tiles
 
 
-def split_rows(
-    batch: PagedBatch, most: int, device: torch.device
-) -> tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]:
-    """The rows that read all of their context, with a batch of their own, and those that read `most` tokens of it."""
+RowSplit = tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]
+"""The rows that read all of their context, with a batch of their own, and those that read what is selected."""
 
-    def split(batch: PagedBatch) -> tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]:
-        short, long = by_length(batch, most)
-        whole = None
-        if len(short):
-            rows, part = batch.part(short, ("whole", most))
-            whole = torch.from_numpy(rows).to(device), part
-        return whole, SelectingRows(batch, long, 1, device) if len(long) else None
 
-    return batch.derived(("split", most), split)
+def split_rows(batch: PagedBatch, most: int, device: torch.device) -> RowSplit:
+    """Which rows of a step read at most `most` tokens anyway, and which select as many."""
+    return batch.derived(("split", most), lambda batch: _split(batch, most, device))
+
+
+def _split(batch: PagedBatch, most: int, device: torch.device) -> RowSplit:
+    short, long = by_length(batch, most)
+    whole = None
+    if len(short):
+        rows, part = batch.part(short, ("whole", most))
+        whole = torch.from_numpy(rows).to(device), part
+    return whole, SelectingRows(batch, long, 1, device) if len(long) else None
 
 
 def by_length(batch: PagedBatch, most: int, ratio: int = 1) -> tuple[Slots, Slots]:

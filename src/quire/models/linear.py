@@ -17,9 +17,9 @@ _BARE = ("dt_proj",)
 def widen_linears(model: torch.nn.Module) -> int:
     """Keep the weights of `model`'s linear layers in float32 where the CPU has no native products of their dtype.
 
-    Inputs and outputs keep their dtype, so results are those of the narrow product (which accumulates in float32 as
-    well), 5 to 10 times sooner; the weights take twice the memory. Does nothing on other devices. Returns the number of
-    layers changed. Embeddings that share a weight with a layer keep it as it was.
+    Inputs and outputs keep their dtype, and results are those of the narrow product, which accumulates in float32 too.
+    It is 5 to 10 times faster and takes twice the memory. Embeddings that share a weight with a layer keep theirs.
+    Returns the number of layers changed; none on other devices.
     """
     widened = 0
     for name, module in model.named_modules():

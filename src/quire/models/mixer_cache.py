@@ -77,20 +77,11 @@ class RecordedStates(MixerStates):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kernel = 0
-        self._channels = 0
-        self._heads = 0
-        self._matrix: tuple[int, ...] = ()
+        self._found: dict[str, Any] = {}
 
     def call(self, state_dtype: DType) -> StateCall:
         """What the layer keeps, its recurrence as `state_dtype`."""
-        return StateCall(
-            kernel=self._kernel,
-            channels=self._channels,
-            heads=self._heads,
-            matrix=self._matrix,
-            state_dtype=state_dtype,
-        )
+        return StateCall(**self._found, state_dtype=state_dtype)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Never."""
@@ -105,7 +96,7 @@ class RecordedStates(MixerStates):
     ) -> Tensor:
         """Note the channels and the kernel; returns the inputs after zeros."""
         self._refuse_several(state_idx)
-        self._channels, self._kernel = conv_states.shape[1], conv_kernel_size
+        self._found |= {"channels": conv_states.shape[1], "kernel": conv_kernel_size}
         return torch.nn.functional.pad(conv_states, (conv_kernel_size - 1, 0))
 
     def update_recurrent_state(
@@ -113,7 +104,7 @@ class RecordedStates(MixerStates):
     ) -> Tensor:
         """Note the heads and the shape of each one's state."""
         self._refuse_several(state_idx)
-        self._heads, self._matrix = recurrent_states.shape[1], tuple(recurrent_states.shape[2:])
+        self._found |= {"heads": recurrent_states.shape[1], "matrix": tuple(recurrent_states.shape[2:])}
         return recurrent_states
 
     def _refuse_several(self, state_idx: int) -> None:

@@ -17,7 +17,7 @@ from quire.models.latent import LatentAttention
 def install_indexers(model: torch.nn.Module) -> bool:
     """Let the sparse attention modules of `model` select on the pools; returns whether there are any.
 
-    Latents must have been installed. A model with indexers wants a mask to give them: `no_mask`.
+    Latents must have been installed.
     """
     found = False
     for module in model.modules():
@@ -32,11 +32,6 @@ def install_indexers(model: torch.nn.Module) -> bool:
             indexer.forward = owner
         found = True
     return found
-
-
-def no_mask(device: torch.device) -> Tensor:
-    """A mask for models whose code takes a part of it before it asks an indexer. It is not read."""
-    return torch.zeros(1, 1, 1, 1, device=device)
 
 
 class _SparseAttention:
