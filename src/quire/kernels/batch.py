@@ -39,6 +39,7 @@ class PagedBatch:
     planner: AttentionPlanner = field(default_factory=AttentionPlanner)
     ids: Slots | None = None
     _slots: Tensor | None = field(default=None, repr=False, init=False)
+    _planned: Sequences | None = field(default=None, repr=False, init=False)
     _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
@@ -79,14 +80,12 @@ class PagedBatch:
         return self.planner.plan(self._sequences(), window, device, chunked=chunked and window > 0)
 
     def _sequences(self) -> Sequences:
-        """The same object for all plans of the step, by which the planner knows the batch again."""
-
-        def build(batch: PagedBatch) -> Sequences:
-            starts, contexts = batch.query_starts.astype(np.int64), batch.context_lens.astype(np.int64)
-            lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if batch.ids is None else batch.ids
-            return Sequences(starts, lows, contexts, batch.frames, ids, batch.page_size, np.diff(starts))
-
-        return self.derived("sequences", build)
+        """The same object for all plans of the step, by which the planner recognises the batch."""
+        if self._planned is None:
+            starts, contexts = self.query_starts.astype(np.int64), self.context_lens.astype(np.int64)
+            lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if self.ids is None else self.ids
+            self._planned = Sequences(starts, lows, contexts, self.frames, ids, self.page_size, np.diff(starts))
+        return self._planned
 
     def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
         """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.

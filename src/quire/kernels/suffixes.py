@@ -93,8 +93,7 @@ class Suffixes:
 
     def present(self) -> Bools:
         """Which rows have a suffix."""
-        has: Bools = self._block >= 0
-        return has
+        return np.greater_equal(self._block, 0)
 
     def select(self, rows: Slots) -> None:
         """Row i becomes what `rows[i]` was, without a suffix where that is -1."""

@@ -15,10 +15,9 @@ from quire.models.forward import Forward, in_forward
 
 
 def install_chunks(model: torch.nn.Module) -> None:
-    """Tell the attention modules of `model` their chunks and the rows' positions.
+    """Let the attention modules of `model` read chunks on the pools, with queries scaled by their positions.
 
-    Their own code would number the rows of a flat batch from 0 for the scale of a query; on the pools that is left to
-    us. Outside a forward pass they compute as they always do.
+    Their own code would number the rows of a flat batch from 0. Outside a forward pass it still scales queries.
     """
     for module in model.modules():
         if hasattr(module, "attn_temperature_tuning") and hasattr(module, "use_rope"):
@@ -48,15 +47,13 @@ class _ChunkedAttention:
         options = replace(options, window=self._chunk, chunked=self._chunk > 0)
         kept = keep(forward, key, value, options)
         if self._scales and kept.batch is not None:
-            query = (query * self._scale(kept.batch, query.device)).to(query.dtype)
+            kind = ("query scale", self._floor, self._factor, query.device)
+            scale = kept.batch.derived(kind, lambda batch: self._query_scale(batch).to(query.device))
+            query = (query * scale).to(query.dtype)
         return kept.attend(query, options)
 
-    def _scale(self, batch: PagedBatch, device: torch.device) -> Tensor:
-        """What each row's query is multiplied by, float32 `[T, 1, 1]`: more, the further on it is."""
-
-        def scale(batch: PagedBatch) -> Tensor:
-            positions = torch.from_numpy(np.pad(batch.positions(), (0, len(batch.slots) - batch.num_rows)))
-            factor = torch.log1p(torch.floor((positions.float() + 1.0) / self._floor)) * self._factor + 1.0
-            return factor.view(-1, 1, 1).to(device)
-
-        return batch.derived(("query scale", self._floor, self._factor), scale)
+    def _query_scale(self, batch: PagedBatch) -> Tensor:
+        """The factor of each row's query, float32 `[T, 1, 1]`, which grows with its position."""
+        positions = torch.from_numpy(np.pad(batch.positions(), (0, len(batch.slots) - batch.num_rows)))
+        factor = torch.log1p(torch.floor((positions.float() + 1.0) / self._floor)) * self._factor + 1.0
+        return factor.view(-1, 1, 1)
