@@ -147,8 +147,6 @@ class LatentAttention:
 class _ExpandedLatents:
     """Keys and values of all heads, made of latents as they are read."""
 
-    __slots__ = ("_attention", "_fields")
-
     def __init__(self, attention: LatentAttention, fields: LatentFields) -> None:
         self._attention = attention
         self._fields = fields

@@ -114,8 +114,6 @@ def _with_limited_step(layer: Any) -> Callable[..., Any]:
 class _Mixer:
     """The forward pass of one recurrent module. It may serve several layers, as attention modules may."""
 
-    __slots__ = ("_cache_name", "_chunk", "_compute", "_module", "_own", "_pair", "_state_dtype")
-
     def __init__(self, module: Any, ours: _Ours | None, state_dtype: DType) -> None:
         self._module = module
         self._own: Callable[..., Any] = module.forward
