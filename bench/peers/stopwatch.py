@@ -95,6 +95,7 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
     from torch.nn import Linear
 
     from quire.kernels.batch import PagedBatch
+    from quire.kernels.fields import KVFields
     from quire.models import attention
 
     watch = Stopwatch()
@@ -121,7 +122,7 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
         (core.scheduler, "settle", watch.timed("settle, commit", core.scheduler.settle)),
         (core, "step", whole_step),
         (attention, "paged_attention", watch.timed("attention kernel", attention.paged_attention)),
-        (attention, "write_slots", watch.timed("key and value writes", attention.write_slots)),
+        (KVFields, "write", watch.timed("key and value writes", KVFields.write)),
         (PagedBatch, "plan", watch.timed("attention plan", PagedBatch.plan)),
     ]
     for name, module in core.runner._model._model.named_modules():

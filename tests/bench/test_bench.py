@@ -18,3 +18,10 @@ def test_the_engine_benchmark_runs(engines: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Quire" in done.stdout + done.stderr
+
+
+def test_the_profile_of_the_engine_runs() -> None:
+    command = [sys.executable, str(BENCH), "--toy", "--threads", "1", "--profile"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "key and value writes" in done.stdout + done.stderr
