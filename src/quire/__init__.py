@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.cache.kv_cache import KVCache
-    from quire.cache.prefix_hit import PrefixHit
-    from quire.cache.request_kv import RequestKV
+    from quire.cache.request_kv import PrefixHit, RequestKV
     from quire.cache.running import RunningBatch
     from quire.cache.statistics import CacheStatistics, FrameCounts
     from quire.engine.async_engine import AsyncEngine
@@ -130,8 +129,7 @@ __all__ = [
 
 _NAMES = {
     "cache.kv_cache": ("KVCache",),
-    "cache.prefix_hit": ("PrefixHit",),
-    "cache.request_kv": ("RequestKV",),
+    "cache.request_kv": ("PrefixHit", "RequestKV"),
     "cache.running": ("RunningBatch",),
     "cache.statistics": ("CacheStatistics", "FrameCounts"),
     "engine.async_engine": ("AsyncEngine",),

@@ -43,11 +43,11 @@ def nodes(cache: KVCache) -> list[Any]:
 
 
 def lose_a_page(cache: KVCache, kv: Any) -> None:
-    cache.rows.table.pages[kv.row, 2] = 0
+    cache.rows.pages[kv.row, 2] = 0
 
 
 def own_a_page_twice(cache: KVCache, kv: Any) -> None:
-    cache.rows.table.pages[kv.row, 2] = nodes(cache)[-1].pages[0]
+    cache.rows.pages[kv.row, 2] = nodes(cache)[-1].pages[0]
 
 
 def free_a_cached_page(cache: KVCache, kv: Any) -> None:
@@ -113,15 +113,15 @@ def bind_the_padding_page(cache: KVCache, kv: Any) -> None:
 
 
 def commit_beyond_what_is_allocated(cache: KVCache, kv: Any) -> None:
-    cache.rows.table.committed[kv.row] = 9
+    cache.rows.num_committed[kv.row] = 9
 
 
 def commit_less_than_is_protected(cache: KVCache, kv: Any) -> None:
-    cache.rows.table.committed[kv.row] = 1
+    cache.rows.num_committed[kv.row] = 1
 
 
 def read_another_page_than_is_pinned(cache: KVCache, kv: Any) -> None:
-    cache.rows.table.pages[kv.row, :2] = cache.rows.table.pages[kv.row, 1::-1].copy()
+    cache.rows.pages[kv.row, :2] = cache.rows.pages[kv.row, 1::-1].copy()
 
 
 def miscount_leases(cache: KVCache, kv: Any) -> None:

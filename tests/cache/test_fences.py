@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.cache.fences import Fences, Retired
+from quire.cache.hold import Fences, Retired
 
 
 def retired(page: int) -> Retired:

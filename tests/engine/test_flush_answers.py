@@ -14,8 +14,7 @@ from quire.engine.messages import Later
 from quire.engine.process import StepLoop
 from quire.engine.wire import Ask, Reply, Shutdown
 from quire.errors import StoreError
-from quire.offload.deletion import Stored
-from quire.offload.flush import Flushed
+from quire.offload.deletion import Flushed, Stored
 from quire.spec.events import Namespace
 
 GONE = Flushed(flushed_tokens=5, held_tokens=0, num_retentions=0, storage=Stored.GONE)

@@ -314,9 +314,9 @@ class TieredCache(FollowedCache, ReadAhead):
         """As the cache's."""
         self.ahead.computed(num_tokens, seconds)
 
-    def take_back_prefetched(self) -> bool:
+    def release_prefetched(self) -> bool:
         """As the cache's."""
-        return self.ahead.take_back_prefetched()
+        return self.ahead.release_prefetched()
 
     def obtainable(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> int | None:
         """Behind how many pages a request can begin once all that is stored has come, with nothing else on its way.
@@ -555,7 +555,7 @@ class TieredCache(FollowedCache, ReadAhead):
         for that was made of pages which the next one has too, its own enter the tree, and are no duplicates."""
         pages, before = slice(s.pinned, num_tokens // self.page_size), self.watch.snapshot
         had = next(row.pages[pages] for row in before.requests.rows if row.kv is s.kv)
-        rows = zip(self.names.ends[s.name][pages], had, self.cache.rows.table.pages[s.kv.row, pages], strict=True)
+        rows = zip(self.names.ends[s.name][pages], had, self.cache.rows.pages[s.kv.row, pages], strict=True)
         gone = {end for end, old, new in rows if old == new} & self.model.cached
         assert gone.isdisjoint(self.model.leased()), "a commit forgot a page that a lease holds"
         here = [end for end in gone for group in before.groups if group.column[self.watch.ends[end]]]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from quire.cache import kv_cache
-from quire.cache.fences import Fences
 from quire.cache.groups import NO_PAGES, PagedGroup
 from quire.cache.growth import Growth
+from quire.cache.hold import Fences
 from quire.cache.kv_cache import KVCache
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch, RunningTables
@@ -92,7 +92,7 @@ def page_ids_index_the_pool(patch: Patch) -> None:
 
     def page_table(rows: RunningTables, kvs: Any, num_tokens: Any, group: int = 0) -> Any:
         width = -(-int(num_tokens.max(initial=1)) // rows.page_size)
-        return rows.table.pages[rows.rows_of(kvs), :width]
+        return rows.pages[rows.rows_of(kvs), :width]
 
     patch.setattr(RunningTables, "page_table", page_table)
 
@@ -151,7 +151,7 @@ def a_running_batch_is_not_read_again(patch: Patch) -> None:
     known: dict[Any, Any] = {}
 
     def extend(cache: KVCache, kvs: Any, counts: Any) -> None:
-        lengths, together = cache.rows.table.allocated, isinstance(kvs, RunningBatch)
+        lengths, together = cache.rows.num_allocated, isinstance(kvs, RunningBatch)
         if together and kvs in known:
             lengths[kvs.rows] = known[kvs]
         real(cache, kvs, counts)

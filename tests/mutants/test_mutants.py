@@ -124,7 +124,7 @@ def test_names_and_sentences_are_all_different() -> None:
         hybrid_mutants.windows_go_tail_first,
         plan_mutants.appended_tokens_are_not_shown,
         step_mutants.draws_are_one_too_early,
-        hold_mutants.private_pages_leak,
+        hold_mutants.held_frames_are_idle,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -11,7 +11,7 @@ from quire.cache import KVCache, RequestKV
 from quire.cache.states import GroupCache, Pieces
 from quire.errors import OutOfPages
 from quire.offload import offload_of
-from quire.offload.flush import Flushed, change_model, flush
+from quire.offload.deletion import Flushed
 from quire.offload.prefetch import ReadAhead
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import Retention
@@ -132,7 +132,7 @@ class CachedBytes(ABC):
     def check(self, kv: RequestKV, tokens: Ids) -> None:
         """What a request reads of these tokens, which it has, is what was computed for them since the last flush."""
         num_pages = len(tokens) // PAGE
-        pages = self.cache.rows.table.pages[kv.row, :num_pages]
+        pages = self.cache.rows.pages[kv.row, :num_pages]
         for group in self.cache.groups:
             if not group.reach.carried:
                 for at in group.reach.needed(num_pages):
@@ -143,7 +143,7 @@ class CachedBytes(ABC):
         while (start := self.cache.rows.allocated(kv)) < len(tokens):
             end = start + self.cache.admission.at_once(kv, len(tokens) - start)
             self._compute(kv, tokens[:end], start)
-            if self.cache.admission.gives_back_early:
+            if self.cache.admission.frees_early:
                 self.cache.commit(kv, tokens[:end])
 
     def _compute(self, kv: RequestKV, tokens: Ids, start: int) -> None:
@@ -157,7 +157,7 @@ class CachedBytes(ABC):
         self.check(kv, tokens[:start])
         fence = self.cache.open_fence()
         ends = np.array([len(tokens)], dtype=np.int64)
-        pages, mark = self.cache.rows.table.pages[kv.row], self.computed_as[kv][0]
+        pages, mark = self.cache.rows.pages[kv.row], self.computed_as[kv][0]
         for group in self.cache.groups:
             pieces = self.cache.launch(group.index, [kv], ends)
             if pieces is not None:
@@ -219,11 +219,11 @@ class CachedBytes(ABC):
     def flush(self, namespace: Namespace | None) -> Flushed:
         for space in self.namespaces if namespace is None else (namespace,):
             self.note_flush(space)
-        return flush(self.cache, namespace)
+        return offload_of(self.cache).flush(namespace)
 
     def set_epoch(self, epoch: int) -> Flushed:
         self.epoch = epoch
-        return change_model(self.cache, str(epoch).encode())
+        return offload_of(self.cache).change_model(str(epoch).encode())
 
     # -- at the end
 

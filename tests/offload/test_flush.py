@@ -10,8 +10,7 @@ import pytest
 from quire.cache import KVCache
 from quire.errors import OutOfPages
 from quire.observe.explain import Cause
-from quire.offload import Offloads
-from quire.offload.flush import flush
+from quire.offload import Offloads, offload_of
 from quire.prefix.evict import POLICIES
 from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids
@@ -57,7 +56,7 @@ def test_a_namespace_is_forgotten_and_others_are_not(eviction: str) -> None:
                 compute(cache, tokens_of(pages), space)
         before = {space: cached(cache, space) for space in SPACES}
         held = {kv.namespace for kv in running}
-        done = flush(cache, SPACES[0])
+        done = offload_of(cache).flush(SPACES[0])
         cache.audit()
         after = {space: cached(cache, space) for space in SPACES}
         for pages in range(3):
@@ -72,7 +71,7 @@ def test_a_namespace_is_forgotten_and_others_are_not(eviction: str) -> None:
             cache.finish(kv)
         cache.audit()
         assert cached(cache, SPACES[0]) == 0 and cache.tree.roots.get(SPACES[0]) is None
-        assert flush(cache, None).held_tokens == 0
+        assert offload_of(cache).flush(None).held_tokens == 0
         cache.audit()
         assert cache.pages.num_free_pages == 24
         stored: set[bytes] = set()
@@ -102,7 +101,7 @@ def test_what_was_evicted_before_is_forgotten_too() -> None:
         }
 
     assert Cause.EVICTED in causes()
-    flush(cache, alice)
+    offload_of(cache).flush(alice)
     assert causes() <= {Cause.NEW, Cause.PAGE}
     cache.audit()
 
@@ -111,7 +110,7 @@ def test_what_a_request_holds_is_its_own_until_it_ends() -> None:
     cache, tokens = KVCache(small_plan(12, PAGE), offload=Offloads()), tokens_of([1, 2, 3, 4, 5])
     compute(cache, tokens, SPACES[0])
     kv = cache.begin(np.append(tokens[: 2 * PAGE], 9).astype(np.int32), SPACES[0])
-    done = flush(cache, SPACES[0])
+    done = offload_of(cache).flush(SPACES[0])
     assert (done.flushed_tokens, done.held_tokens) == (3 * PAGE, 2 * PAGE)
     cache.audit()
     assert cache.match(tokens, SPACES[0]).num_tokens == 0
@@ -122,7 +121,7 @@ def test_what_a_request_holds_is_its_own_until_it_ends() -> None:
     cache.finish(kv, tokens)
     cache.audit()
     assert cache.pages.num_free_pages == 12 - 2 and cache.match(tokens, SPACES[0]).num_tokens == 2 * PAGE
-    assert flush(cache, SPACES[0]).flushed_tokens == 2 * PAGE
-    assert flush(cache, Namespace("nobody")).flushed_tokens == 0
+    assert offload_of(cache).flush(SPACES[0]).flushed_tokens == 2 * PAGE
+    assert offload_of(cache).flush(Namespace("nobody")).flushed_tokens == 0
     assert cache.pages.num_free_pages == 12
     cache.audit()

@@ -87,7 +87,7 @@ def test_to_clear_the_cache_clears_what_is_on_its_way(link: Lane) -> None:
     if link in (Lane.LOOK, Lane.FETCH):
         tiered.drain()
         pages = tiered.cache.tree.evict(12)
-        tiered.cache.parts.give_back(pages)
+        tiered.cache.parts.free(pages)
         assert tiered.cached(SECRET) == 0 < tiered.stored()
         assert tiered.ahead.prefetch(asking(SECRET), ALICE) is not None
     while not tiered.mover._queues[link.queue]:

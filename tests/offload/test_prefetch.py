@@ -235,7 +235,7 @@ def test_what_was_flushed_meanwhile_counts_for_nothing(reaches: tuple[ReachSpec,
     last = world.cache.tree.match(ALICE, TOKENS).pages[4:]
     for group, host in zip(world.cache.groups, tiers_of(world).hosts, strict=True):
         if not group.reach.whole:
-            group.forget(last)
+            group.frames.drop(last)
             host.drop(last)  # of a window, the host has the other page
     prefetch = begun(world, TOKENS)
     while link not in links_of(prefetch):

@@ -226,7 +226,7 @@ def test_soft_retentions_make_room_in_order() -> None:
         cache.compute(prompt(number, 4))
         assert keep(cache, prompt(number, 4), ttl_seconds=ttl, priority=priority).granted_tokens == 16
     assert [kept.priority for kept in cache.kept.listing().retentions] == [-1, 0, 0, 5]
-    assert cache.kept.num_soft == 16
+    assert cache.kept.num_soft() == 16
     left = []
     for number in range(10, 14):
         assert cache.kept.give_up(4) == 4
@@ -251,7 +251,7 @@ def test_a_pin_goes_when_its_time_is_over_and_not_before() -> None:
     cache = small(12, share=0.5, context=8 * PAGE)
     cache.compute(prompt(1, 4))
     assert keep(cache, prompt(1, 4), pin=True, ttl_seconds=60).pinned
-    assert cache.kept.num_soft == cache.kept.give_up(99) == 0
+    assert cache.kept.num_soft() == cache.kept.give_up(99) == 0
     kvs = [cache.begin(prompt(number, 4)) for number in (2, 3)]
     cache.extend(kvs[:1], 8 * PAGE)
     with pytest.raises(OutOfPages):
@@ -282,11 +282,11 @@ def test_a_pin_that_has_no_room_leaves_what_was_kept_softly() -> None:
     refused = keep(cache, prompt(1, 6), pin=True)
     assert (refused.granted_tokens, refused.pinned, refused.retention_id) == (24, False, soft.retention_id)
     assert refused.reason.startswith("kept, but not pinned: pins may take 16 tokens, of which 16 were left")
-    assert cache.kept.num_soft == 6
+    assert cache.kept.num_soft() == 6
     cache.compute(prompt(2, 2))
     assert keep(cache, prompt(2, 2)).pinned is False
     assert keep(cache, prompt(2, 2), pin=True).pinned and keep(cache, prompt(2, 2)).pinned
-    assert cache.kept.num_soft == 6
+    assert cache.kept.num_soft() == 6
     cache.audit()
 
 
@@ -296,13 +296,13 @@ def test_what_a_running_request_holds_is_not_given_up_for_nothing() -> None:
         cache.compute(prompt(number, 4))
         keep(cache, prompt(number, 4), priority=number)
     kv = cache.begin(np.append(tokens, 9).astype(np.int32), ALICE)
-    assert cache.kept.num_soft == 4
+    assert cache.kept.num_soft() == 4
     hit = cache.match(np.append(prompt(2, 4), 9).astype(np.int32), ALICE)
     assert [cache.kept.num_soft_of(hit.match, pages) for pages in (0, 3, 4)] == [0, 3, 4]
     assert cache.kept.give_up(99) == 4
     assert [kept.priority for kept in cache.kept.listing().retentions] == [1], "it would have brought nothing"
     cache.finish(kv)
-    assert cache.kept.num_soft == 4 and cache.kept.give_up(4) == 4
+    assert cache.kept.num_soft() == 4 and cache.kept.give_up(4) == 4
 
 
 def test_letting_go_of_a_prefix_of_what_else_is_kept_would_bring_nothing() -> None:
@@ -323,7 +323,7 @@ def test_of_a_long_prefix_only_the_end_goes() -> None:
     first = keep(cache, tokens)
     assert cache.kept.give_up(3) == 3
     [left] = cache.kept.listing().retentions
-    assert left.tokens == 5 * PAGE and cache.kept.num_pages == cache.kept.num_soft == 5
+    assert left.tokens == 5 * PAGE and cache.kept.num_pages == cache.kept.num_soft() == 5
     cache.audit()
     again = keep(cache, tokens)
     assert (again.granted_tokens, again.retention_id) == (8 * PAGE, first.retention_id)
@@ -416,7 +416,7 @@ class RetentionMachine(RuleBasedStateMachine):
         try:
             self.cache.compute(self.tokens_of(pages), namespace)
         except OutOfPages:
-            assert self.running and not self.cache.kept.num_soft
+            assert self.running and not self.cache.kept.num_soft()
         self.sync()
 
     @rule(pages=pages, namespace=namespaces)
@@ -485,12 +485,12 @@ class RetentionMachine(RuleBasedStateMachine):
         kept = self.cache.kept
         self.drop_expired()
         kept.expire()
-        could, free = kept.num_soft, self.cache.admission.num_available_pages
+        could, free = kept.num_soft(), self.cache.admission.num_available_pages
         gave = kept.give_up(num_pages)
         self.happened["gave up"] += gave > 0
         self.happened["gave up some"] += 0 < gave < could
         assert gave == min(num_pages, could)
-        assert self.cache.admission.num_available_pages == free and kept.num_soft == could - gave
+        assert self.cache.admission.num_available_pages == free and kept.num_soft() == could - gave
         assert self.cache.pages.num_free_pages + self.cache.tree.num_evictable == free - could + gave
         before = dict(self.model)
         self.sync()

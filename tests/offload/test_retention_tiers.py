@@ -42,7 +42,7 @@ def test_what_is_below_the_device_is_kept_there() -> None:
     tiered.drain()
     granted = keep(tiered, KEPT)
     assert (granted.granted_tokens, granted.host_tokens, granted.reason) == (16, 8, "")
-    assert tiered.kept.num_soft == 2, "only what is on the device could be had there"
+    assert tiered.kept.num_soft() == 2, "only what is on the device could be had there"
     flood(tiered, 2, 12)
     assert keep(tiered, KEPT).host_tokens == 16, "it gave way to running requests, and is on the host"
     assert tiered.compute(asking(KEPT)) == 16, "and comes from there"
@@ -151,7 +151,7 @@ def test_no_more_is_granted_than_every_group_can_resume_behind(other: ReachSpec)
     tiered.compute(KEPT[: 2 * PAGE])
     tiered.compute(KEPT)
     last = tiered.cache.tree.match(ALICE, KEPT).pages[3:]
-    tiered.cache.groups[1].forget(last)
+    tiered.cache.groups[1].frames.drop(last)
     granted = keep(tiered, KEPT)
     assert granted.granted_tokens < 16 and "group 'g1' can resume no further" in granted.reason, granted
     assert tiered.cached(KEPT[: granted.granted_tokens]) == granted.granted_tokens

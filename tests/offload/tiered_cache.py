@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from quire.cache import KVCache, RequestKV
-from quire.offload import Offloads
-from quire.offload.flush import Flushed, flushed
+from quire.offload import Offloads, offload_of
+from quire.offload.deletion import Flushed
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.sim.virtual_mover import VirtualMover
 from quire.spec.events import CacheEvent, Namespace
@@ -150,7 +150,7 @@ class TieredCache(CachedBytes):
 
     def flushed(self, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
         """What the last flush did, in storage too."""
-        return flushed(self.cache, self.last, namespace, waits=waits)
+        return offload_of(self.cache).flushed(self.last, namespace, waits=waits)
 
     def state(self, namespace: Namespace | None) -> tuple[str, bool]:
         """Of what was flushed, in storage."""

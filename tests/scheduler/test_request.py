@@ -26,7 +26,7 @@ class Row:
         self.request = request
         cache = KVCache(small_plan(256, 16))
         request.kv = cache.begin(request.tokens)
-        self.rows = RunningRows(cache.rows.table.serials, cache.plan.pages_per_row * 16)
+        self.rows = RunningRows(cache.rows.serials, cache.plan.pages_per_row * 16)
         self.rows.bind(request)
         self.of = self.rows.of([request])
 

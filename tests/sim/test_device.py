@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cache.fences import Fences
+from quire.cache.hold import Fences
 from quire.cache.states import Pieces
 from quire.errors import WrongContent
 from quire.sim.prefix_hash import PrefixHasher, page_digests

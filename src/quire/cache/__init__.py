@@ -1,8 +1,7 @@
 """The cache: one door to pages, frames, sharing and eviction for everything above."""
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix_hit import PrefixHit
-from quire.cache.request_kv import RequestKV
+from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import RunningBatch
 
 __all__ = ["KVCache", "PrefixHit", "RequestKV", "RunningBatch"]

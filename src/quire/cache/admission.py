@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from quire.cache.offload import CacheParts, RetentionPort
-from quire.cache.prefix_hit import PrefixHit
-from quire.cache.request_kv import RequestKV
+from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.states import StateGroup
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
@@ -19,7 +18,7 @@ from quire.spec.rank import Rank
 
 
 class Admission:
-    """What a scheduler asks before a request begins or grows. It takes nothing."""
+    """Questions of a scheduler before a request begins or grows. No answer changes anything."""
 
     def __init__(self, parts: CacheParts, retention: RetentionPort) -> None:
         self._pages = parts.pages
@@ -32,13 +31,12 @@ class Admission:
         self._partial = [group for group in parts.groups if not group.reach.whole]
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._windows = [group for group in self._partial if group not in self._states]
-        self.gives_back_early = bool(self._partial)
-        """Whether a commit may free frames before its request ends."""
+        self.frees_early = bool(self._partial)  # whether a commit may free frames before its request ends
 
     @property
     def num_available_pages(self) -> int:
         """Pages that `extend` can have: free ones, evictable ones, and those that are retained softly."""
-        return self._pages.num_free_pages + self._tree.num_evictable + self._retention.num_soft
+        return self._pages.num_free_pages + self._tree.num_evictable + self._retention.num_soft()
 
     @property
     def num_dropped(self) -> int:
@@ -97,7 +95,7 @@ class Admission:
         """How many of `count` tokens, at least one, to `extend` at once where a window's frames are short. The rest
         fits when these tokens have settled and their window has moved on."""
         slack = -self._rows.allocated(kv) % self._size
-        room = [g.num_free + g.num_evictable + self._retention.num_soft_frames(g.index) for g in self._windows]
+        room = [g.num_free + g.num_evictable + self._retention.num_soft(g) for g in self._windows]
         return max(1, min(count, slack + min(room) * self._size)) if room else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
@@ -129,20 +127,17 @@ class Admission:
     ) -> Iterator[tuple[str, int, int, int]]:
         """Name, left, taken and reserved, for each group and for page ids. *Left* is free, evictable or softly
         retained, without the request's own prefix and what is reserved for `reached`."""
-        retention, have = self._retention, -(-self._rows.table.allocated[rows] // self._size)
-        soft_of_hit = retention.num_soft_of(hit.match, hit.num_pages)
+        retention, soft_of_hit = self._retention, self._retention.num_soft_of(hit.match, hit.num_pages)
+        have = -(-self._rows.num_allocated[rows] // self._size)
         for group in self._groups:
-            if group.reach.whole:
-                soft, own_soft = retention.num_soft, soft_of_hit
-            else:
-                soft, own_soft = (
-                    retention.num_soft_frames(group.index),
-                    retention.num_soft_frames_of(group.index, hit.pages),
-                )
+            part = None if group.reach.whole else group
+            own_soft = soft_of_hit if part is None else retention.num_soft_of(hit.match, hit.num_pages, part)
             pinned = group.would_pin(hit.pages, hit.num_evictable) + own_soft
-            left = group.num_free + group.num_evictable + soft - pinned - group.remaining(rows, have, reached)
+            left = group.num_free + group.num_evictable + retention.num_soft(part)
+            left -= pinned + group.remaining(rows, have, reached)
             loads = hit.choice.loads[group.index] if hit.choice.loads else 0
-            yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, group.reserve(len(rows) * reserve)
+            spare = 0 if group.reach.carried else len(rows) * reserve
+            yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, spare
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
         yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve
 

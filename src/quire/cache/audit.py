@@ -1,4 +1,4 @@
-"""The laws of the cache, each checked by walking everything. For tests, fuzzing, idle servers and doctors.
+"""The audit: what must be true of a cache, checked by walking everything. For tests, fuzzing, idle servers and doctors.
 
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
@@ -7,7 +7,7 @@ a page's pins are its readers, and without any its frame is idle    per group wh
 a node's level is that of the leases at or below it                 eviction takes what nothing pins, and only that
 the tree's counters are the sums over its nodes
 
-A law that holds costs one comparison of lists. Only a broken one is searched for the place.
+What holds costs one comparison of lists. Only what does not hold is searched for the place.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from quire.prefix.node import TOKEN_BYTES, Node
 
 
 def audit(parts: CacheParts, before: Snapshot | None = None) -> Snapshot:
-    """Check every law, and return the snapshot. Raises AuditFailure that names each broken law. O(pages + nodes).
-
-    Parts that are equal in `before`, a snapshot that has passed, are not checked again.
-    """
+    """Check all of it, and return the snapshot. Raises AuditFailure, which names each fault. O(pages + nodes). Parts
+    that are equal in `before`, a snapshot that has passed, are not checked again."""
     snapshot = Snapshot(parts, before)
     if broken := list(_broken(snapshot, before)):
         raise AuditFailure("; ".join(broken) + ".")
@@ -44,7 +42,11 @@ def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
     if tree:
         yield from _tree(now)
         yield from _leases(now)
-    yield from _queue(now)
+    queued, is_here = now.parts.tree.queued(), now.parts.tree.is_here
+    for node, pages_of in now.tree.edges:
+        leaf = is_here(node) and not any(map(is_here, node.children.values()))
+        if not node.level and leaf and node not in queued:
+            yield f"an unleased leaf of {len(pages_of)} pages can never be evicted"
     for at, found in enumerate(now.groups):
         group = before is None or found is not before.groups[at]
         if group or pages:
@@ -53,8 +55,8 @@ def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
             yield from _idle(found, now.tree.cached)
         if not found.group.reach.whole and (group or rows):
             yield from _reads(now, found)
-    for law in now.parts.laws:
-        yield from law(now)
+    for check in now.parts.checks:
+        yield from check(now)
 
 
 def _page_owners(now: Snapshot) -> Iterator[str]:
@@ -177,15 +179,6 @@ def _tree(now: Snapshot) -> Iterator[str]:
     for name, total in sums.items():
         if getattr(tree, name) != total:
             yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
-
-
-def _queue(now: Snapshot) -> Iterator[str]:
-    """Every unleased leaf has its entry in the eviction queue."""
-    tree, queued = now.parts.tree, now.parts.tree.queued()
-    for node, pages in now.tree.edges:
-        leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
-        if not node.level and leaf and node not in queued:
-            yield f"an unleased leaf of {len(pages)} pages can never be evicted"
 
 
 def _leases(now: Snapshot) -> Iterator[str]:

@@ -81,10 +81,6 @@ class GroupBase:
         table = self.table
         return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
 
-    def forget(self, pages: Ids) -> None:
-        """Free the frames of pages that leave the cache."""
-        self.frames.drop(pages)
-
     def needed_pages(self, pages: Ids) -> Ids:
         """The pages that a request that begins after all of `pages` reads; a view."""
         needed = self.reach.needed(len(pages))
@@ -122,10 +118,6 @@ class PagedGroup(GroupBase):
         most = np.minimum(reached, self._held)
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
-    def reserve(self, num_pages: int) -> int:
-        """Frames to reserve for running requests that may take `num_pages` new pages in the next step."""
-        return num_pages
-
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Frames that these rows take next, with `num_new` new pages in all."""
         return num_new
@@ -161,9 +153,7 @@ class PagedGroup(GroupBase):
         for part in _distinct(pages) if len(ours) else (pages,):
             self.table.pin(part)
         firsts, passed, _ = self._advance(new)
-        if not len(passed):
-            return []
-        ranks = self._ranks(new.kvs, firsts, self.first[new.rows])
+        ranks = self._ranks(new.kvs, firsts, self.first[new.rows]) if len(passed) else None
         if ranks is None:
             return [GroupRelease(self.index, part) for part in _distinct(passed)]
         by_rank = [(rank, passed[ranks == value]) for value, rank in enumerate(Rank)]
@@ -213,8 +203,8 @@ class PagedGroup(GroupBase):
         """Frames that a row owns beside those of its pages, unordered."""
         return NO_PAGES
 
-    def books(self) -> tuple[object, ...]:
-        """All data about rows, for comparison by snapshots."""
+    def row_data(self) -> tuple[object, ...]:
+        """All data about rows, to compare with those of another time."""
         return (self.first.tobytes(),)
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
@@ -234,11 +224,10 @@ class PagedGroup(GroupBase):
 
     def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8] | None:
         """The ranks of pages `firsts[i]..ends[i]`, from the resume points that read them. None where none does."""
-        starts = firsts.tolist()
+        starts, at = firsts.tolist(), 0
         if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
             return None
         ranks = bytearray(int((ends - firsts).sum()))
-        at = 0
         for kv, first, end in zip(kvs, starts, ends.tolist(), strict=True):
             for num_pages, rank in kv.marks.items() if end > first else ():
                 if num_pages > first:

@@ -17,8 +17,7 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts, Offload
-from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
 from quire.cache.states import GroupCache
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
@@ -28,17 +27,14 @@ from quire.spec.ids import Bools, Ids, Tier
 
 
 class Growth:
-    """Takes and frees pages and frames of one cache. Where it raises OutOfPages nothing has changed.
-
-    `allocators` are the one that grows sequences, and those of the groups that it does not serve.
-    """
+    """Takes and frees pages and frames of one cache. Where it raises OutOfPages nothing has changed. `allocators` are
+    the one that grows sequences, and those of the groups that it does not serve."""
 
     def __init__(self, parts: CacheParts, offload: Offload, counters: CacheCounters) -> None:
         self._parts = parts
         self._offload = offload
         self._counters = counters
         self._rows = parts.rows
-        self._table = parts.rows.table
         self._frames = parts.frames
         self._context = parts.plan.context
         self._size = parts.plan.page_size
@@ -50,22 +46,22 @@ class Growth:
         self._states = tuple(group for group in parts.groups if group.reach.carried)
         self._scarce = tuple(g for g in parts.groups if g.reach.carried or g.num_frames < parts.pages.num_pages)
 
-    def by(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, counts: int | Sequence[int] | Lengths) -> None:
+    def by(self, kvs: Batch, rows: Rows, counts: int | Counts) -> None:
         """Make room for `counts[i]` more tokens in each row, within the plan's context."""
-        after = self._table.allocated[rows] + np.asarray(counts, dtype=np.int64)
+        after = self._rows.num_allocated[rows] + np.asarray(counts, dtype=np.int64)
         if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self._context):
             raise self._beyond_context(int(after.max()))
         self._to(kvs, rows, after)
 
-    def up_to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, lengths: Sequence[int] | Lengths) -> None:
+    def up_to(self, kvs: Batch, rows: Rows, lengths: Counts) -> None:
         """Make room for `lengths[i]` tokens in each row that has less, up to the width of rows."""
-        most = np.minimum(np.asarray(lengths, dtype=np.int64), self._table.width * self._size)
-        self._to(kvs, rows, np.maximum(self._table.allocated[rows], most))
+        most = np.minimum(np.asarray(lengths, dtype=np.int64), self._rows.width * self._size)
+        self._to(kvs, rows, np.maximum(self._rows.num_allocated[rows], most))
 
     def by_one(self, batch: RunningBatch) -> None:
         """Make room for one more token of every request."""
         rows, size = self._rows.rows_of(batch), self._size
-        lengths = self._table.allocated[rows]
+        lengths = self._rows.num_allocated[rows]
         if np.maximum.reduce(lengths, initial=0) >= self._context:
             raise self._beyond_context(self._context + 1)
         crossing = (lengths % size == 0).nonzero()[0]  # the others have a free slot in their last page
@@ -79,20 +75,20 @@ class Growth:
                 pages = self._growing.alloc_decode(before + 1, self._rows.last_slots(grown, before)) // np.int32(size)
             self._take(rows, pages)
             if num_new:
-                self._table.write(grown * self._table.width + before // size, pages)
-        self._table.allocated[rows] = lengths + 1
+                self._rows.write(grown * self._rows.width + before // size, pages)
+        self._rows.num_allocated[rows] = lengths + 1
 
     def free(self, pages: Ids) -> None:
         """Free pages that nothing holds, and their frames in every group."""
         pages = in_order(pages)
         for group in self._others:
-            group.forget(pages)
+            group.frames.drop(pages)
         self._frames.remove_pages(Tier.DEVICE, pages)
         self._growing.free(pages * np.int32(self._size))
 
-    def _to(self, kvs: Sequence[RequestKV] | RunningBatch, rows: Rows, after: Lengths) -> None:
+    def _to(self, kvs: Batch, rows: Rows, after: Lengths) -> None:
         """Make room for `after[i]` tokens in each row."""
-        before, size = self._table.allocated[rows], self._size
+        before, size = self._rows.num_allocated[rows], self._size
         have = -(-before // size)
         new = -(-after // size) - have
         num_new = int(new.sum())
@@ -105,19 +101,19 @@ class Growth:
             pages = slots[_page_starts(before, after, size, have, new)] // np.int32(size)
         self._take(rows, pages)
         if len(rows) == 1:
-            self._table.write_run(int(rows[0]), int(have[0]), pages)
+            self._rows.write_run(int(rows[0]), int(have[0]), pages)
         elif num_new:
-            first = rows * self._table.width + have - (np.cumsum(new) - new)
+            first = rows * self._rows.width + have - (np.cumsum(new) - new)
             places: Rows = np.repeat(first, new) + np.arange(num_new)
-            self._table.write(places, pages)
-        self._table.allocated[rows] = after
+            self._rows.write(places, pages)
+        self._rows.num_allocated[rows] = after
 
-    def _make_room(self, rows: Rows, num_new: int, kvs: Sequence[RequestKV] | RunningBatch) -> None:
+    def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
         """Evict where free pages and frames do not suffice for these rows and `num_new` pages."""
         if num_new * self._size > self._growing.available_size() or any(
             (group.wanted(rows, num_new) if group.reach.carried else num_new) > group.num_free for group in self._scarce
         ):
-            self._reclaim(rows, num_new, _names_of(kvs, self._table.allocated[rows] % self._size == 0))
+            self._reclaim(rows, num_new, _names_of(kvs, self._rows.num_allocated[rows] % self._size == 0))
 
     def _reclaim(self, rows: Rows, num_new: int, cause: str) -> None:
         """Evict until these rows can take `num_new` pages."""
@@ -173,11 +169,9 @@ class Growth:
         self._frames.add_pages(pages)
 
     def _beyond_context(self, length: int) -> InvalidInput:
-        return InvalidInput(
-            f"a request cannot go to {length:,} tokens: it only grows, and the plan's context is "
-            f"{self._context:,} tokens.",
-            fix="plan for a longer context, or end the request before.",
-        )
+        most = f"it only grows, and the plan's context is {self._context:,} tokens."
+        fix = "plan for a longer context, or end the request before."
+        return InvalidInput(f"a request cannot go to {length:,} tokens: {most}", fix=fix)
 
 
 def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
@@ -191,7 +185,7 @@ def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new:
     return places
 
 
-def _names_of(kvs: Sequence[RequestKV] | RunningBatch, at_end: Bools) -> str:
+def _names_of(kvs: Batch, at_end: Bools) -> str:
     """The cause of an eviction: the first request that needs a page, and how many more do."""
     asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
     several = len(asking) > 1

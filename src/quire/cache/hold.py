@@ -1,24 +1,23 @@
-"""Hold: these pages stay, for this reason, until it is released.
+"""Hold: these pages stay, for this reason, until it is released. Fences: what launched steps may still touch stays too.
 
     a path of the tree        a lease on its end: none of its pages is evicted, in any tier
     frames                    of groups whose frames may go before their pages: that tier does not reclaim them
-    private pages             of a running request: pages that it gives up stay until the hold is released
 
-A running request is a hold of its own kind: it has a lease and, in its row, private pages. What launched steps may
-still touch waits in `Fences`. `Holds` lists and counts all of them; the others are made by `Holds.add`.
+A running request is a hold of its own kind: it has a lease and, in its row, private pages. `Holds` lists and counts
+these, what waits in `Fences`, and the holds that `Holds.add` makes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 
-from quire.cache.fences import Fences, Retired
-from quire.cache.groups import NO_PAGES
+from quire.cache.groups import NO_PAGES, GroupRelease
 from quire.cache.request_kv import RequestKV
 from quire.errors import LeaseError
 from quire.memory.residency import Residency
@@ -26,6 +25,8 @@ from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Ids, Tier
 from quire.spec.rank import Rank
+
+_NEWEST = 0.2  # weight of the newest step in `step_seconds`
 
 
 class Reason(StrEnum):
@@ -37,7 +38,6 @@ class Reason(StrEnum):
     READ_AHEAD = "prompt that is read ahead"
     RETAIN = "retention"
     DAMAGE = "damaged prefix"
-    TRANSFER = "transfer to a peer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,12 +51,11 @@ class HeldFrames:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Made by `Holds.add`. `lease` holds a path, if any; `private` are pages of a running request."""
+    """Made by `Holds.add`. `lease` holds a path, if any."""
 
     reason: Reason
     label: str
     lease: Lease | None
-    private: Ids
     frames: tuple[HeldFrames, ...] = ()
     released: bool = False
 
@@ -67,50 +66,88 @@ class Hold:
         return self.lease
 
 
-class Holds:
-    """The live holds of one cache, beside its running `requests` and what waits in `fences`. `give_back` takes private
-    pages that were given up and are held no longer."""
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """What a request gives up: private pages, the lease on the pages before them, and what it has of single groups."""
 
-    def __init__(
-        self,
-        tree: RadixCache,
-        table: Residency,
-        requests: Mapping[int, RequestKV],
-        fences: Fences,
-        give_back: Callable[[Ids], None],
-    ) -> None:
+    pages: Ids = field(default_factory=lambda: NO_PAGES)
+    lease: Lease | None = None
+    released: tuple[GroupRelease, ...] = ()
+
+
+class Fences:
+    """Steps in flight, in launch order, and what waits until all steps that were open when it was retired have closed.
+
+    A waiting lease protects its pages, so evicted pages can be reused at once. `step_seconds` is the recent duration of
+    a step from launch to settling, a moving average.
+    """
+
+    step_seconds = 0.0
+
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._next = 0
+        self._open: dict[int, float] = {}  # when each was launched
+        self._waiting: deque[tuple[int, Retired]] = deque()  # (newest step open at retirement, what), in order
+
+    @property
+    def num_open(self) -> int:
+        """Steps in flight."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> tuple[Retired, ...]:
+        """What has been retired and cannot be reused yet."""
+        return tuple(retired for _, retired in self._waiting)
+
+    def open(self) -> int:
+        """A step is launched. `close` the returned fence when it has settled."""
+        fence = self._next
+        self._next += 1
+        self._open[fence] = self._seconds()
+        return fence
+
+    def retire(self, retired: Retired) -> bool:
+        """True: it can be reused at once. False: `close` will return it."""
+        if not self._open:
+            return True
+        self._waiting.append((max(self._open), retired))
+        return False
+
+    def close(self, fence: int) -> list[Retired]:
+        """A step has settled. Returns what can be reused now."""
+        took = self._seconds() - self._open.pop(fence)
+        self.step_seconds += (took - self.step_seconds) * (_NEWEST if self.step_seconds else 1.0)
+        oldest = min(self._open, default=self._next)
+        ready = []
+        while self._waiting and self._waiting[0][0] < oldest:
+            ready.append(self._waiting.popleft()[1])
+        return ready
+
+
+class Holds:
+    """The live holds of one cache, beside its running `requests` and what waits in `fences`."""
+
+    def __init__(self, tree: RadixCache, table: Residency, requests: Mapping[int, RequestKV], fences: Fences) -> None:
         self._tree = tree
         self._table = table
         self._requests = requests
-        self._fences = fences
-        self._give_back = give_back
+        self.fences = fences
         self._live: dict[Hold, None] = {}
-        self._private: Counter[int] = Counter()  # holds of each private page
-        self._waiting: set[int] = set()  # of them, pages that were given up
 
     def add(
-        self,
-        reason: Reason,
-        *,
-        lease: Lease | None = None,
-        frames: Sequence[HeldFrames] = (),
-        private: Ids = NO_PAGES,
-        rank: Rank = Rank.PASSED,
-        label: str = "",
+        self, reason: Reason, frames: Sequence[HeldFrames] = (), *, lease: Lease | None = None, label: str = ""
     ) -> Hold:
-        """Hold these until `release`. The hold owns `lease`. Its frames are idle with `rank` afterwards."""
-        hold = Hold(reason, label, lease, private)
+        """Hold these until `release`. The hold owns `lease`. Frames of a retention have a higher rank later."""
+        hold = Hold(reason, label, lease)
         self._live[hold] = None
-        self._pin(hold, frames, rank)
-        self._private.update(private.tolist())
+        self._pin(hold, frames)
         return hold
 
-    def change(
-        self, hold: Hold, frames: Sequence[HeldFrames], *, lease: Lease | None = None, rank: Rank = Rank.PASSED
-    ) -> None:
+    def change(self, hold: Hold, frames: Sequence[HeldFrames], *, lease: Lease | None = None) -> None:
         """Hold these frames instead, and the path of `lease`, if given. Frames held before and after stay pinned."""
         before, path = hold.frames, hold.lease
-        self._pin(hold, frames, rank)
+        self._pin(hold, frames)
         self._unpin(before)
         if lease is not None:
             hold.lease = lease
@@ -126,33 +163,13 @@ class Holds:
         self._unpin(hold.frames)
         if hold.lease is not None:
             self._tree.release(hold.lease)
-        if len(hold.private):
-            self._private.subtract(hold.private.tolist())
-            self._private = +self._private
-            free = [page for page in hold.private.tolist() if page in self._waiting and page not in self._private]
-            self._waiting.difference_update(free)
-            self._give_back(np.array(free, dtype=np.int32))
-
-    def free_of(self, pages: Ids) -> Ids:
-        """The given-up private pages without a hold. The others wait until theirs is released."""
-        if not self._private:
-            return pages
-        held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
-        self._waiting.update(pages[held].tolist())
-        free: Ids = pages[~held]
-        return free
 
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def waiting(self) -> list[int]:
-        """Private pages that were given up and are still held, ascending."""
-        return sorted(self._waiting)
-
     def leases(self) -> list[Lease]:
         """The leases of running requests, of what waits for launched steps, and of live holds."""
-        holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self._fences.waiting, *self._live)
+        holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self.fences.waiting, *self._live)
         return [holder.lease for holder in holders if holder.lease is not None]
 
     def readers(self, group: int, tier: Tier) -> Ids:
@@ -166,15 +183,16 @@ class Holds:
         """What holds pages, in words: running requests, and the number of holds of each reason and of launched steps
         that something waits for. Callers have pinned `num_pinned` pages."""
         counts = Counter[str](hold.reason for hold in self._live)
-        if self._fences.waiting:
-            counts["launched step"] = self._fences.num_open
+        if self.fences.waiting:
+            counts["launched step"] = self.fences.num_open
         others = ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
         beside = f", beside {others}" if others else ""
         pinned = f", but for {num_pinned} pages that callers have pinned" if num_pinned else ""
         return f"{len(self._requests)} running requests hold the rest{beside}{pinned}"
 
-    def _pin(self, hold: Hold, frames: Sequence[HeldFrames], rank: Rank) -> None:
+    def _pin(self, hold: Hold, frames: Sequence[HeldFrames]) -> None:
         hold.frames = tuple(frames)
+        rank = Rank.USED if hold.reason is Reason.RETAIN else Rank.PASSED
         for each in frames:
             self._table.of(each.tier, each.group).pin(each.pages, rank)
 

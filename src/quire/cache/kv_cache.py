@@ -11,14 +11,12 @@ import numpy as np
 from quire.cache.admission import Admission
 from quire.cache.audit import audit
 from quire.cache.damaged import DamagedPages
-from quire.cache.fences import Fences, Retired
 from quire.cache.groups import NO_PAGES, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
-from quire.cache.hold import Holds
+from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
-from quire.cache.prefix_hit import PrefixHit
-from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, RunningBatch, RunningTables
+from quire.cache.request_kv import PrefixHit, RequestKV
+from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.states import GroupCache, Pieces, StateGroup
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
@@ -50,7 +48,7 @@ _Settled = tuple[RequestKV, int, int]
 
 
 class KVCache:
-    """The cache of one engine: pages that requests share. Tokens are int32 arrays. It needs no torch.
+    """The cache of one engine: pages that requests share. Tokens are int32 arrays.
 
         cache = KVCache(plan)
         hit = cache.match(tokens)                           # changes nothing; hit.num_tokens are cached
@@ -61,23 +59,20 @@ class KVCache:
         cache.commit(kv, tokens)                            # the step has settled: whole pages can be shared
         cache.finish(kv, tokens)                            # they stay until they are evicted; the rest is free
 
-    `slots` is int32, `frame * page_size + offset` of tokens `starts[i] .. ends[i] - 1` of each request, one request
-    after the other; `frames` is int32 `[requests, pages]`. The tensors of a group have `plan.frames_of(group)` frames
-    and frame 0, for padding. To decode, keep `batch = cache.rows.batch(kvs)` until a request joins or ends; then
-    `extend(batch, 1)` and `rows.next_slots(batch)` are array arithmetic. Where steps are launched before the last one
-    has settled, call `open_fence` at each launch and `close_fence` when it has settled: pages that are given up in
-    between are free only then. For groups whose reach is `carried`, call `launch` in each step.
+    The tensors of a group have `plan.frames_of(group)` frames and frame 0, for padding. To decode, keep
+    `batch = cache.rows.batch(kvs)` until a request joins or ends; then `extend(batch, 1)` and `rows.next_slots(batch)`
+    are array arithmetic. Where steps are launched before the last one has settled, call `open_fence` at each launch and
+    `close_fence` when it has settled. For groups whose reach is `carried`, call `launch` in each step.
 
     `plan` is the `memory` of what `make_plan` returns, or a `MemoryPlan` by hand. `eviction` names a policy
-    (`register_eviction`). `emit` hears of pages stored and removed, whose hashes are those of `model_identity`. With
+    (`register_eviction`). `emit` gets pages stored and removed, whose hashes are those of `model_identity`. With
     `explains`, each request gets the causes why no more of its prompt is cached (`RequestKV.explanation`), and the
     counters count tokens by cause. `remembered` tokens of evicted prefixes, by default four times the pool, are kept
     for that and for the policy. With `page_tables`, `rows.page_table_changes` reports changes to a device. `offload`
     moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
 
-    `rows` is what a step reads, `admission` what a scheduler asks before a request begins, `statistics()` the counters.
-    `num_changes` grows where pages are given back or become cached: a request that did not fit may then ask again.
-    One thread may use a cache, the one of the step loop.
+    `num_changes` grows when pages are freed or become cached: a request that did not fit may then ask again. Only the
+    thread of the step loop may use a cache.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class KVCache:
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         firsts = {group.index: group.first for group in self._partial if isinstance(group, PagedGroup)}
-        self.rows = RunningTables(plan, table, following, firsts=firsts, follows=page_tables)
+        self.rows = RunningTables(plan, table, following, firsts, follows=page_tables)
         self.fences = Fences(seconds)
         self.counters = CacheCounters(explained_tokens=dict.fromkeys(map(str, Cause), 0) if explains else {})
         self.num_changes = 0
@@ -130,10 +125,9 @@ class KVCache:
             tree=self.tree,
             rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
-            holds=Holds(self.tree, table, self.rows.live, self.fences, self._give_back),
-            fences=self.fences,
+            holds=Holds(self.tree, table, self.rows.live, self.fences),
             seconds=seconds,
-            give_back=self._give_back,
+            free=self._free,
             sweep=self._sweep,
             reclaim=lambda wanted, cause: self._growth.reclaim(wanted, cause),
             changed=self._changed,
@@ -142,7 +136,6 @@ class KVCache:
         self.offload = offload.make(self.parts)
         self.admission = Admission(self.parts, self.offload.retention)
         self._growth = Growth(self.parts, self.offload, self.counters)
-        self._table = self.rows.table
         self._settling = self.groups if offload.below else self._partial  # whole groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
@@ -166,28 +159,26 @@ class KVCache:
         resumed: bool = False,
         label: str = "",
     ) -> RequestKV:
-        """Open a request on the cached prefix of `tokens`, and hold that prefix until `finish`.
+        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold it until `finish`.
 
-        Its first `num_cached` tokens are allocated and committed; the rest has to be computed. A request that is
-        `resumed` after a preemption is not counted again. Explanations name `label` as the cause of what is evicted
-        for it. Pages of the prefix below the device are loaded, and no step may be launched before `is_ready`.
-        Raises OutOfPages where all `max_requests` rows are taken or there is no room to load.
+        A request that is `resumed` after a preemption is not counted again. Explanations name `label` as the cause of
+        what is evicted for it. Pages of the prefix below the device are loaded, and no step may be launched before
+        `is_ready`. Raises OutOfPages where all `max_requests` rows are taken or there is no room to load.
         """
-        if not self._table.free:
+        if not self.rows.free:
             holders = f"{len(self.rows.live)} running requests hold them"
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=holders)
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
         if hit is None or grown or not self.admission.is_current(hit):
             hit = self.match(tokens, namespace)
         explanation = self.admission.explain(tokens, hit) if self.explains and not resumed else None
-        lease = self.tree.lease(hit.match, hit.num_pages, priority=priority)
-        pages = hit.pages
+        lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority), hit.pages
         try:
             loads = self.offload.bring(lease, hit, label)
         except BaseException:
             self.tree.release(lease)
             raise
-        row = self._table.free.pop()
+        row = self.rows.free.pop()
         num_storage = hit.choice.storage_pages * self.page_size
         kv = RequestKV(
             row=row,
@@ -202,20 +193,20 @@ class KVCache:
             shares=self.share_prefixes,
             loads=loads,
         )
-        self._table.write_run(row, 0, pages)
+        self.rows.write_run(row, 0, pages)
         for group in self._partial:
             group.begin(row, pages)
         self.offload.begun(kv, hit, resumed=resumed)
         if self._partial:
             kv.mark_ends(hit.num_pages, hit.match.num_pages, max(0, len(tokens) - 1) // self.page_size)
-        self._table.allocated[row] = self._table.committed[row] = hit.num_tokens
+        self.rows.num_allocated[row] = self.rows.num_committed[row] = hit.num_tokens
         self.rows.enter(kv)
         if not resumed:
             self.counters.begun(len(tokens), hit.num_tokens, explanation)
         self.counters.peak_shared_pages = max(self.counters.peak_shared_pages, self.tree.num_shared)
         return kv
 
-    def extend(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int] | Lengths) -> None:
+    def extend(self, kvs: Batch, counts: int | Counts) -> None:
         """Make room for `counts[i]` more tokens in each request (one number: in every one). Evicts where needed.
 
         Raises OutOfPages where evicting everything would not do, and InvalidInput for counts below zero or beyond the
@@ -226,16 +217,13 @@ class KVCache:
         else:
             self._growth.by(kvs, self.rows.distinct(kvs), counts)
 
-    def reserve(self, kvs: Sequence[RequestKV] | RunningBatch, lengths: Sequence[int] | Lengths) -> None:
-        """As `extend`, up to `lengths[i]` tokens in each request that has less: steps run ahead of settled tokens.
-
-        Lengths may exceed the plan's context. They are cut at the end of a row."""
+    def reserve(self, kvs: Batch, lengths: Counts) -> None:
+        """As `extend`, up to `lengths[i]` tokens in each request that has less, but at most to the end of its row."""
         self._growth.up_to(kvs, self.rows.distinct(kvs), lengths)
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
-        """The steps that wrote `tokens`, all tokens of a request from its first on, have settled. For one or several.
-
-        Whole pages become reusable. Where others have cached the same tokens meanwhile, their pages replace ours:
+        """The steps that wrote `tokens`, all tokens of a request from its first on, have settled. Whole pages become
+        reusable. Where others have cached the same tokens meanwhile, their pages replace ours:
 
             |-- protected --|-- cached by another --|-- whole pages of ours --|-- part of a page --|
                              ours are given up        enter the tree            stays private
@@ -267,30 +255,28 @@ class KVCache:
 
     def _check_settled(self, kv: RequestKV, tokens: Ids) -> None:
         row = self.rows.row_of(kv)
-        have, room = int(self._table.committed[row]), int(self._table.allocated[row])
+        have, room = int(self.rows.num_committed[row]), int(self.rows.num_allocated[row])
         if not have <= len(tokens) <= room:
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
 
     def _settle(self, kv: RequestKV, tokens: Ids) -> tuple[int, int]:
         """These tokens have settled. Returns the start and end of the whole pages that had not."""
-        row, committed = kv.row, self._table.committed
-        before = int(committed[row])
-        committed[row] = len(tokens)
-        if self.plan.speculation is not None:
-            for group in self._states.values():
-                group.settle(row, len(tokens))
+        before = int(self.rows.num_committed[kv.row])
+        self.rows.num_committed[kv.row] = len(tokens)
+        for group in self._states.values() if self.plan.speculation is not None else ():
+            group.settle(kv.row, len(tokens))
         return before // self.page_size, len(tokens) // self.page_size
 
     def _insert(self, kv: RequestKV, tokens: Ids, start: int, end: int) -> Ids:
         """Pages `start` to `end` enter the tree. Returns the request's duplicates, which leave its row."""
-        pages = self._table.pages[kv.row]
+        pages = self.rows.pages[kv.row]
         inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
         self.counters.committed_pages += end - start
         if not len(inserted.duplicates):
             return NO_PAGES
         ours = inserted.duplicates.copy()  # a view of the row that is rewritten next
         self.parts.frames.replace_pages(ours, inserted.pages[: len(ours)])
-        self._table.write_run(kv.row, start, inserted.pages)
+        self.rows.write_run(kv.row, start, inserted.pages)
         self.counters.duplicate_pages += len(ours)
         return ours
 
@@ -300,57 +286,52 @@ class KVCache:
         kv, start, _ = fresh[-1]
         released: list[GroupRelease] = []
         if self._settling:
-            new, theirs = self._new_pages(fresh), self._table.pages[kv.row, start : start + len(ours)]
+            new, theirs = self._new_pages(fresh), self.rows.pages[kv.row, start : start + len(ours)]
             released = [part for group in self._settling for part in group.commit(new, ours, theirs)]
         for each, first, end in fresh:
             new_from = first + (len(ours) if each is kv else 0)
-            self.offload.committed(each, self._table.pages[each.row, :end], first, new_from)
+            self.offload.committed(each, self.rows.pages[each.row, :end], first, new_from)
         self._retire(ours, released=released)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:
         rows, starts, ends = np.array([(kv.row, start, end) for kv, start, end in settled], dtype=np.int64).T
-        return NewPages([kv for kv, _, _ in settled], rows, starts, ends, self._table.pages)
+        return NewPages([kv for kv, _, _ in settled], rows, starts, ends, self.rows.pages)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
-        """End a request: commit `tokens` if given, release its lease, give up its private pages and its row.
-
-        Without `tokens`, for aborts and preemption, nothing more becomes reusable. A request that `returns` will run
-        again: its committed pages may be written back at once. Raises LeaseError if it has ended already.
-        """
+        """End a request: commit `tokens` if given, release its lease, give up its private pages and its row. A request
+        that `returns` will run again: its committed pages may be written back at once. Raises LeaseError if it has
+        ended already."""
         row = self.rows.row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
             if kv.shares:
                 self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
-        first, last = kv.lease.num_pages, pages_for(int(self._table.allocated[row]), self.page_size)
-        private = self._table.pages[row, first:last].copy()
-        released: list[GroupRelease] = []
-        if self._partial:
-            pages = self._table.pages[row, :last].copy()
-            released = [part for group in self._partial for part in group.finish(row, pages, first)]
+        first, last = kv.lease.num_pages, pages_for(int(self.rows.num_allocated[row]), self.page_size)
+        private = self.rows.pages[row, first:last].copy()
+        pages = self.rows.pages[row, :last].copy() if self._partial else NO_PAGES
+        released = [part for group in self._partial for part in group.finish(row, pages, first)]
         if first and tokens is not None and kv.shares:
-            self.offload.finished(kv, self._table.pages[row, :first], returns=returns)
+            self.offload.finished(kv, self.rows.pages[row, :first], returns=returns)
         self.rows.leave(kv)
         self._retire(private, kv.lease, released)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
-        """Forget up to `num_pages` cached pages that nothing holds, with the pages after them below the device. Returns
-        how many."""
+        """Evict up to `num_pages` cached pages without holds, with the pages after them below the device. Returns how
+        many."""
         victims = self.tree.evict(num_pages, cause)
         self.counters.evicted(len(victims))
-        self._give_back(victims)
+        self._free(victims)
         return len(victims)
 
     def open_fence(self) -> int:
-        """A step is launched: pages given up from now on wait for it."""
+        """A step is launched: pages given up from now on wait until `close_fence`."""
         return self.fences.open()
 
     def close_fence(self, fence: int) -> None:
         """That step has settled. What waited for it is free, all of it even where one part raises an error."""
         ready = self.fences.close(fence)
-        if len(ready) < 2:
-            for retired in ready:
-                self._release(retired.pages, retired.lease, retired.released)
+        if len(ready) == 1:
+            self._release(ready[0].pages, ready[0].lease, ready[0].released)
             return
         with ExitStack() as last_first:
             for each in self._growth.allocators:
@@ -359,33 +340,27 @@ class KVCache:
             for retired in reversed(ready):
                 last_first.callback(self._release, retired.pages, retired.lease, retired.released)
 
-    def launch(
-        self, group: int, kvs: Sequence[RequestKV] | RunningBatch, ends: Lengths, draws: Lengths | None = None
-    ) -> Pieces | None:
+    def launch(self, group: int, kvs: Batch, ends: Lengths, draws: Lengths | None = None) -> Pieces | None:
         """What a step does with the states of its requests in a group, up to `ends[i]` tokens; None where the group has
-        none. Once per step and group, after `open_fence`.
-
-        The step draws `draws[i]` tokens, all but the first after drafts. `commit` says how many drafts were right,
-        before the next step of the request is launched."""
+        none. Once per step and group, after `open_fence`. The step draws `draws[i]` tokens, all but the first after
+        drafts. `commit` says how many drafts were right, before the next step of the request is launched."""
         states = self._states.get(group)
         if states is None:
             return None
-        rows = self.rows.rows_of(kvs)
-        asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        pieces, released = states.launch(asking, rows, ends, draws, self._table.pages, stores=self.share_prefixes)
+        rows, asking = self.rows.rows_of(kvs), kvs.kvs if isinstance(kvs, RunningBatch) else kvs
+        pieces, released = states.launch(asking, rows, ends, draws, self.rows.pages, stores=self.share_prefixes)
         self._retire(released=released)
         return pieces
 
     def audit(self) -> None:
-        """Check every law (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
+        """Check what must be true (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
         audit(self.parts)
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot of counters and gauges."""
+        """A copy of counters and gauges."""
         tree, waiting = self.tree, self.fences.waiting
-        counted = vars(self.counters) | {"explained_tokens": self.counters.explained_tokens.copy()}
         return CacheStatistics(
-            **counted,
+            **vars(self.counters) | {"explained_tokens": self.counters.explained_tokens.copy()},
             shared_pages=tree.num_shared,
             cached_pages=tree.num_pages,
             evictable_pages=tree.num_evictable,
@@ -395,7 +370,7 @@ class KVCache:
         )
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, released: Sequence[GroupRelease] = ()) -> None:
-        """Release these, at once or when no launched step can touch them any more."""
+        """Release these as soon as no launched step can touch them."""
         if not len(pages) and lease is None and not released:
             return
         if not self.fences.num_open or self.fences.retire(Retired(pages, lease, tuple(released))):
@@ -407,39 +382,35 @@ class KVCache:
             self.groups[part.group].release(part)
         if lease is not None:
             self.tree.release(lease)
-        self._give_back(pages)
+        self._free(pages)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Give back flushed pages that nothing holds any more. O(1) where there are none."""
+        """Free flushed pages that nothing holds any more. O(1) where there are none."""
         if self.tree.hidden_roots:
-            self._give_back(self.tree.sweep())
+            self._free(self.tree.sweep())
 
     def _changed(self) -> None:
         self.num_changes += 1
 
-    def _give_back(self, pages: Ids) -> None:
-        pages = self.parts.holds.free_of(pages)
+    def _free(self, pages: Ids) -> None:
         if len(pages):
             self._growth.free(pages)
-            self.offload.forgotten(pages)
+            self.offload.freed(pages)
 
 
 def _groups_of(
     plan: MemoryPlan, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, interval: int
 ) -> tuple[GroupCache, ...]:
-    """One for each group of the plan; the class follows from the reach."""
-    size, rows, drafts = plan.page_size, plan.max_requests, plan.tokens_per_step - 1
     groups: list[GroupCache] = []
     for index, group in enumerate(plan.groups):
-        num_frames, column, reach = plan.frames_of(index), table.of(Tier.DEVICE, index), reach_of(group.reach, size)
+        num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
+        reach = reach_of(group.reach, plan.page_size)
         if reach.carried:
-            own = carried_frames(column, num_frames)
-            sizes = {"page_size": size, "max_requests": rows, "interval": interval, "drafts": drafts}
-            groups.append(StateGroup(index, reach, own, tree, **sizes))
+            groups.append(StateGroup(index, reach, carried_frames(column, num_frames), tree, plan, interval))
         else:
             make = whole_frames if reach.whole else passing_frames
-            groups.append(PagedGroup(index, reach, make(column, num_frames, pages), tree, rows))
+            groups.append(PagedGroup(index, reach, make(column, num_frames, pages), tree, plan.max_requests))
     return tuple(groups)
 
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.damaged import DamagedPages
-from quire.cache.fences import Fences
 from quire.cache.groups import resume_point
 from quire.cache.hold import Holds
-from quire.cache.prefix_hit import Choice, PrefixHit
-from quire.cache.request_kv import RequestKV
+from quire.cache.request_kv import Choice, PrefixHit, RequestKV
 from quire.cache.running import RunningTables
 from quire.cache.states import GroupCache
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
@@ -31,10 +29,10 @@ from quire.tiers.transfer import Transfer
 class CacheParts:
     """The parts of one cache that its offload uses. The cache owns them.
 
-    `give_back` takes pages that have left the tree. `sweep` gives back flushed pages that nothing holds any more.
-    `reclaim(frames of each group, cause)` does not wait; where it raises OutOfPages it has evicted nothing. `changed`
-    reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
-    runs. The audit also checks `laws`, which yield what is broken in a `quire.cache.snapshot.Snapshot`.
+    `free` takes pages that have left the tree. `sweep` frees flushed pages that nothing holds any more. `reclaim(frames
+    of each group, cause)` does not wait; where it raises OutOfPages it has evicted nothing. `changed` reports that
+    requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request runs. `checks`
+    are the offload's part of the audit: they yield what is wrong in a `quire.cache.snapshot.Snapshot`.
     """
 
     plan: MemoryPlan
@@ -45,34 +43,25 @@ class CacheParts:
     rows: RunningTables
     damaged: DamagedPages
     holds: Holds
-    fences: Fences
     seconds: Callable[[], float]
-    give_back: Callable[[Ids], None]
+    free: Callable[[Ids], None]
     sweep: Callable[[], None]
     reclaim: Callable[[Sequence[int], str], None]
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
-    laws: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
+    checks: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
 
 
 class RetentionPort:
     """Pages that callers retain; here none. *Soft* retentions end before a running request is refused a page."""
 
-    @property
-    def num_soft(self) -> int:
-        """Pages on the device that only soft retentions protect from eviction."""
+    def num_soft(self, group: GroupCache | None = None) -> int:
+        """Pages on the device that only soft retentions protect from eviction; or such frames of a group that is read
+        in part."""
         return 0
 
-    def num_soft_of(self, match: Match, num_pages: int) -> int:
-        """Pages among `num_soft` that a request on the first `num_pages` pages of a match would hold itself."""
-        return 0
-
-    def num_soft_frames(self, group: int) -> int:
-        """Like `num_soft`, in frames of a group that is read in part."""
-        return 0
-
-    def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        """Frames among `num_soft_frames` that a request that begins after `pages` would hold itself."""
+    def num_soft_of(self, match: Match, num_pages: int, group: GroupCache | None = None) -> int:
+        """Those among `num_soft` that a request on the first `num_pages` pages of a match would hold itself."""
         return 0
 
     @property
@@ -106,9 +95,7 @@ class Offload:
 
     def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
         """Start to load what the device lacks of a leased hit, and return the transfers that a step has to wait for.
-
-        Where it raises OutOfPages nothing has changed, and the caller still owns the lease.
-        """
+        Where it raises OutOfPages nothing has changed, and the caller still owns the lease."""
         return []
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
@@ -129,10 +116,10 @@ class Offload:
         """Take up to `num_pages` pages without holds off the device, and free the ids of pages on other tiers until
         `num_ids` are free. Gives back all pages that leave the tree."""
         removed = self._parts.tree.evict(num_pages, cause)
-        self._parts.give_back(removed)
+        self._parts.free(removed)
         return Evicted(removed, 0)
 
-    def forgotten(self, pages: Ids) -> None:
+    def freed(self, pages: Ids) -> None:
         """These pages have left the cache, or never entered it."""
 
 

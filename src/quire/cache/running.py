@@ -22,7 +22,7 @@ NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 class RunningBatch:
     """Running requests, each once, until one of them ends (`RunningTables.batch`). Verbs of a step take it without a
-    loop over requests. `serials` tell whether a row is still the same request's."""
+    loop over requests. `serials` tell whether a row still has the same request."""
 
     __slots__ = ("kvs", "rows", "serials")
 
@@ -35,19 +35,43 @@ class RunningBatch:
         return len(self.rows)
 
 
-class RowTable:
-    """Page ids, int32 `[rows, width]`; per row the tokens allocated and committed, and the serial number of its
-    request, 0 for none. With `follows`, it remembers written entries until the next `changes`.
+Batch = Sequence[RequestKV] | RunningBatch
+Counts = Sequence[int] | Lengths
+
+
+class RunningTables:
+    """The pages of running requests: int32 `[rows, width]`, and a `flat` view. Per row the tokens
+    `num_allocated` and `num_committed`, and the serial number of its request, 0 for none. `live` has the running
+    requests, by row.
+
+    `following` are the groups whose pages have frames, by index. Of those that are read in part, `firsts` has the first
+    page that each row still reads. With `follows`, written entries are remembered until `page_table_changes`.
     """
 
-    def __init__(self, num_rows: int, width: int, *, follows: bool) -> None:
-        self.width = width
-        self.pages: Ids = np.zeros((num_rows, width), dtype=np.int32)
-        self.flat: Ids = self.pages.reshape(-1)  # a view
-        self.allocated: Lengths = np.zeros(num_rows, dtype=np.int64)
-        self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        frames: Residency,
+        following: Mapping[int, PageFrames],
+        firsts: Mapping[int, Lengths],
+        *,
+        follows: bool,
+    ) -> None:
+        num_rows = plan.max_requests
+        self.page_size = plan.page_size
+        self.frames = frames
+        self.columns = tuple(group.table.frame for group in following.values())
+        self.live: dict[int, RequestKV] = {}
+        self.width = plan.pages_per_row
+        self.pages: Ids = np.zeros((num_rows, self.width), dtype=np.int32)
+        self.flat: Ids = self.pages.reshape(-1)
+        self.num_allocated: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self.num_committed: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.free = list(range(num_rows - 1, -1, -1))
+        self._following = following
+        self._firsts = firsts
+        self._last_serial = 0
         self._written: list[Rows | range] | None = [] if follows else None
 
     def write_run(self, row: int, start: int, pages: Ids) -> None:
@@ -63,56 +87,18 @@ class RowTable:
         if self._written is not None:
             self._written.append(places)
 
-    def changes(self, columns: Sequence[Ids]) -> PageTableChanges:
-        """The places written since the last call, each once, with their frames in these columns of the residency
-        table. O(entries written)."""
-        assert self._written is not None, "a table that does not follow what is written has no changes to tell"
-        written, self._written = self._written, []
-        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [NO_ROWS]]
-        places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
-        pages = self.flat[places]
-        frames = np.empty((len(columns), len(places)), dtype=np.int32)
-        for group, column in enumerate(columns):
-            frames[group] = column[pages]
-        return PageTableChanges(places.astype(np.int32), frames)
-
-
-class RunningTables:
-    """The row table with the device frames of its pages. `following` are the groups whose pages have frames, by index;
-    of those that pass pages, `firsts` has the first page that each row still reads. `live` are the running requests, by
-    row."""
-
-    def __init__(
-        self,
-        plan: MemoryPlan,
-        frames: Residency,
-        following: Mapping[int, PageFrames],
-        *,
-        firsts: Mapping[int, Lengths],
-        follows: bool,
-    ) -> None:
-        self.plan = plan
-        self.page_size = plan.page_size
-        self.frames = frames
-        self.columns = tuple(group.table.frame for group in following.values())
-        self.table = RowTable(plan.max_requests, plan.pages_per_row, follows=follows)
-        self.live: dict[int, RequestKV] = {}
-        self._following = following
-        self._firsts = firsts
-        self._last_serial = 0
-
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """A batch of these requests. Make a new one when a request ends or joins."""
         rows = self.distinct(kvs)
-        return RunningBatch(kvs, rows, self.table.serials[rows])
+        return RunningBatch(kvs, rows, self.serials[rows])
 
     def allocated(self, kv: RequestKV) -> int:
         """Tokens that a request has room for."""
-        return int(self.table.allocated[self.row_of(kv)])
+        return int(self.num_allocated[self.row_of(kv)])
 
     def committed(self, kv: RequestKV) -> int:
         """Tokens that have settled."""
-        return int(self.table.committed[self.row_of(kv)])
+        return int(self.num_committed[self.row_of(kv)])
 
     def protected(self, kv: RequestKV) -> int:
         """Leading tokens of a request that are cached."""
@@ -121,20 +107,15 @@ class RunningTables:
     def page_ids(self, kv: RequestKV) -> Ids:
         """The page ids of a request in order, a copy."""
         row = self.row_of(kv)
-        return self.table.pages[row, : pages_for(int(self.table.allocated[row]), self.page_size)].copy()
+        return self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)].copy()
 
-    def page_table(
-        self, kvs: Sequence[RequestKV] | RunningBatch, num_tokens: Sequence[int] | Lengths, group: int = 0
-    ) -> Ids:
-        """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`. Entries after `num_tokens` are
-        padding.
-
-        Raises MissingFrame where a page that a request still reads in that group has no frame.
-        """
+    def page_table(self, kvs: Batch, num_tokens: Counts, group: int = 0) -> Ids:
+        """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded after `num_tokens`. Raises
+        MissingFrame where a page that a request still reads in that group has no frame."""
         num_tokens = np.asarray(num_tokens, dtype=np.int64)
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
         rows = self.rows_of(kvs)
-        pages = self.table.pages[rows, :width]
+        pages = self.pages[rows, :width]
         column = self.frames.of(Tier.DEVICE, group)
         table: Ids = column.frame[pages]
         read = np.arange(width) < -(-num_tokens // self.page_size)[:, None]
@@ -145,43 +126,37 @@ class RunningTables:
         return table
 
     def page_table_changes(self) -> PageTableChanges:
-        """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes).
-
-        Raises MissingFrame where a page that a request still reads in a group has no frame.
-        """
-        changes = self.table.changes(self.columns)
-        for (index, group), frames in zip(self._following.items(), changes.frames, strict=True):
-            if np.count_nonzero(frames) != len(frames):
-                lacking = changes.places[frames == 0]
+        """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes). Raises MissingFrame
+        where a page that a request still reads in a group has no frame."""
+        assert self._written is not None, "a table that does not follow what is written has no changes to report"
+        written, self._written = self._written, []
+        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [NO_ROWS]]
+        places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+        pages = self.flat[places]
+        frames = np.empty((len(self.columns), len(places)), dtype=np.int32)
+        for at, (index, group) in enumerate(self._following.items()):
+            frames[at] = self.columns[at][pages]
+            if np.count_nonzero(frames[at]) != len(places):
+                lacking = places[frames[at] == 0]
                 if (first := self._firsts.get(index)) is not None:
-                    lacking = lacking[lacking % self.table.width >= first[lacking // self.table.width]]
-                if len(read := self.table.flat[lacking][self.table.flat[lacking] != 0]):
+                    lacking = lacking[lacking % self.width >= first[lacking // self.width]]
+                if len(read := self.flat[lacking][self.flat[lacking] != 0]):
                     raise group.table.missing(read)
-        return changes
+        return PageTableChanges(places.astype(np.int32), frames)
 
-    def slots(
-        self,
-        kvs: Sequence[RequestKV] | RunningBatch,
-        starts: Sequence[int] | Lengths,
-        ends: Sequence[int] | Lengths,
-        group: int = 0,
-    ) -> Ids:
+    def slots(self, kvs: Batch, starts: Counts, ends: Counts, group: int = 0) -> Ids:
         """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed.
-
-        Raises MissingFrame where one of their pages has no frame.
-        """
+        Raises MissingFrame where one of their pages has no frame."""
         starts, ends = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
         return self.slots_in((group,), kvs, starts, ends)[0]
 
-    def slots_in(
-        self, groups: Sequence[int], kvs: Sequence[RequestKV] | RunningBatch, starts: Lengths, ends: Lengths
-    ) -> list[Ids]:
+    def slots_in(self, groups: Sequence[int], kvs: Batch, starts: Lengths, ends: Lengths) -> list[Ids]:
         """`slots` in each of these groups."""
         rows, size = self.rows_of(kvs), self.page_size
         single = ends - starts == 1
         lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
         following = [self._following[group] for group in groups]
-        first = self.table.flat[rows[:lead] * self.table.width + starts[:lead] // size]
+        first = self.flat[rows[:lead] * self.width + starts[:lead] // size]
         offsets = (starts[:lead] % size).astype(np.int32)
         found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
         if lead == len(rows):
@@ -189,21 +164,21 @@ class RunningTables:
         rows, starts, ends = rows[lead:], starts[lead:], ends[lead:]
         before = starts // size
         counts = np.where(ends > starts, -(-ends // size) - before, 0)
-        places = np.repeat(rows * self.table.width + before - (np.cumsum(counts) - counts), counts)
-        pages = self.table.flat[places + np.arange(len(places))]
+        places = np.repeat(rows * self.width + before - (np.cumsum(counts) - counts), counts)
+        pages = self.flat[places + np.arange(len(places))]
         frames = [each.table.frames(pages).astype(np.int64) for each in following]
         more = [slots_in_pages(each, counts, starts, ends, size) for each in frames]
         return [np.concatenate(parts) for parts in zip(found, more, strict=True)] if lead else more
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:
         """The slots that a step after `extend(batch, 1)` writes: of the last allocated token of each request."""
-        ends = self.table.allocated[batch.rows]
+        ends = self.num_allocated[batch.rows]
         return self.slots(batch, ends - 1, ends, group)
 
     def last_slots(self, rows: Rows, lengths: Lengths) -> Ids:
         """`page id * page_size + offset` of the last of `lengths[i]` tokens of each row, int32; -1 for no tokens."""
         last = np.maximum(lengths - 1, 0)
-        pages = self.table.flat[rows * self.table.width + last // self.page_size]
+        pages = self.flat[rows * self.width + last // self.page_size]
         slots: Ids = pages * np.int32(self.page_size) + (last % self.page_size).astype(np.int32)
         slots[lengths == 0] = -1
         return slots
@@ -211,15 +186,15 @@ class RunningTables:
     def enter(self, kv: RequestKV) -> None:
         """A request begins in `kv.row`, which is taken."""
         self._last_serial += 1
-        self.table.serials[kv.row] = self._last_serial
+        self.serials[kv.row] = self._last_serial
         self.live[kv.row] = kv
 
     def leave(self, kv: RequestKV) -> None:
         """A request ends, and its row is free."""
-        row, kv.row, table = kv.row, -1, self.table
-        table.pages[row, : pages_for(int(table.allocated[row]), self.page_size)] = 0
-        table.allocated[row] = table.committed[row] = table.serials[row] = 0
-        table.free.append(row)
+        row, kv.row = kv.row, -1
+        self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)] = 0
+        self.num_allocated[row] = self.num_committed[row] = self.serials[row] = 0
+        self.free.append(row)
         del self.live[row]
 
     def row_of(self, kv: RequestKV) -> int:
@@ -228,11 +203,11 @@ class RunningTables:
             raise LeaseError("a request's cache record was used after it had finished.")
         return kv.row
 
-    def rows_of(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
-        """The rows of requests. Raises LeaseError if one has ended."""
+    def rows_of(self, kvs: Batch) -> Rows:
+        """The rows of requests, in order. Raises LeaseError if one has ended."""
         if isinstance(kvs, RunningBatch):
             rows = kvs.rows
-            alive = not np.count_nonzero(self.table.serials[rows] != kvs.serials)
+            alive = not np.count_nonzero(self.serials[rows] != kvs.serials)
         else:
             rows = np.array([kv.row for kv in kvs], dtype=np.intp)
             alive = bool(np.minimum.reduce(rows, initial=0) >= 0)
@@ -240,7 +215,7 @@ class RunningTables:
             raise LeaseError("a request's cache record was used after it had finished.")
         return rows
 
-    def distinct(self, kvs: Sequence[RequestKV] | RunningBatch) -> Rows:
+    def distinct(self, kvs: Batch) -> Rows:
         """As `rows_of`. Raises InvalidInput if a request is there twice."""
         rows = self.rows_of(kvs)
         if not isinstance(kvs, RunningBatch) and len(rows) > 1 and len(set(rows.tolist())) < len(rows):

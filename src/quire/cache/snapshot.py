@@ -3,7 +3,7 @@
 Pools under test are tiny, and there a list costs a tenth of an array. A snapshot shares only nodes, leases and request
 records with the cache, so two snapshots can be compared. O(pages + nodes).
 
-The `books` of a part are all data that it was read from. Where they are equal in the snapshot `before`, both snapshots
+The `raw` of a part is all data that it was read from. Where it is equal in the snapshot `before`, both snapshots
 share the part, and the audit does not check it again.
 """
 
@@ -20,7 +20,7 @@ from quire.spec.ids import Tier
 _ALL = slice(None)
 
 ReleaseSnapshot = tuple[int, list[int], list[int], list[int]]
-"""`quire.cache.groups.GroupRelease`: group, pages to unpin, pages that lose their frames, frames to free."""
+"""`GroupRelease`: group, pages to unpin, pages that lose their frames, frames to free."""
 
 
 @dataclass(slots=True)
@@ -38,16 +38,16 @@ class RequestSnapshot:
 class Requests:
     """Running requests in the order in which they began, and their `private` pages."""
 
-    books: object
+    raw: object
     rows: list[RequestSnapshot]
     private: list[int]
 
 
 @dataclass(slots=True)
 class Waits:
-    """What was given up and waits for a step in flight or a hold."""
+    """What was given up and waits for a step in flight."""
 
-    books: object
+    raw: object
     pages: list[int]
     given: list[ReleaseSnapshot]
     leases: list[Lease]
@@ -57,7 +57,7 @@ class Waits:
 class Tree:
     """`edges`: all nodes but the roots, parents first, with their page ids; `ends`: the node of each lease."""
 
-    books: object
+    raw: object
     edges: list[tuple[Node, list[int]]]
     cached: list[int]
     roots: list[Node]
@@ -68,7 +68,7 @@ class Tree:
 class GroupSnapshot:
     """One group. The last four lists are empty where no frame goes before its page."""
 
-    books: object
+    raw: object
     group: GroupCache
     column: list[int]  # the frame of each page, 0 for none
     out: list[int]  # frames handed out, ascending
@@ -86,48 +86,44 @@ class Snapshot:
 
     def __init__(self, parts: CacheParts, before: Snapshot | None = None) -> None:
         self.parts = parts
-        self.is_tiered = bool(parts.laws)
+        self.is_tiered = bool(parts.checks)
         self.waits = self._waits(before)
         self.requests = self._requests(before)
         self.tree = self._tree(before)
         self.num_free = parts.pages.num_free_pages
         out = parts.pages.ids.is_out(_ALL)
-        self.out_books = out.tobytes()
-        same = before is not None and before.out_books == self.out_books
+        self.raw_out = out.tobytes()
+        same = before is not None and before.raw_out == self.raw_out
         self.out: list[int] = before.out if before is not None and same else out.nonzero()[0].tolist()
         self.groups = [self._group(group, before) for group in parts.groups]
 
     def held(self) -> tuple[object, ...]:
-        """All books, to check that an operation changed nothing; without clocks and counters."""
-        groups = [group.books for group in self.groups]
-        return self.out_books, self.num_free, self.requests.books, self.tree.books, groups, self.waits.books
+        """All raw data, to check that an operation changed nothing; without clocks and counters."""
+        groups = [group.raw for group in self.groups]
+        return self.raw_out, self.num_free, self.requests.raw, self.tree.raw, groups, self.waits.raw
 
     def _waits(self, before: Snapshot | None) -> Waits:
-        retired = self.parts.fences.waiting
-        pages = [*self.parts.holds.waiting, *(page for each in retired for page in each.pages.tolist())]
-        given = [
-            (part.group, part.unpinned.tolist(), part.dropped.tolist(), part.frames.tolist())
-            for each in retired
-            for part in each.released
-        ]
+        retired = self.parts.holds.fences.waiting
+        pages = [page for each in retired for page in each.pages.tolist()]
+        parts = [part for each in retired for part in each.released]
+        given = [(part.group, *(ids.tolist() for ids in (part.unpinned, part.dropped, part.frames))) for part in parts]
         leases = [each.lease for each in retired if each.lease is not None]
-        books = (pages, given, leases)
-        if before is not None and before.waits.books == books:
-            return before.waits
-        return Waits(books, pages, given, leases)
+        raw = (pages, given, leases)
+        return before.waits if before is not None and before.waits.raw == raw else Waits(raw, pages, given, leases)
 
     def _requests(self, before: Snapshot | None) -> Requests:
-        live, table = list(self.parts.rows.live.values()), self.parts.rows.table
+        live, table = list(self.parts.rows.live.values()), self.parts.rows
         shared = [kv.lease.num_pages for kv in live]
-        books = (live, shared, table.pages.tobytes(), table.allocated.tobytes(), table.committed.tobytes())
-        if before is not None and before.requests.books == books:
+        raw = (live, shared, table.pages.tobytes(), table.num_allocated.tobytes(), table.num_committed.tobytes())
+        if before is not None and before.requests.raw == raw:
             return before.requests
-        rows = []
-        for kv in live:
-            allocated = int(table.allocated[kv.row])
-            pages = table.pages[kv.row, : -(-allocated // self.parts.plan.page_size)].tolist()
-            rows.append(RequestSnapshot(kv, allocated, int(table.committed[kv.row]), pages, kv.lease.num_pages))
-        return Requests(books, rows, [page for row in rows for page in row.pages[row.shared :]])
+        rows = [
+            RequestSnapshot(
+                kv, table.allocated(kv), table.committed(kv), table.page_ids(kv).tolist(), kv.lease.num_pages
+            )
+            for kv in live
+        ]
+        return Requests(raw, rows, [page for row in rows for page in row.pages[row.shared :]])
 
     def _tree(self, before: Snapshot | None) -> Tree:
         tree = self.parts.tree
@@ -139,24 +135,24 @@ class Snapshot:
         ]
         tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if self.is_tiered else None
         tops = [(n, n.depth, n.leases, n.level, n.held, (*n.children,), not n.evicted) for n in roots]
-        books = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
-        if before is not None and before.tree.books == books:
+        raw = (edges, tops, ends, tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, tiers)
+        if before is not None and before.tree.raw == raw:
             return before.tree
         found = [(node, node.pages.tolist()) for node in nodes]
-        return Tree(books, found, [page for _, pages in found for page in pages], roots, ends)
+        return Tree(raw, found, [page for _, pages in found for page in pages], roots, ends)
 
     def _group(self, group: GroupCache, before: Snapshot | None) -> GroupSnapshot:
-        frames, table, holds = group.frames, self.parts.rows.table, self.parts.holds
+        frames, table, holds = group.frames, self.parts.rows, self.parts.holds
         out = frames.allocator.ids.is_out(_ALL)
         held = holds.readers(group.index, Tier.DEVICE).tolist()
         counts = frames.num_free, group.num_evictable
-        books = (frames.table.contents(), out.tobytes(), counts, group.books(), held)
-        if before is not None and before.groups[group.index].books == books and not self.is_tiered:
+        raw = (frames.table.contents(), out.tobytes(), counts, group.row_data(), held)
+        if before is not None and before.groups[group.index].raw == raw and not self.is_tiered:
             owners = self.requests is before.requests and self.waits is before.waits
             if group.reach.whole or owners:  # what is read in part depends on rows and on steps in flight
                 return before.groups[group.index]
         column, is_out = frames.table.frame.tolist(), out.nonzero()[0].tolist()
-        found = GroupSnapshot(books, group, column, is_out, group.num_free, group.num_evictable)
+        found = GroupSnapshot(raw, group, column, is_out, group.num_free, group.num_evictable)
         if not group.table.reclaims:
             return found
         found.readers += held

@@ -7,11 +7,9 @@ begins on a cached prefix reads the frame of the prefix's last page and writes i
     position      0 ........ n1 ........ n2 ...... end            n1, n2: ends of pages where it stores its frame
     pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: checkpoints; C: the request's own
 
-Checkpoints serve other requests. They take a frame only where one is to spare; `skipped` counts the others.
-
-Where steps compute drafts, a request has one more frame per draft. Each draft is a piece that writes one of them, and
-the request's own frame holds the last sure token. When the step has settled, the frame of the last accepted draft
-becomes its own.
+Checkpoints serve other requests. They take a frame only where one is to spare; `skipped` counts the others. Where steps
+compute drafts, a request has one more frame per draft. Each draft is a piece that writes one of them. When the step has
+settled, the frame of the last accepted draft becomes the request's own.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from quire.cache.groups import NO_PAGES, GroupBase, GroupRelease, NewPages, Page
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.memory.allocator import SlotFrames
+from quire.plan.budget import MemoryPlan
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
 from quire.spec.ids import Bools, Ids
@@ -35,10 +34,8 @@ from quire.spec.rank import Rank
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Work of one step in one group of states: consecutive runs of tokens, request by request, in order.
-
-    Piece i has `lengths[i]` tokens. It starts from frame `sources[i]` (0: from nothing) and writes frame `targets[i]`.
-    """
+    """Work of one step in one group of states: consecutive runs of tokens, request by request, in order. Run i has
+    `lengths[i]` tokens. It starts from frame `sources[i]` (0: from nothing) and writes frame `targets[i]`."""
 
     lengths: Ids
     sources: Ids
@@ -61,20 +58,12 @@ class StateGroup(GroupBase):
     frames: SlotFrames
 
     def __init__(
-        self,
-        index: int,
-        reach: Reach,
-        frames: SlotFrames,
-        tree: RadixCache,
-        *,
-        page_size: int,
-        max_requests: int,
-        interval: int,
-        drafts: int = 0,
+        self, index: int, reach: Reach, frames: SlotFrames, tree: RadixCache, plan: MemoryPlan, interval: int
     ) -> None:
         super().__init__(index, reach, frames, tree)
-        self._page_size = page_size
-        self._interval = max(page_size, interval - interval % page_size)
+        max_requests, drafts = plan.max_requests, plan.tokens_per_step - 1
+        self._page_size = plan.page_size
+        self._interval = max(plan.page_size, interval - interval % plan.page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the frame of each row; 0: none yet
         self._position = np.zeros(max_requests, dtype=np.int64)  # tokens in that frame, without drafts
         self._drafts = drafts
@@ -96,9 +85,6 @@ class StateGroup(GroupBase):
     def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._drafts)
 
-    def reserve(self, num_pages: int) -> int:
-        return 0
-
     def frames_of(self, row: int) -> Ids:
         frames = [each.frame for each in self._unsettled[row]]
         if self._previous_frame[row]:
@@ -111,7 +97,7 @@ class StateGroup(GroupBase):
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
 
-    def books(self) -> tuple[object, ...]:
+    def row_data(self) -> tuple[object, ...]:
         previous = (self._previous_frame.tobytes(), self._previous_pages.tobytes())
         unsettled = [(row, each.num_pages, each.frame) for row, some in enumerate(self._unsettled) for each in some]
         return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), previous, unsettled
@@ -164,11 +150,9 @@ class StateGroup(GroupBase):
     def launch(
         self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, stores: bool
     ) -> tuple[Pieces, list[GroupRelease]]:
-        """The work of a step, up to `ends[i]` tokens, and what its requests release by launching it.
-
-        The step draws `draws[i]` tokens, by default one at most: all but the first after drafts, its last tokens.
-        `table` holds all rows of pages. `stores`: frames may be stored for others.
-        """
+        """The work of a step, up to `ends[i]` tokens, and what its requests release by launching it. The step draws
+        `draws[i]` tokens, by default one at most: all but the first after drafts, its last tokens. `table` holds all
+        rows of pages. `stores`: frames may be stored for others."""
         starts = self._position[rows]
         drafts = np.maximum(draws - 1, 0) if self._drafts and draws is not None else None
         if drafts is not None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.cache.fences import Retired
 from quire.cache.groups import NO_PAGES
+from quire.cache.hold import Retired
 from quire.cache.states import GroupCache
 from quire.observe.explain import Explanation
 

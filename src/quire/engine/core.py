@@ -27,8 +27,7 @@ from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
 from quire.observe.histogram import Histogram
 from quire.offload import Offloads, offload_of
-from quire.offload.deletion import Stored
-from quire.offload.flush import Flushed, change_model, flush, flushed
+from quire.offload.deletion import Flushed, Stored
 from quire.offload.retention import Granted, RetainedList
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -350,9 +349,9 @@ class EngineCore:
         """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
         requests go on; nobody else finds what they hold. The store is asked to: what is known later is whether it has,
         or StoreError where it would be found again after a restart."""
-        done = flush(self.cache, namespace)
+        done = self.offload.flush(namespace)
         return Later(
-            poll=lambda waits: flushed(self.cache, done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
+            poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
         )
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
@@ -370,7 +369,7 @@ class EngineCore:
             return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0, storage=kept)
         self.model.weights_changed()
         identity = self.model.identity(epoch, exact=self.config.storage is not None)
-        done = change_model(self.cache, identity)
+        done = self.offload.change_model(identity)
         self.weights_epoch = epoch
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done

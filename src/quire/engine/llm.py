@@ -20,7 +20,7 @@ from quire.engine.output import RequestAssembler, RequestOutput
 from quire.engine.tier_report import tiers_line
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.memory.host_pool import Progress as OnProgress
-from quire.offload.flush import Flushed
+from quire.offload.deletion import Flushed
 from quire.offload.retention import Granted
 from quire.plan.plan import Plan
 from quire.plan.report import summary_line

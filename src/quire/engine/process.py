@@ -57,7 +57,7 @@ from quire.engine.wire import (
 )
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.observe.explain import Explanation
-from quire.offload.flush import Flushed
+from quire.offload.deletion import Flushed
 from quire.offload.retention import Granted, RetainedList
 from quire.spec.events import Namespace
 

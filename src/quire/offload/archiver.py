@@ -5,10 +5,9 @@
     ended     refused paths are pending again, after a pause
 
 The archiver also touches stored pages of these paths now and then. A popular prefix stays on device and host, and is
-never read from the store. Without touches the store would evict it first, and find no page behind it any more. Records
-that the store has lost are stored again.
-
-Neither pending paths nor archives under way prevent eviction: frames that are still read are freed afterwards.
+never read from the store. Without touches the store would evict it first, and find no page after it any more. Records
+that the store has lost are stored again. Neither pending paths nor archives under way prevent eviction: frames that are
+still read are freed afterwards.
 """
 
 from __future__ import annotations
@@ -36,22 +35,20 @@ from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer, Units
 _BATCH_BYTES = 64 << 20
 _MOST_AT_ONCE = 2  # archives under way; other paths gather meanwhile, and go in one archive
 _MOST_LOOKED_AT = 256
-_MOST_BEHIND = 64  # paths, behind one page that is not on the host
-_TOUCHED_AGAIN_S = 120.0
-"""A stored page is touched once in this time, or once while a quarter of the host's frames is archived."""
+_MOST_WAITING = 64  # paths, for one page that is not on the host
+_TOUCHED_AGAIN_S = 120.0  # once in this time, or while a quarter of the host's frames is archived
 _LOST = (0,)
 """Ends of a path that is pending because the store has lost pages of it. It is not touched until it is used again: a
 store that is too small for the path would lose more of it each time."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 64.0
-
 _MOST_PATHS = 4096
 _MOST_ENDS = 64
 
 
 class PendingPaths:
     """Cached paths with pages to copy to another tier, oldest first, at most 4,096: their last nodes, and ends, which
-    are numbers of pages behind which requests may begin. They prevent no eviction: the rest of a path stays pending.
+    are numbers of pages after which requests may begin. They prevent no eviction: the rest of a path stays pending.
     """
 
     def __init__(self, tree: RadixCache) -> None:
@@ -87,10 +84,9 @@ class PendingPaths:
         """So many pages have left the cache. Now and then, paths are replaced by what is left of them."""
         self._num_removed += num_pages if self._ends else 0
         if self._num_removed > _MOST_PATHS:
-            self._num_removed = 0
-            left = [(node, ends) for _, node, ends in self.first(len(self._ends))]
-            self._ends = {}
-            for node, ends in left:
+            left = list(self.first(len(self._ends)))
+            self._ends, self._num_removed = {}, 0
+            for _, node, ends in left:
                 self.add(node, ends)
 
     def _cached_end(self, node: Node) -> Node | None:
@@ -143,14 +139,12 @@ class Archiver:
         self._seconds = parts.seconds
         self._stored = [parts.frames.of(Tier.STORAGE, host.index) for host in hosts]
         self._pages = parts.frames.anchor(Tier.STORAGE)
-        self._gaps: dict[int, list[Node]] = {}  # by a page that is not below the device: nodes behind it
+        self._gaps: dict[int, list[Node]] = {}  # by a page that is not below the device: nodes after it
         self._period_ends = -math.inf
         self._num_since = 0  # frames archived in this period
         self._is_full = False  # the lane, until a transfer has ended
         self._due_at = -math.inf
         self._pause = _FIRST_PAUSE_S
-
-    # -- what is stored
 
     def store_is_empty(self) -> None:
         """Another engine, or this one, has flushed the store."""
@@ -158,7 +152,7 @@ class Archiver:
             column.unmark(slice(None), State.RESIDENT)
 
     def saved(self, pages: Ids) -> None:
-        """These pages are on the host now: archive what is behind them."""
+        """These pages are on the host now: archive the paths that wait for them."""
         for page in pages.tolist() if self._gaps else ():
             for node in self._gaps.pop(page, ()):
                 self.archive(node)
@@ -173,15 +167,12 @@ class Archiver:
         self.pending.removed(len(pages))
 
     def storable(self, pages: Ids) -> int:
-        """How many first pages of a path are stored or on the host. A page without its ancestors would not be found in
-        the store."""
+        """How many first pages of a path are stored or on the host. No lookup finds a page without its ancestors."""
         there = [self._is_stored(host, pages) | host.good(pages) for host in self._hosts if host.whole]
         return int(np.argmin(np.append(np.logical_and.reduce(there), False))) if there else len(pages)
 
     def _is_stored(self, host: HostGroup, pages: Ids) -> Bools:
         return self._stored[host.index].has(pages, State.RESIDENT)
-
-    # -- what is pending
 
     def archive(self, node: Node) -> None:
         """Archive the path to a node, later."""
@@ -211,9 +202,8 @@ class Archiver:
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.pending) else self._due_at
                 return
             move = transfer_of(Lane.ARCHIVE, batch.parts, batch.scope, self._names, self._settings)
-            move.touches = tuple(
-                Units(group, NO_PAGES, NO_PAGES, self._names.keys_of(pages)) for group, pages in batch.touched
-            )
+            touched = [(group, self._names.keys_of(pages)) for group, pages in batch.touched]
+            move.touches = tuple(Units(group, NO_PAGES, NO_PAGES, keys) for group, keys in touched)
             if not self._settings.mover.submit(move):
                 self._is_full = bool(self.moves)
                 self._due_at = self._due_at if self.moves else self._seconds() + _FIRST_PAUSE_S
@@ -256,9 +246,10 @@ class Archiver:
             num_bytes += self._settings.num_bytes(map(len, lacking))
             if is_rest or num_bytes >= _BATCH_BYTES:
                 break
-        for group, pages in _joined(archived):
-            frames = self._hosts[group].table.frame[pages]
-            batch.parts.append(GroupPages(group, pages, NO_PAGES, NO_PAGES, frames))
+        batch.parts = [
+            GroupPages(group, pages, NO_PAGES, NO_PAGES, self._hosts[group].table.frame[pages])
+            for group, pages in _joined(archived)
+        ]
         batch.touched = _joined(touched)
         return batch
 
@@ -283,7 +274,7 @@ class Archiver:
         gap = pages[num_storable:]
         if any(host.good(gap).any() for host in self._hosts):  # these wait until the first of them is on the host
             waiting = self._gaps.setdefault(int(gap[0]), [])
-            if node not in waiting and len(waiting) < _MOST_BEHIND:
+            if node not in waiting and len(waiting) < _MOST_WAITING:
                 waiting.append(node)
         pages = pages[:num_storable]
         lacking = []
@@ -294,8 +285,6 @@ class Archiver:
             num_bytes += lacks * self._settings.record_bytes[host.index]
         last = int(np.searchsorted(np.cumsum(num_bytes), most_bytes)) + 1
         return [pages[:last][lacks[:last]] for lacks in lacking], bool(num_bytes[last:].any())
-
-    # -- what has ended
 
     def ended(self, move: Transfer) -> None:
         """Process an ended archive. Pages that were not stored are pending again."""
@@ -311,10 +300,9 @@ class Archiver:
             left = part.pages[self._have_keys(part.pages, units) & ~good]
             self._stored[part.group].unmark(left, State.RESIDENT)
             self._pages.unmark(left, State.TOUCHED)
-            archived = int(np.count_nonzero(good))
-            num_stored += archived
+            num_stored += int(np.count_nonzero(good))
             num_refused += int(np.count_nonzero(~good & ~wrong))
-            counters.archived_bytes += archived * self._settings.record_bytes[part.group]
+            counters.archived_bytes += int(np.count_nonzero(good)) * self._settings.record_bytes[part.group]
             counters.corrupt(Tier.HOST, defects)
             same = host.table.frame[part.pages] == part.host
             host.damage(part.pages[wrong & same])  # the load that meets it deletes the path
@@ -324,9 +312,8 @@ class Archiver:
         self._num_since += num_stored
         if num_stored:
             self._pause = _FIRST_PAUSE_S
-        if self._take_lost(move, batch):
-            for node in batch.nodes:
-                self.pending.add(node, _LOST)
+        for node in batch.nodes if self._take_lost(move, batch) else ():
+            self.pending.add(node, _LOST)
         if num_refused:
             for node in (*batch.nodes[1:], *batch.nodes[:1]):  # a path that is refused again must not block others
                 self.pending.add(node)

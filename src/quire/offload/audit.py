@@ -43,7 +43,7 @@ def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:
         if not here and copies != len(pages):
             yield f"a node has {copies} copies of {len(pages)} pages that are nowhere else"
         if np.count_nonzero(host[pages]) != copies:
-            yield f"a node of {len(pages)} pages has copies behind a page without one"
+            yield f"a node of {len(pages)} pages has copies after a page without one"
         ends = copies and not any(map(tree.num_copies, node.children.values()))
         if not node.level and ends and node not in queued:
             yield f"copies of {copies} pages can never be given up"

@@ -25,6 +25,17 @@ class Stored(StrEnum):
     GONE = "gone"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushed:
+    """Result of a flush. Running requests still use `held_tokens`; no other request finds them. `num_retentions` have
+    ended. `storage` is the state of the flushed records."""
+
+    flushed_tokens: int
+    held_tokens: int
+    num_retentions: int
+    storage: Stored = Stored.NONE
+
+
 @dataclass(slots=True)
 class _Scope:
     """Records to delete. `move` deletes them (None: not submitted); an earlier one may have `hidden` them."""
@@ -38,10 +49,8 @@ class _Scope:
 
 
 class StoreDeletion:
-    """Scopes, or prefixes of scopes, whose records the store has to delete. Failed deletions are tried again.
-
-    A mover deletes after the archives submitted before, so none of them restores a record.
-    """
+    """Scopes, or prefixes of scopes, whose records the store has to delete. Failed deletions are tried again. A mover
+    deletes after the archives submitted before, so none of them restores a record."""
 
     def __init__(self, mover: Mover, names: PageNames, seconds: Callable[[], float]) -> None:
         self._mover = mover
@@ -88,9 +97,8 @@ class StoreDeletion:
     def covers(self, scope: bytes, *, submitted: bool = True) -> bool:
         """Whether flushed records of a scope may still be in the store: do not look up this scope. Or, not `submitted`,
         whether a deletion of it waits for room on the lane: do not archive to it."""
-        return any(
-            scope.startswith(prefix) and (submitted or each.move is None) for prefix, each in self._scopes.items()
-        )
+        scopes = self._scopes.items()
+        return any(scope.startswith(prefix) and (submitted or each.move is None) for prefix, each in scopes)
 
     def go_on(self) -> None:
         """Submit deletions that are due."""

@@ -17,8 +17,7 @@ from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 
-QUARANTINE_SHARE = 64
-"""At most one frame in so many is quarantined; beyond that the oldest is used again."""
+QUARANTINE_SHARE = 64  # at most one frame in so many is quarantined; beyond that the oldest is used again
 
 
 @dataclass(slots=True)
@@ -40,8 +39,8 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     has frames without a page that a transfer still reads, and whether to quarantine each afterwards.
     """
 
-    def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator) -> None:
-        super().__init__(table, allocator)
+    def __init__(self, index: int, table: Column, num_frames: int, page_size: int) -> None:
+        super().__init__(table, HostTokenToKVPoolAllocator(num_frames * page_size, page_size, name=table.name))
         self.index = index
         self.whole = not table.reclaims
         self.quarantined: deque[int] = deque()
@@ -56,8 +55,6 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": quarantined}
         return {"total": self.num_frames, **counts}
 
-    # -- frames of no page
-
     def take(self, num_frames: int) -> Ids:
         """Frames for a transfer, until they are bound or given back. Raises OutOfPages, changing nothing."""
         size = self.allocator.page_size
@@ -67,14 +64,12 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         """Free frames that are handed out and have no page."""
         self.allocator.free_pages(frames)
 
-    def give_back(self, frames: Ids, bad: Bools) -> None:
-        """Free frames that are handed out, have no page, and are read by no transfer; quarantine bad ones."""
+    def untake_checked(self, frames: Ids, bad: Bools) -> None:
+        """As `untake`, of frames that no transfer reads; quarantine bad ones."""
         self.untake(in_order(frames[~bad]))
         self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
             self.untake(np.array([self.quarantined.popleft()], dtype=np.int32))
-
-    # -- frames of pages
 
     def good(self, pages: Ids) -> Bools:
         """Per page: whether it has a frame that is not known to be damaged."""
@@ -108,7 +103,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
             read = np.array([frame in self._reads for frame in frames.tolist()], dtype=np.bool_)
             self.still_read.update(zip(frames[read].tolist(), bad[read].tolist(), strict=True))
             frames, bad = frames[~read], bad[~read]
-        self.give_back(frames, bad)
+        self.untake_checked(frames, bad)
 
     def evict(self, num_frames: int) -> None:
         """Free up to `num_frames` frames of pages that stay."""
@@ -128,16 +123,15 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
                 del self._reads[frame]
         free = [frame for frame in frames.tolist() if frame in self.still_read and frame not in self._reads]
         bad = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
-        self.give_back(np.array(free, dtype=np.int32), bad)
+        self.untake_checked(np.array(free, dtype=np.int32), bad)
 
 
-def frames_behind(groups: Iterable[GroupCache], pages: Ids) -> list[HeldFrames]:
-    """Frames, on the device or else on the host, that a request needs in these groups to begin behind `pages`."""
+def needed_frames(groups: Iterable[GroupCache], pages: Ids) -> list[HeldFrames]:
+    """Frames, on the device or else on the host, that a request needs in these groups to begin after `pages`."""
     found = []
     for group in groups:
         needed = group.needed_pages(pages)
         here = group.table.present(needed)
-        found.append(HeldFrames(group.index, Tier.DEVICE, needed[here]))
-        if not here.all():
-            found.append(HeldFrames(group.index, Tier.HOST, needed[~here]))
+        for tier, part in ((Tier.DEVICE, needed[here]), (Tier.HOST, needed[~here])):
+            found += [HeldFrames(group.index, tier, part)] if len(part) else []
     return found

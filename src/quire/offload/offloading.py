@@ -1,27 +1,36 @@
-"""Offload policies of a cache: `KVCache(plan, offload=Offloads(tiers, retain_share=0.25))`."""
+"""Offload policies of a cache: `KVCache(plan, offload=Offloads(tiers, retain_share=0.25))`. Flushes of all its tiers.
+
+A flush deletes the cached pages of a namespace, or all of them. No prompt matches them afterwards:
+
+on the device, on the host     pages are free at once, or when the running requests that hold them end
+in the store                   records are deleted after pending writes (`quire.offload.deletion`)
+in transfers                   pages are dropped when they arrive
+in running requests            pages that they still compute are never shared
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.groups import resume_point
+from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts, Offload, OffloadFactory
-from quire.cache.prefix_hit import Choice, PrefixHit
-from quire.cache.request_kv import RequestKV
-from quire.errors import OutOfPages
+from quire.cache.request_kv import Choice, PrefixHit, RequestKV
+from quire.errors import OutOfPages, StoreError
 from quire.memory.residency import State
 from quire.offload.audit import tier_faults
-from quire.offload.host_groups import frames_behind
+from quire.offload.deletion import Flushed, Stored
+from quire.offload.host_groups import needed_frames
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import RETAIN_SHARE, Retention
 from quire.offload.tier_settings import TierSettings, WritePolicy
 from quire.offload.tiering import Tiering
 from quire.plan.budget import MemoryPlan
+from quire.prefix.hashing import layout_identity
 from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
 from quire.prefix.reach import reach_of
@@ -41,7 +50,60 @@ class Offloading(Offload):
         super().__init__(parts)
         self.retention: Retention = retention
 
-    def cancel(self, namespace: Namespace | None) -> None:
+    def flush(self, namespace: Namespace | None) -> Flushed:
+        """Delete the cached pages and retentions of a namespace, or of all (None), in every tier. The store deletes
+        later: see `flushed`."""
+        if self.tiers is not None:
+            self.tiers.delete_stored(namespace)
+        return self._delete(namespace)
+
+    def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
+        """The result `done` with the state in the store. None: the caller `waits`, and the state may change soon.
+
+        Raises StoreError when the store has not hidden the records: other engines still find them.
+        """
+        if self.tiers is None or not self.tiers.settings.stores:
+            return done
+        state, is_tried = self.tiers.deletion.flushed(namespace)
+        if waits and (is_tried or state is Stored.HELD):
+            return None
+        if state is Stored.HELD:
+            raise StoreError(
+                "what was flushed is forgotten here and not in storage, which does not answer. This engine does not "
+                "look at it, and goes on trying; others find it, and so does this one after a restart.",
+                fix="look at the store, and flush again when it answers.",
+            )
+        return replace(done, storage=state)
+
+    def change_model(self, model_identity: bytes) -> Flushed:
+        """Delete all cached pages, and name new ones after another model, or other weights of the same model.
+
+        Call it after the weights change and before a step is launched. The store keeps records of the old weights for
+        engines that still have them; this cache does not look them up any more.
+        """
+        done, fingerprints = self._delete(None), [group.layout.fingerprint() for group in self._parts.plan.groups]
+        self._parts.tree.names.rename(layout_identity(model_identity, fingerprints))
+        return replace(
+            done, storage=Stored.KEPT if self.tiers is not None and self.tiers.settings.stores else Stored.NONE
+        )
+
+    def _delete(self, namespace: Namespace | None) -> Flushed:
+        parts, tree = self._parts, self._parts.tree
+        num_retentions = self.retention.release_all(namespace)
+        for kv in parts.rows.live.values():
+            kv.shares = kv.shares and namespace not in (None, kv.namespace)
+        self._cancel(namespace)
+        flushed = [tree.flush(space) for space in list(tree.roots) if namespace in (None, space)]
+        pages = np.concatenate([NO_PAGES, *(pages for pages, _ in flushed)])
+        parts.free(pages)
+        if namespace is None:
+            tree.evicted.clear()
+            tree.names.cleared()
+        parts.changed()
+        size, num_held = parts.plan.page_size, sum(num_held for _, num_held in flushed)
+        return Flushed(flushed_tokens=len(pages) * size, held_tokens=num_held * size, num_retentions=num_retentions)
+
+    def _cancel(self, namespace: Namespace | None) -> None:
         """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
 
 
@@ -56,12 +118,12 @@ class Tiered(Offloading):
         self.ahead = self.prefetcher
         self._page_size = parts.plan.page_size
         self._write = settings.write
-        parts.laws.append(lambda snapshot: tier_faults(self.tiers, self.prefetcher, snapshot))
+        parts.checks.append(lambda snapshot: tier_faults(self.tiers, self.prefetcher, snapshot))
 
     # -- what a request begins on
 
     def choose(self, found: Match, limit: int) -> Choice:
-        """The most pages a request can resume behind, with host copies if loading them is worth it."""
+        """The most pages after which a request can resume, with host copies if loading them is worth it."""
         choice, tiers = self._choose(found, limit), self.tiers
         num_dropped, weighed, loads = tiers.num_dropped, choice.weighed, bool(choice.host_pages)
         choice.stands = lambda: (  # the pages are still there, and loading still is worth it, or still is not
@@ -97,7 +159,7 @@ class Tiered(Offloading):
         tiers, parts, pages = self.tiers, self._parts, hit.pages
         missing = tiers.missing(pages)
         if any(map(len, missing)):
-            hold = parts.holds.add(Reason.BEGIN, frames=frames_behind(self._partial, pages), label=label)
+            hold = parts.holds.add(Reason.BEGIN, frames=needed_frames(self._partial, pages), label=label)
             try:
                 wanted = list(map(len, missing))
                 parts.reclaim(wanted, label)
@@ -141,7 +203,7 @@ class Tiered(Offloading):
         if waits and self.tiers.wait():
             self.ahead.settle_moves()
             return True
-        return self.ahead.take_back_prefetched()
+        return self.ahead.release_prefetched()
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
         """Pages with host copies stay in the tree, and keep their ids until these are needed."""
@@ -151,17 +213,17 @@ class Tiered(Offloading):
             evicted = parts.tree.demote(num_pages, cause, write_back, tiers.leave_device)
         else:
             evicted = Evicted(parts.tree.evict(num_pages, cause), 0)
-        parts.give_back(evicted.removed)
+        parts.free(evicted.removed)
         while parts.pages.num_free_pages < num_ids:
             if not tiers.evict_host(num_ids - parts.pages.num_free_pages):
                 break
         return evicted
 
-    def cancel(self, namespace: Namespace | None) -> None:
+    def _cancel(self, namespace: Namespace | None) -> None:
         self.tiers.cancel(namespace)
         self.prefetcher.cancel(namespace)
 
-    def forgotten(self, pages: Ids) -> None:
+    def freed(self, pages: Ids) -> None:
         self.tiers.removed(pages)
 
 

@@ -36,11 +36,10 @@ class RequestedPrefix:
     pages of the prompt     0       start        known         limit
     in the tree             |----------------------|
     groups read whole                              |- looked for -|   their frames are there as long as the pages are
-    groups read in part         |-- where they are missing, from what the first page behind `start` needs on --|
+    groups read in part         |-- where they are missing, from what the page after `start` pages needs on --|
 
-    Every group can resume behind `start` pages already.
-
-    `lease` pins the known pages, and pages cached behind them later. `keys` are those of the pages from `known` on.
+    Every group can resume after `start` pages already. `lease` pins the known pages, and pages cached after them later.
+    `keys` are those of the pages from `known` on.
     """
 
     def __init__(
@@ -61,15 +60,13 @@ class RequestedPrefix:
         """Pages of the prompt that are in the tree now."""
         return pages_to(self._lease.node)
 
-    # -- the store
-
     def units(self) -> list[Units]:
         """The keys to look up, by group."""
-        path, behind = self.path, np.arange(self.known, self.limit)
+        path, unknown = self.path, np.arange(self.known, self.limit)
         for group in self._groups:
             first = self.known if group.reach.whole else group.reach.needed(self.start + 1).start
             lacking = first + np.flatnonzero(~resident(group, path[first:], self._tiers.hosts))
-            places = np.concatenate((lacking, behind))
+            places = np.concatenate((lacking, unknown))
             if len(places):
                 self._asked.append((group.index, places))
         return [Units(group, NO_PAGES, NO_PAGES, self.keys(places)) for group, places in self._asked]
@@ -92,12 +89,9 @@ class RequestedPrefix:
         known = self._tiers.names.keys_of(self.path[places[places < self.known]])
         return (*known, *(self._keys[place - self.known] for place in places[len(known) :].tolist()))
 
-    # -- how far
-
     def far(self) -> int:
-        """The most pages behind which a request could begin if all stored ones were fetched."""
-        path = self.path
-        usable: Bools = np.ones(self.limit, dtype=np.bool_)
+        """The most pages after which a request could begin if all stored ones were fetched."""
+        path, usable = self.path, np.ones(self.limit, dtype=np.bool_)
         for group, stored in zip(self._groups, self._stored, strict=True):
             there = stored.copy()
             there[: len(path)] |= resident(group, path, self._tiers.hosts)
@@ -113,14 +107,13 @@ class RequestedPrefix:
 
     def lacking(self, wanted: int, hosts: Sequence[HostGroup] | None = None) -> list[Places]:
         """By group, places without a frame on the device or in `hosts` (default: all) that a request reads which begins
-        behind `wanted` pages."""
+        after `wanted` pages."""
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)
-            lacks = np.ones(len(needed), dtype=np.bool_)
-            known = path[needed.start : needed.stop]
-            lacks[: len(known)] = ~resident(group, known, self._tiers.hosts if hosts is None else hosts)
-            found.append(needed.start + np.flatnonzero(lacks))
+            there = resident(group, path[needed.start : needed.stop], self._tiers.hosts if hosts is None else hosts)
+            places = np.arange(needed.start, needed.stop)
+            found.append(np.concatenate((places[: len(there)][~there], places[len(there) :])))
         return found
 
 
@@ -139,16 +132,16 @@ class Piece:
         for at, (host, places, frames) in enumerate(self.fetching):
             yield host, places, frames, np.array([(at, row) in suspect for row in range(len(frames))], dtype=np.bool_)
 
-    def give_up(self) -> None:
-        """Give back its frames."""
+    def discard(self) -> None:
+        """Free its frames."""
         for host, _, frames, suspect in self.parts():
-            host.give_back(frames, suspect)
+            host.untake_checked(frames, suspect)
 
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
     """A fetch of one prompt's stored pages, for all requests with this prompt. In pages of the prompt: requests could
-    begin behind `prefix.start` at first, can begin behind `limit` now, and will begin behind `wanted`. `hold` holds
+    begin after `prefix.start` pages at first, can begin after `limit` now, and will begin after `wanted`. `hold` holds
     the path, and host frames that they need in groups that are read in part.
 
     running      until the store has answered and all pieces have ended
@@ -179,8 +172,8 @@ class Prefetch:
 
     look: Transfer | None = None
     pieces: deque[Piece] = field(default_factory=deque)  # not bound yet, in the order of the prompt
-    last: int = field(init=False)  # the page behind these pieces
-    lost: bool = False  # a page has not arrived: pieces behind it are useless
+    last: int = field(init=False)  # the page after these pieces
+    lost: bool = False  # a page has not arrived: pieces after it are useless
     num_bytes: int = 0  # of host frames for fetched pages
 
     fetching_since: float | None = None
@@ -213,39 +206,33 @@ class Prefetch:
                 move.stop()
 
     def hold_frames(self, end: int) -> None:
-        """Hold host frames of partial groups that a request needs to begin behind `end` pages."""
+        """Hold host frames of partial groups that a request needs to begin after `end` pages."""
         held, path = [], self.prefix.path
-        for group in self.parts.groups:
+        for group, host in zip(self.parts.groups, self.tiers.hosts, strict=True):
+            needed = group.reach.needed(end)
+            part = path[needed.start : needed.stop]
             if not group.reach.whole:
-                needed = group.reach.needed(end)
-                part = path[needed.start : needed.stop]
-                there = self.tiers.hosts[group.index].table.present(part)
-                held.append(HeldFrames(group.index, Tier.HOST, part[there]))
+                held.append(HeldFrames(group.index, Tier.HOST, part[host.table.present(part)]))
         self.parts.holds.change(self.hold, held)
-
-    # -- what comes next
 
     def next_piece(self) -> Piece | None:
         """The next piece, with host frames taken for it. None: there is nothing to fetch, no room, or enough is under
         way."""
-        if self.last >= self.wanted or self.stopped or self.lost:
-            return None
-        if sum(move.num_bytes for move in self.moves) >= self.at_once:
+        is_enough = sum(move.num_bytes for move in self.moves) >= self.at_once
+        if self.last >= self.wanted or self.stopped or self.lost or is_enough:
             return None
         last, places = self._cut()
         if last <= self.last or self.parts.pages.num_free_pages < last - self.hold.path.num_pages:
             return None
-        fetching = [
-            (host, at, host.take(len(at))) for host, at in zip(self.tiers.hosts, places, strict=True) if len(at)
-        ]
+        hosts, num_bytes = self.tiers.hosts, self.tiers.settings.num_bytes(map(len, places))
+        fetching = [(host, at, host.take(len(at))) for host, at in zip(hosts, places, strict=True) if len(at)]
         if not fetching:
-            return Piece(last)  # no request that begins behind these pages reads them
+            return Piece(last)  # no request that begins after these pages reads them
         units = [Units(host.index, NO_PAGES, frames, self.prefix.keys(at)) for host, at, frames in fetching]
-        num_bytes = sum(len(at) * self.tiers.settings.record_bytes[host.index] for host, at, _ in fetching)
         return Piece(last, fetching, Transfer(Lane.FETCH, units, self.tiers.names.scope(self.namespace), num_bytes))
 
     def _cut(self) -> tuple[int, list[Places]]:
-        """The page behind the next piece, and by group the places to fetch, for which there is room."""
+        """The page after the next piece, and by group the places to fetch, for which there is room."""
         places = [at[at >= self.last] for at in self.prefix.lacking(self.wanted)]
         num_bytes = np.zeros(self.wanted, dtype=np.int64)
         for at, size in zip(places, self.tiers.settings.record_bytes, strict=True):
@@ -258,8 +245,6 @@ class Prefetch:
             if room < len(at):
                 last = min(last, int(at[room]))
         return last, [at[at < last] for at in places]
-
-    # -- what has arrived
 
     def fetched(self, piece: Piece) -> None:
         """Bind the pages of a piece, up to the first that is not whole in every group."""
@@ -287,10 +272,9 @@ class Prefetch:
                 return first
             size = self.parts.plan.page_size
             inserted = tree.graft(self.hold.path, self.tokens[first * size : end * size], taken)
-            mine = len(inserted.duplicates)
-            if mine:
+            if len(inserted.duplicates):
                 pages.free_pages(np.sort(inserted.duplicates))
-            new = first + mine
+            new = first + len(inserted.duplicates)
             self.tiers.have_copies(self.hold.path, first, inserted.pages, new)
         self.limit = end
         return new
@@ -300,12 +284,11 @@ class Prefetch:
         tiers, cached = self.tiers, self.prefix.path
         for host, at, frames, suspect in piece.parts():
             arrived = at < min(end, len(cached))
-            host.give_back(frames[~arrived], suspect[~arrived])
+            host.untake_checked(frames[~arrived], suspect[~arrived])
             pages, at = cached[at[arrived]], at[arrived]
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)
-            bound = tiers.bind(
-                GroupPages(host.index, pages, at, NO_PAGES, frames[arrived], ranks), self.hold.path, new=new
-            )
+            part = GroupPages(host.index, pages, at, NO_PAGES, frames[arrived], ranks)
+            bound = tiers.bind(part, self.hold.path, new=new)
             tiers.table.of(Tier.STORAGE, host.index).mark(bound, State.RESIDENT)
             tiers.on_host.mark(bound, State.FETCHED)
             tiers.counters.fetched_frames += len(bound)
@@ -331,10 +314,8 @@ class Prefetch:
 class ReadAhead:
     """Bytes that requests wait for. This class is for a cache on the device alone, which has none."""
 
-    loads: bool = False
-    """Whether requests can be loaded from a tier below."""
-    stores: bool = False
-    """Whether there is a store."""
+    loads: bool = False  # whether requests can be loaded from a tier below
+    stores: bool = False  # whether there is a store
 
     @property
     def can_prefetch(self) -> bool:
@@ -364,7 +345,7 @@ class ReadAhead:
     def stop_prefetch(self, prefetch: Prefetch) -> None:
         """The request does not wait for it any more."""
 
-    def take_back_prefetched(self) -> bool:
+    def release_prefetched(self) -> bool:
         """Release the pages held for one waiting request; whether there were any."""
         return False
 

@@ -6,7 +6,7 @@
     stop      when computing would have been quicker, or the policy has enough; fetched pages stay cached
     hold      fetched pages, until all requests that waited for them have begun or ended, or memory is short
 
-A piece that is damaged or missing ends the fetch at the last page behind which a request can begin. If host memory was
+A piece that is damaged or missing ends the fetch at the last page after which a request can begin. If host memory was
 bad and not the record, its frame is quarantined and the piece is fetched again.
 """
 
@@ -28,12 +28,9 @@ from quire.spec.ids import Ids, Tier
 from quire.tiers.store import Answer
 from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
-_FIRST_BYTES = 4 * PIECE_BYTES
+_FIRST_BYTES = 4 * PIECE_BYTES  # under way for one request; they double when all have arrived by the next step
 _MOST_BYTES = 512 << 20
-"""Bytes under way for one request, at first and at most. They double when all have arrived by the next step."""
-_LEAST_PATIENCE = 0.02
-"""Least share of a prompt's compute time that its request waits for the answer to a look. It waits longer if prompts
-were often stored."""
+_LEAST_PATIENCE = 0.02  # share of a prompt's compute time to wait for the answer to a look; more if prompts were stored
 _LEARNS = 0.2
 _LEAST_SECONDS = 1e-3  # a shorter transfer is never late
 _MOST_AT_ONCE = 16  # prefetches that run or hold pages: each holds a whole prefix
@@ -103,28 +100,23 @@ class Prefetcher(ReadAhead):
             return None
         above = int(found.pages[known - 1]) if known else 0
         ahead = tiers.names.keys_ahead(namespace, above, tokens[known * self._size : limit * self._size].tobytes())
-        keys = ahead.digests
-        name = keys[0] if keys else ahead.parent
+        keys, name = ahead.digests, ahead.digests[0] if ahead.digests else ahead.parent
         other = self._named.get(name)
         if other is not None and not other.stopped:
             other.num_waiting += 1
             other.shared = True
             return other
-        is_trial = self._is_off
-        if is_trial:  # a request tries the lane as if all that it lacks were stored
+        if is_trial := self._is_off:  # a request tries the lane as if all that it lacks were stored
             counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
             num_bytes = tiers.settings.num_bytes(counts)
             if not tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes):
                 return None
-        lease = parts.tree.pin_path(found, known)
-        prefix = RequestedPrefix(tiers, parts.groups, lease, start, keys)
-        hold = parts.holds.add(Reason.READ_AHEAD, lease=lease)
+        hold = parts.holds.add(Reason.READ_AHEAD, lease=parts.tree.pin_path(found, known))
+        prefix = RequestedPrefix(tiers, parts.groups, hold.path, start, keys)
         share = max(_LEAST_PATIENCE, self._found) if self._policy is PrefetchPolicy.BREAK_EVEN else 1.0
         now = parts.seconds()
         until = now + share * self._patience((limit - start) * self._size, 0)
-        prefetch = Prefetch(
-            tiers, parts, namespace, tokens, name, prefix, hold, is_trial, self._at_once, since=now, stop_at=until
-        )
+        prefetch = Prefetch(tiers, parts, namespace, tokens, name, prefix, hold, is_trial, self._at_once, now, until)
         self._holding[prefetch] = None
         whole = [group.index for group in parts.groups if group.reach.whole]
         look = Transfer(Lane.LOOK, prefix.units(), scope, whole=whole)
@@ -155,14 +147,12 @@ class Prefetcher(ReadAhead):
             if prefetch.done:
                 self._release(prefetch)
 
-    def take_back_prefetched(self) -> bool:
+    def release_prefetched(self) -> bool:
         if not self._holding:
             return False
         self._cancel(next(reversed(self._holding)))
         self._parts.sweep()  # flushed pages must go before they could be evicted to the host and stored
         return True
-
-    # -- what is flushed or damaged
 
     def cancel(self, namespace: Namespace | None) -> None:
         """Drop, and do not hold, fetched pages of a namespace, or any (None)."""
@@ -181,8 +171,6 @@ class Prefetcher(ReadAhead):
             if prefetch.done and self._parts.damaged.are(prefetch.prefix.path).any():
                 self._release(prefetch)
 
-    # -- for audits
-
     @property
     def in_flight(self) -> tuple[Prefetch, ...]:
         """Prefetches that have not ended."""
@@ -192,8 +180,6 @@ class Prefetcher(ReadAhead):
         """Host frames of pieces that are not bound yet."""
         fetching = [part for each in self.in_flight for piece in each.pieces for part in piece.fetching]
         return np.concatenate([NO_PAGES, *(frames for host, _, frames in fetching if host.index == group)])
-
-    # -- what is worth waiting for
 
     @property
     def _is_off(self) -> bool:
@@ -211,21 +197,17 @@ class Prefetcher(ReadAhead):
         return self._tiers.break_even.deadline(tokens, num_bytes)
 
     def _decide(self, prefetch: Prefetch) -> None:
-        """Decide how far to fetch: up to the last page behind which every group could resume, if that is worth it."""
+        """Decide how far to fetch: up to the last page after which every group could resume, if that is worth it."""
         tiers, prefix = self._tiers, prefetch.prefix
         near, wanted = resume_point(self._partial, prefix.path, tiers.hosts)[0], prefix.far()
         prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
         if wanted <= near or tiers.damaged.are(prefix.path).any():
             return
-        if tiers.is_too_much(map(len, prefix.lacking(wanted, ()))):
+        tokens, num_bytes = (wanted - near) * self._size, tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
+        if not num_bytes or tiers.is_too_much(map(len, prefix.lacking(wanted, ()))):
             return
-        tokens = (wanted - near) * self._size
-        num_bytes = tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
-        if not num_bytes:
-            return
-        is_asked = not (tiers.settings.always or prefetch.is_trial)
-        queued = tiers.mover.in_flight(Lane.FETCH)
-        if is_asked and not tiers.break_even.decide(Lane.FETCH, tokens, num_bytes, queued):
+        queued, is_sure = tiers.mover.in_flight(Lane.FETCH), tiers.settings.always or prefetch.is_trial
+        if not is_sure and not tiers.break_even.decide(Lane.FETCH, tokens, num_bytes, queued):
             tiers.counters.declined_tokens += tokens
             return
         prefetch.wanted = wanted
@@ -299,7 +281,7 @@ class Prefetcher(ReadAhead):
         while prefetch.pieces and prefetch.pieces[0].move not in self._running:
             piece = prefetch.pieces.popleft()
             if prefetch.cancelled or prefetch.lost:
-                piece.give_up()
+                piece.discard()
             else:
                 prefetch.fetched(piece)
         if prefetch.lost and not prefetch.pieces and not prefetch.stopped:
@@ -311,7 +293,7 @@ class Prefetcher(ReadAhead):
         move = piece.move
         if move is not None:
             if not self._tiers.mover.submit(move):
-                piece.give_up()
+                piece.discard()
                 if not prefetch.pieces and self._tiers.mover.in_flight(Lane.FETCH):
                     self._refused[prefetch] = None  # until one has ended
                 return False

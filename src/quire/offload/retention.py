@@ -10,7 +10,6 @@ Only cached whole pages can be retained. A new retention never ends another one.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import secrets
 from collections import Counter
@@ -24,32 +23,24 @@ from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.states import GroupCache
 from quire.errors import InvalidInput
-from quire.lazy_queue import LazyQueue
-from quire.offload.host_groups import HostGroup, frames_behind
+from quire.offload.host_groups import HostGroup, needed_frames
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
 from quire.prefix.node import Node, pages_to, path_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
-from quire.spec.rank import Rank
 
-RETAIN_SHARE = 0.25
-"""The default budget, as a share of the plan's pages."""
-
-MOST_SECONDS = 86_400.0
-"""The longest time of one retention."""
-
+RETAIN_SHARE = 0.25  # the default budget, as a share of the plan's pages
+MOST_SECONDS = 86_400.0  # of one retention
 MOST_RETENTIONS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The answer to `Retention.retain`: the first `granted_tokens` of `asked_tokens` are retained.
-
-    `reason` says why not more, or is "". `retention_id` releases them, and is "" if none are retained; it cannot be
-    guessed. `host_tokens` of the granted ones are below the device, and are loaded when they are used.
-    """
+    """The first `granted_tokens` of `asked_tokens` are retained. `reason` says why not more, or is "". `retention_id`
+    releases them, and is "" if none are retained; it cannot be guessed. `host_tokens` of the granted ones are below the
+    device, and are loaded when they are used."""
 
     retention_id: str = ""
     asked_tokens: int
@@ -60,7 +51,7 @@ class Granted:
     host_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Retained:
     """One retention, without its id, tokens and namespace."""
 
@@ -70,7 +61,7 @@ class Retained:
     expires_in_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RetainedList:
     """All retentions. `retained_tokens` counts shared pages once."""
 
@@ -85,30 +76,22 @@ class RetainedPrefix:
 
     key: bytes
     namespace: Namespace
-    order: int  # in which retentions were made
     hold: Hold
     priority: int
     retention_id: str = field(default_factory=lambda: f"retention-{secrets.token_hex(16)}")
     expires_at: float = 0.0
     pinned: bool = False
-    ticket: int = 0  # of its entry in the queue of expiries
 
     @property
     def end(self) -> Node:
         """The last node of its path."""
         return self.hold.path.node
 
-    def frames(self, group: int) -> list[Ids]:
-        """Pages whose device frames in a group that is read in part it holds."""
-        return [frames.pages for frames in self.hold.frames if (frames.group, frames.tier) == (group, Tier.DEVICE)]
-
 
 class Retention(RetentionPort):
-    """The retentions of one cache, at most `share` of the plan's pages. Single-threaded, like the cache.
-
-    A retention holds a path of the tree in any tier. In groups that are read in part it also holds the frames that a
-    request needs to begin at its end: those on the device, or else on the host.
-    """
+    """The retentions of one cache, at most `share` of the plan's pages. Each holds a path of the tree, in any tier. In
+    groups that are read in part it also holds the frames that a request needs to begin at its end, on the device or
+    else on the host."""
 
     def __init__(self, parts: CacheParts, share: float, hosts: Sequence[HostGroup] = ()) -> None:
         plan = parts.plan
@@ -125,10 +108,7 @@ class Retention(RetentionPort):
         self._frame_room = [max(0, group.num_frames - group.reach.held(largest)) for group in self._partial]
         self._by_id: dict[str, RetainedPrefix] = {}
         self._by_key: dict[bytes, RetainedPrefix] = {}
-        self._expiries: LazyQueue[RetainedPrefix] = LazyQueue(
-            lambda ticket, item: item if item.ticket == ticket and not item.hold.released else None, by_key=True
-        )
-        self._order = itertools.count()
+        self._next_expiry = math.inf  # no retention ends before
         self.num_expired = self.num_given_up = self.num_lost = 0
 
     # -- verbs of callers
@@ -136,16 +116,13 @@ class Retention(RetentionPort):
     def retain(
         self, tokens: Ids, namespace: Namespace, *, ttl_seconds: float, priority: int = 0, pin: bool = False
     ) -> Granted:
-        """Retain the cached part of `tokens` for so long, and say how much that is.
-
-        A repeated call for the same tokens also retains what was cached since. It takes the later expiry, the higher
-        priority and the pin of all calls; use `release` for less. Raises InvalidInput for an impossible time.
+        """Retain the cached part of `tokens` for so long. A repeated call for the same tokens also retains what was
+        cached since. It takes the later expiry, the higher priority and the pin of all calls. Raises InvalidInput for
+        an impossible time.
         """
         if not 0 < ttl_seconds <= MOST_SECONDS:
-            raise InvalidInput(
-                f"ttl_seconds must be above 0 and at most {MOST_SECONDS:,.0f}, got {ttl_seconds:g}.",
-                fix="ask again before the time is over to keep it longer.",
-            )
+            asked = f"ttl_seconds must be above 0 and at most {MOST_SECONDS:,.0f}, got {ttl_seconds:g}."
+            raise InvalidInput(asked, fix="ask again before the time is over to keep it longer.")
         now = self._parts.seconds()
         self.expire()
         key = hashlib.sha256(namespace_seed(namespace) + tokens.tobytes()).digest()
@@ -156,20 +133,18 @@ class Retention(RetentionPort):
         if prefix is None and not num_pages:
             return Granted(asked_tokens=len(tokens), reason=reason)
         if prefix is None or num_pages > prefix.hold.path.num_pages:
-            frames = frames_behind(self._partial, match.pages[:num_pages])
+            frames = needed_frames(self._partial, match.pages[:num_pages])
             lease = self._tree.pin_path(match, num_pages)
             if prefix is None:
-                hold = self._parts.holds.add(Reason.RETAIN, lease=lease, frames=frames, rank=Rank.USED)
-                prefix = RetainedPrefix(key, namespace, next(self._order), hold, priority)
+                hold = self._parts.holds.add(Reason.RETAIN, frames, lease=lease)
+                prefix = RetainedPrefix(key, namespace, hold, priority)
                 self._by_id[prefix.retention_id] = self._by_key[key] = prefix
             else:
-                self._parts.holds.change(prefix.hold, frames, lease=lease, rank=Rank.USED)
+                self._parts.holds.change(prefix.hold, frames, lease=lease)
         prefix.pinned = prefix.pinned or (pin and self._may_pin(prefix))
         prefix.priority = max(prefix.priority, priority)
-        if now + ttl_seconds > prefix.expires_at:
-            prefix.expires_at = now + ttl_seconds
-            prefix.ticket = next(self._order)
-            self._expiries.push(prefix.ticket, prefix, prefix.expires_at)
+        prefix.expires_at = max(prefix.expires_at, now + ttl_seconds)
+        self._next_expiry = min(self._next_expiry, prefix.expires_at)
         num_retained = prefix.hold.path.num_pages
         return Granted(
             retention_id=prefix.retention_id,
@@ -183,8 +158,7 @@ class Retention(RetentionPort):
 
     def release(self, retention_id: str) -> bool:
         """End a retention; False if there is none with that id."""
-        prefix = self._by_id.get(retention_id)
-        return prefix is not None and self._end(prefix) > 0
+        return retention_id in self._by_id and self._end(self._by_id[retention_id]) > 0
 
     def release_all(self, namespace: Namespace | None) -> int:
         """End all retentions of a namespace, or of any (None), and return how many."""
@@ -192,25 +166,15 @@ class Retention(RetentionPort):
 
     def listing(self) -> RetainedList:
         """All retentions, in the order in which they would be ended, pinned ones last."""
-        now = self._parts.seconds()
+        now, size = self._parts.seconds(), self._size
         self.expire()
         retentions = tuple(
-            Retained(
-                tokens=prefix.hold.path.num_pages * self._size,
-                priority=prefix.priority,
-                pinned=prefix.pinned,
-                expires_in_seconds=prefix.expires_at - now,
-            )
-            for prefix in sorted(self._by_id.values(), key=_rank)
+            Retained(each.hold.path.num_pages * size, each.priority, each.pinned, each.expires_at - now)
+            for each in sorted(self._by_id.values(), key=_rank)
         )
-        return RetainedList(
-            budget_tokens=self.budget * self._size,
-            retained_tokens=self.num_pages * self._size,
-            retentions=retentions,
-        )
+        return RetainedList(self.budget * size, self.num_pages * size, retentions)
 
     def __len__(self) -> int:
-        """Number of retentions."""
         return len(self._by_id)
 
     # -- verbs of the cache. What soft retentions hold is counted in O(retained nodes), or O(retained frames)
@@ -221,10 +185,12 @@ class Retention(RetentionPort):
         self.num_lost += self._end(*[each for each in self._by_id.values() if are(pages_to(each.end)).any()])
 
     def expire(self) -> int:
-        now, num_ended = self._parts.seconds(), 0
-        while self._expiries.first_key(math.inf) <= now:
-            if (entry := self._expiries.pop()) is not None:
-                num_ended += self._end(entry.item)
+        now = self._parts.seconds()
+        if now < self._next_expiry:
+            return 0
+        in_order = sorted(self._by_id.values(), key=lambda prefix: prefix.expires_at)
+        num_ended = self._end(*[prefix for prefix in in_order if prefix.expires_at <= now])
+        self._next_expiry = min((prefix.expires_at for prefix in in_order[num_ended:]), default=math.inf)
         self.num_expired += num_ended
         return num_ended
 
@@ -237,25 +203,19 @@ class Retention(RetentionPort):
     def num_pinned(self) -> int:
         return _num_pages(nodes_of(self._pinned))
 
-    @property
-    def num_soft(self) -> int:
-        return _num_pages(self._only_soft()) if self._by_id else 0
-
-    def num_soft_of(self, match: Match, num_pages: int) -> int:
+    def num_soft(self, group: GroupCache | None = None) -> int:
         if not self._by_id:
             return 0
-        only = self._only_soft()
-        return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in match.path if node in only)
+        return _num_pages(self._only_soft()) if group is None else len(frames_only_held_by(self._soft, group))
 
-    def num_soft_frames(self, group: int) -> int:
-        return len(frames_only_held_by(self._soft, self._groups[group]))
-
-    def num_soft_frames_of(self, group: int, pages: Ids) -> int:
-        # A request takes over a carried frame that it begins on.
-        only = frames_only_held_by(self._soft, self._groups[group])
-        if not len(only) or self._groups[group].reach.carried:
+    def num_soft_of(self, match: Match, num_pages: int, group: GroupCache | None = None) -> int:
+        if not self._by_id or (group is not None and group.reach.carried):  # a request takes over a carried frame
             return 0
-        return len(np.intersect1d(self._groups[group].needed_pages(pages), only, assume_unique=True))
+        if group is not None:
+            only = frames_only_held_by(self._soft, group)
+            return len(np.intersect1d(group.needed_pages(match.pages[:num_pages]), only, assume_unique=True))
+        nodes = self._only_soft()
+        return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in match.path if node in nodes)
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
         if not self._by_id:
@@ -266,8 +226,7 @@ class Retention(RetentionPort):
         pages = num_new - self._parts.pages.num_free_pages - tree.num_evictable - tree.num_below
         self.give_up(max(pages, *whole, 0))
         for group in self._partial:
-            if short[group.index] > 0:
-                self._give_up_frames(group, short[group.index])
+            self._give_up_frames(group, short[group.index])
         return self.num_expired + self.num_given_up > before
 
     def give_up(self, num_pages: int) -> int:
@@ -287,27 +246,21 @@ class Retention(RetentionPort):
 
     def _give_up_frames(self, group: GroupCache, num_frames: int) -> None:
         """Likewise for frames of a group that is read in part."""
+        if num_frames <= 0:
+            return
         self.expire()
-        # A request takes over a carried frame that it alone pins.
-        others = int(group.reach.carried)
-        soft = self._soft
-        only = frames_only_held_by(soft, group, others)
-        for prefix in sorted(soft, key=_rank):
-            if num_frames <= 0:
-                break
-            held = prefix.frames(group.index)
-            if any(np.isin(pages, only).any() for pages in held):
-                self._end(prefix)
-                self.num_given_up += 1
-                num_frames -= sum(int(np.count_nonzero(group.table.pins[pages] <= others)) for pages in held)
-
-    # -- how much is granted
+        others = int(group.reach.carried)  # a request takes over a carried frame that it alone pins
+        only = frames_only_held_by(self._soft, group, others)
+        for prefix in sorted(self._soft, key=_rank):
+            held = frames_of([prefix], group.index)
+            if num_frames > 0 and np.isin(held, only).any():
+                self.num_given_up += self._end(prefix)
+                num_frames -= int(np.count_nonzero(group.table.pins[held] <= others))
 
     def _grant(self, asked: int, match: Match, prefix: RetainedPrefix | None, pin: bool) -> tuple[int, str]:
         """How many pages of a match of `asked` tokens to retain, and why not more."""
-        size, cached = self._size, match.num_pages
+        size, cached, reason = self._size, match.num_pages, ""
         num_pages, limited = self._resumes(match.pages)
-        reason = ""
         if num_pages < cached:
             because = f"group '{limited}' can resume" if limited else "damaged bytes let requests begin"
             reason = f"{cached * size:,} of them are cached, and {because} no further on than that"
@@ -320,15 +273,16 @@ class Retention(RetentionPort):
         if prefix is None and len(self) >= MOST_RETENTIONS:
             num_pages, reason = 0, f"{MOST_RETENTIONS:,} retentions are the most there may be"
         elif num_pages > most:
-            num_pages, reason = self._resumes(match.pages[:most])[0], self._no_budget(room)
+            num_pages, budget = self._resumes(match.pages[:most])[0], f"the budget of {self.budget * size:,} tokens"
+            taken = f"is taken by {len(self)} retention{'s' if len(self) > 1 else ''}"
+            left = f"had {room * size:,} left" if room else taken
+            reason = f"{budget} {left if self.budget else 'keeps nothing; raise --retain-share'}"
         if not pin:
             return num_pages, _granted(num_pages * size, asked, reason)
         most, room = _room_for(match, self._pinned, self._pin_budget)
         if num_pages > most:
-            reason = (
-                f"pins may take {self._pin_budget * size:,} tokens, of which {room * size:,} were left: the "
-                f"longest request, {self._parts.plan.largest_request:,} tokens, must find room beside them"
-            )
+            longest = f"the longest request, {self._parts.plan.largest_request:,} tokens, must find room beside them"
+            reason = f"pins may take {self._pin_budget * size:,} tokens, of which {room * size:,} were left: {longest}"
             if prefix is not None and most < prefix.hold.path.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."
             num_pages = self._resumes(match.pages[:most])[0]
@@ -339,30 +293,18 @@ class Retention(RetentionPort):
             return num_pages, f"kept, but not pinned: {reason}."
         return num_pages, _granted(num_pages * size, asked, reason)
 
-    def _no_budget(self, room: int) -> str:
-        budget = f"the budget of {self.budget * self._size:,} tokens"
-        if not self.budget:
-            return f"{budget} keeps nothing; raise --retain-share"
-        if room:
-            return f"{budget} had {room * self._size:,} left"
-        return f"{budget} is taken by {len(self)} retention{'s' if len(self) > 1 else ''}"
-
     def _may_pin(self, prefix: RetainedPrefix) -> bool:
         fits = _num_pages(nodes_of([*self._pinned, prefix])) <= self._pin_budget
         return fits and self._has_frame_room(pages_to(prefix.end))
 
     def _has_frame_room(self, pages: Ids) -> bool:
-        """Whether the longest request finds frames if those that a request needs behind `pages` are pinned too."""
-        return all(
-            len(np.union1d(frames_of(self._pinned, group.index), group.needed_pages(pages))) <= room
-            for group, room in zip(self._partial, self._frame_room, strict=True)
-        )
+        """Whether the longest request finds frames if those that a request needs after `pages` are pinned too."""
+        both = [np.union1d(frames_of(self._pinned, group.index), group.needed_pages(pages)) for group in self._partial]
+        return all(len(frames) <= room for frames, room in zip(both, self._frame_room, strict=True))
 
     def _resumes(self, pages: Ids) -> tuple[int, str]:
-        """The most pages of a cached path behind which a request could begin, and the group that limits it, or ""."""
+        """The most pages of a cached path after which a request could begin, and the group that limits it, or ""."""
         return resume_point(self._partial, pages[: self._parts.damaged.before(pages)], self._hosts)
-
-    # -- inside
 
     @property
     def _soft(self) -> list[RetainedPrefix]:
@@ -385,7 +327,7 @@ class Retention(RetentionPort):
             self._end(prefix)
             return
         lease = self._tree.pin_part(prefix.hold.path, left)
-        self._parts.holds.change(prefix.hold, frames_behind(self._partial, pages[:left]), lease=lease, rank=Rank.USED)
+        self._parts.holds.change(prefix.hold, needed_frames(self._partial, pages[:left]), lease=lease)
         self._parts.changed()
 
     def _end(self, *prefixes: RetainedPrefix) -> int:
@@ -412,11 +354,9 @@ def nodes_of(retained: Iterable[RetainedPrefix]) -> set[Node]:
 
 
 def only_held_by(retained: Sequence[RetainedPrefix]) -> set[Node]:
-    """Nodes that these retentions hold and nothing else does. O(nodes that they hold).
-
-    A node is held by leases that end at it and by the levels of its children. If these retentions account for both,
-    and for these children likewise, nothing else holds it. From the leaves up.
-    """
+    """Nodes that these retentions hold and nothing else does, from the leaves up. O(nodes that they hold). A node is
+    held by leases that end at it and by the levels of its children: these retentions account for both, and likewise
+    for these children."""
     own = Counter(each.end for each in retained)
     below: Counter[Node | None] = Counter()
     only: set[Node] = set()
@@ -429,7 +369,9 @@ def only_held_by(retained: Sequence[RetainedPrefix]) -> set[Node]:
 
 def frames_of(retained: Iterable[RetainedPrefix], group: int) -> Ids:
     """Pages whose device frames in a group these retentions hold, once for each retention."""
-    return np.concatenate([NO_PAGES, *(pages for each in retained for pages in each.frames(group))])
+    held = [frames for each in retained for frames in each.hold.frames]
+    runs = [frames.pages for frames in held if (frames.group, frames.tier) == (group, Tier.DEVICE)]
+    return np.concatenate([NO_PAGES, *runs])
 
 
 def frames_only_held_by(retained: Iterable[RetainedPrefix], group: GroupCache, others: int = 0) -> Ids:
@@ -441,9 +383,9 @@ def frames_only_held_by(retained: Iterable[RetainedPrefix], group: GroupCache, o
     return found
 
 
-def _rank(prefix: RetainedPrefix) -> tuple[bool, int, float, int]:
-    """The lowest is ended first; pinned ones come last."""
-    return prefix.pinned, prefix.priority, prefix.expires_at, prefix.order
+def _rank(prefix: RetainedPrefix) -> tuple[bool, int, float]:
+    """The lowest is ended first, of equal ones the oldest; pinned ones come last."""
+    return prefix.pinned, prefix.priority, prefix.expires_at
 
 
 def _num_pages(nodes: Iterable[Node]) -> int:

@@ -6,7 +6,7 @@
     fetch     store -> host       while a request waits (`quire.offload.prefetcher`)
 
 All frames of a page move together. A transfer holds its path, and its frames in groups that are read in part. A damaged
-record is counted and quarantined, and the pages behind it are deleted; a request that waited for it begins again.
+record is counted and quarantined, and the pages after it are deleted; a request that waited for it begins again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.states import GroupCache
-from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
 from quire.offload.deletion import StoreDeletion
@@ -32,8 +31,7 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer
 
-TRIAL_BYTES: Final = 16 << 20
-"""The most bytes of a save that measures the speed of saving."""
+TRIAL_BYTES: Final = 16 << 20  # the most of a save that measures the speed of saving
 _MOST_SAVES = 64  # pending saves begun at a time
 _WAIT_S = 0.05
 
@@ -51,7 +49,6 @@ class Tiering:
     """The tiers of the cache that has these parts. `hosts` has the host frames of each group. See the module."""
 
     def __init__(self, settings: TierSettings, parts: CacheParts) -> None:
-        plan = parts.plan
         self.settings = settings
         self.mover = settings.mover
         self.break_even = settings.break_even
@@ -61,11 +58,7 @@ class Tiering:
         self.damaged = parts.damaged
         self.counters = TierCounters()
         self.hosts = tuple(
-            HostGroup(
-                group.index,
-                parts.frames.of(Tier.HOST, group.index),
-                HostTokenToKVPoolAllocator(num_frames * plan.page_size, plan.page_size, name=group.name),
-            )
+            HostGroup(group.index, parts.frames.of(Tier.HOST, group.index), num_frames, parts.plan.page_size)
             for group, num_frames in zip(parts.groups, settings.host_frames, strict=True)
         )
         self.deletion = StoreDeletion(settings.mover, self.names, parts.seconds)
@@ -75,16 +68,14 @@ class Tiering:
         self._tree = parts.tree
         self._holds = parts.holds
         self._groups = parts.groups
-        self._give_back = parts.give_back
-        self._page_size = plan.page_size
+        self._free = parts.free
+        self._page_size = parts.plan.page_size
         self._ended: list[Transfer] = []
         self._unsaved = PendingPaths(parts.tree)  # whose save the lane refused
         self._saves_wait = False  # until a save has ended
 
-    # -- flushes
-
     def cancel(self, namespace: Namespace | None) -> None:
-        """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
+        """Drop the pages of saves and loads under way, of a namespace or all (None), when they arrive."""
         for moving in self.moving.values():
             moving.cancelled |= namespace in (None, moving.hold.path.node.namespace)
 
@@ -96,10 +87,8 @@ class Tiering:
         if self.settings.stores:
             self.deletion.flush(namespace)
 
-    # -- asking
-
     def missing(self, pages: Ids) -> list[Ids]:
-        """By group, pages that a request that begins behind this path reads and the device lacks."""
+        """By group, pages that a request that begins after this path reads and the device lacks."""
         needed = [group.needed_pages(pages) for group in self._groups]
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
@@ -129,10 +118,10 @@ class Tiering:
     # -- saving
 
     def save(
-        self, node: Node, pages: Ids, *, ends: Sequence[int], first: int = 0, evicts: bool = False
+        self, node: Node, pages: Ids, ends: Sequence[int], *, first: int = 0, evicts: bool = False
     ) -> Transfer | None:
         """Copy pages of a path from page `first` on that the host lacks. Without room, the last ones are left out.
-        `ends` are numbers of pages behind which requests may begin: frames that they read in part are copied too. A
+        `ends` are numbers of pages after which requests may begin: frames that they read in part are copied too. A
         caller that `evicts` the path from the device has it saved under every `WritePolicy`.
         """
         if not len(pages):
@@ -149,20 +138,21 @@ class Tiering:
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
-        rooms = [self.host_room(host, len(at)) for host, at in zip(self.hosts, wanted, strict=True)]
+        fits = [at[: self.host_room(host, len(at))] for host, at in zip(self.hosts, wanted, strict=True)]
         cuts = [
-            at[room] for host, at, room in zip(self.hosts, wanted, rooms, strict=True) if host.whole and room < len(at)
+            at[len(fit)]
+            for at, fit, host in zip(wanted, fits, self.hosts, strict=True)
+            if host.whole and len(fit) < len(at)
         ]
-        ends_at = min(cuts, default=len(pages))  # all groups that are read whole save the same pages
+        end = min(cuts, default=len(pages))  # all groups that are read whole save the same pages
         parts = []
-        for group, host, at, room in zip(self._groups, self.hosts, wanted, rooms, strict=True):
-            taken = at[at < ends_at] if host.whole else at[:room]
-            self.counters.unsaved_frames += len(at) - len(taken)
+        for group, host, fit in zip(self._groups, self.hosts, fits, strict=True):
+            taken = fit[fit < end] if host.whole else fit
             if len(taken):
-                saved = pages[taken]
+                saved, frames = pages[taken], host.take(len(taken))
                 ranks = group.table.rank[saved] if group.table.reclaims else None
-                frames = host.take(len(taken))
                 parts.append(GroupPages(group.index, saved, taken, group.table.frame[saved], frames, ranks))
+        self.counters.unsaved_frames += sum(map(len, wanted)) - sum(len(part.pages) for part in parts)
         if not parts:
             self._tree.release(lease)
             return None
@@ -201,18 +191,16 @@ class Tiering:
         short = wanted - host.num_free
         if short > 0:
             self.archiver.go_on(urgent=True)
-            if host.whole:
-                self.evict_host(short)
-            else:
-                host.evict(short)
-        return max(0, min(wanted, host.num_free))
+            evict: Callable[[int], object] = self.evict_host if host.whole else host.evict
+            evict(short)
+        return min(wanted, host.num_free)
 
     def evict_host(self, num_pages: int) -> bool:
         """Evict host copies of up to so many unused pages; whether there were any."""
         evicted = self._tree.evict_lower(num_pages, self._leave_host)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
-        self._give_back(evicted.removed)
+        self._free(evicted.removed)
         return num_evicted > 0
 
     def _leave_host(self, pages: Ids) -> None:
@@ -225,12 +213,12 @@ class Tiering:
         have copies now."""
         if self._tree.num_copies(node) < node.num_pages:
             pages = pages_to(node)
-            self._save_at_once(node, pages, node.depth)
+            self._save_now(node, pages, node.depth)
             if self.settings.stores:  # ancestors too: those that always stay on the device would never be stored
-                self._save_at_once(node, pages, self.archiver.storable(pages))
+                self._save_now(node, pages, self.archiver.storable(pages))
         return self._tree.num_copies(node)
 
-    def _save_at_once(self, node: Node, pages: Ids, first: int) -> None:
+    def _save_now(self, node: Node, pages: Ids, first: int) -> None:
         move = self.save(node, pages, ends=(len(pages),), first=first, evicts=True)
         if move is not None:
             self.mover.complete(move)
@@ -243,7 +231,7 @@ class Tiering:
         """Free the device frames of these pages, which are on the host."""
         self.counters.demoted_pages += len(pages)
         for group in self._groups:
-            group.forget(pages)
+            group.frames.drop(pages)
         self.table.remove_pages(Tier.DEVICE, pages)
 
     def removed(self, pages: Ids) -> None:
@@ -289,15 +277,11 @@ class Tiering:
 
     def loads_of(self, pages: Ids) -> list[Transfer]:
         """Loads under way of some of these pages."""
-        loads = [move for move in self.moving if move.lane is Lane.LOAD]
+        loads = [(move, moving.parts) for move, moving in self.moving.items() if move.lane is Lane.LOAD]
         if not loads:
             return []
         arriving = [pages[group.table.has(pages, State.ARRIVING)] for group in self._groups]
-        return [
-            move
-            for move in loads
-            if any(np.isin(part.pages, arriving[part.group]).any() for part in self.moving[move].parts)
-        ]
+        return [m for m, parts in loads if any(np.isin(part.pages, arriving[part.group]).any() for part in parts)]
 
     # -- what has ended
 
@@ -313,6 +297,9 @@ class Tiering:
         for move in ended:
             self.counters.links[move.lane].add(move)
             self.settings.health.ended(move)
+            if move.deleted_scopes:
+                self.archiver.store_is_empty()  # another engine has flushed it
+                self.deletion.found(move.deleted_scopes)
             if move.lane is Lane.DELETE:
                 self.deletion.ended(move)
             elif move.lane is Lane.SAVE:
@@ -322,9 +309,6 @@ class Tiering:
             elif move.lane is Lane.ARCHIVE:
                 self.archiver.ended(move)
             else:
-                if move.deleted_scopes:
-                    self.archiver.store_is_empty()  # another engine has flushed it
-                    self.deletion.found(move.deleted_scopes)
                 fetched(move)
         self.deletion.go_on()
         self._save_the_rest()
@@ -386,10 +370,10 @@ class Tiering:
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
-        self._add_damaged(moving.hold.path.node, min(places))
+        self._delete_later(moving.hold.path.node, min(places))
         self._holds.release(moving.hold)
 
-    def _add_damaged(self, node: Node, first: int) -> None:
+    def _delete_later(self, node: Node, first: int) -> None:
         """Delete the path to a node from its page `first` on, as soon as nothing else holds it."""
         self.damaged_paths.append((self._holds.add(Reason.DAMAGE, lease=self._tree.pin(node)), first))
 
@@ -407,15 +391,15 @@ class Tiering:
                 continue  # deleted with another path
             pages = self._tree.discard(node, first - node.depth)
             if pages is None:
-                self._add_damaged(end, first)
+                self._delete_later(end, first)
             else:
-                self._give_back(pages)
+                self._free(pages)
         return len(waiting) - len(self.damaged_paths)
 
     # -- inside
 
     def _submit(self, lane: Lane, lease: Lease, parts: list[GroupPages]) -> Transfer | None:
-        """Start a transfer. None, with its frames given back, if the lane refuses."""
+        """Start a transfer. None, with its frames freed, if the lane refuses."""
         saves = lane is Lane.SAVE
         move = transfer_of(lane, parts, self.names.scope(lease.node.namespace), self.names, self.settings)
         if not self.mover.submit(move):
@@ -428,21 +412,19 @@ class Tiering:
             self._tree.release(lease)
             return None
         for part in parts:
-            arrives = self.hosts[part.group].table if saves else self._groups[part.group].table
-            arrives.mark(part.pages, State.ARRIVING)
-        touched = (Tier.DEVICE,) if saves else (Tier.DEVICE, Tier.HOST)
-        frames = [HeldFrames(part.group, tier, part.pages) for part in parts for tier in touched]
-        hold = self._holds.add(Reason.SAVE if saves else Reason.LOAD, lease=lease, frames=frames)
-        self.moving[move] = Moving(hold, parts)
+            self.table.of(Tier.HOST if saves else Tier.DEVICE, part.group).mark(part.pages, State.ARRIVING)
+        tiers = (Tier.DEVICE,) if saves else (Tier.DEVICE, Tier.HOST)
+        frames = [HeldFrames(part.group, tier, part.pages) for part in parts for tier in tiers]
+        self.moving[move] = Moving(self._holds.add(Reason.SAVE if saves else Reason.LOAD, frames, lease=lease), parts)
         return move
 
     def _release(self, move: Transfer) -> Moving:
         """A transfer has ended: unpin its frames, and still hold its path."""
         moving = self.moving.pop(move)
         self._holds.change(moving.hold, ())
+        tier = Tier.DEVICE if move.lane is Lane.LOAD else Tier.HOST
         for part in moving.parts:
-            arrived = self._groups[part.group].table if move.lane is Lane.LOAD else self.hosts[part.group].table
-            arrived.unmark(part.pages, State.ARRIVING)
+            self.table.of(tier, part.group).unmark(part.pages, State.ARRIVING)
         return moving
 
 
@@ -453,11 +435,9 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
 
 
 def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
-    """Which of these places of a path, by group, to copy to the host.
-
-    All if loading them again, which takes as long as saving, would be quicker than computing them, else none; the first
-    few if the speed is not known yet. A store needs all copies: they outlive this process.
-    """
+    """Which of these places of a path, by group, to copy to the host: all if loading them again, which takes as long as
+    saving, would be quicker than computing them, else none; the first few if the speed is not known yet. A store needs
+    all copies: they outlive this process."""
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))

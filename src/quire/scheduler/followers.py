@@ -35,7 +35,7 @@ class Leaders:
             return
         rows = self._rows
         leads = computes = rows.in_prefill()
-        if self._cache.admission.gives_back_early:
+        if self._cache.admission.frees_early:
             leads = computes | (rows.settled[rows.order] % self._cache.page_size == 0)
         self._all = [rows.running[at] for at in leads.nonzero()[0].tolist()]
         self._computing = {rows.kvs[at] for at in computes.nonzero()[0].tolist()}

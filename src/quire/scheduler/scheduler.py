@@ -98,7 +98,7 @@ class Scheduler:
         self._asked: Counter[int] = Counter()  # what those who wait begin with
         self._requests: dict[str, Request] = {}
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
-        self._rows = RunningRows(cache.rows.table.serials, width)
+        self._rows = RunningRows(cache.rows.serials, width)
         self._decoding = self._rows.together()  # of the last step
         self._prefetching = Prefetching(ahead)
         self._leaders = Leaders(cache, self._rows)
@@ -206,18 +206,18 @@ class Scheduler:
         """Works that are committed now, in order, of those of which so many tokens have settled: prompts, page by page,
         and requests that set frames free by it, or that draw behind drafts."""
         admission, rows = self._cache.admission, step.batch.rows
-        if step.is_decode and not admission.gives_back_early:
+        if step.is_decode and not admission.frees_early:
             return rows[:0]
         pages = settled // self._cache.page_size
         filled = pages > self._rows.committed[rows]
-        if admission.gives_back_early:
+        if admission.frees_early:
             freeing = filled.nonzero()[0]
             freeing = freeing[admission.frees(rows[freeing], pages[freeing])]
             if step.is_decode:
                 return freeing
         whole = filled & (step.counts > 1)
         whole |= (step.draw_counts > 1) & (settled >= 0)  # what a request carries has to hear which drafts came true
-        if admission.gives_back_early:
+        if admission.frees_early:
             whole[freeing] = True
         return whole.nonzero()[0]
 
@@ -476,7 +476,7 @@ class Scheduler:
         spare = pages_for(plan.tokens_per_step, size)
         request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         # Who runs will end; what waiting requests hold for themselves could keep the first of them out for ever.
-        while request.wait_reason and not len(rows) and self._ahead.take_back_prefetched():
+        while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
             request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         return not request.wait_reason
 
