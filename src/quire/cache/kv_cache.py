@@ -330,8 +330,9 @@ class KVCache:
     def close_fence(self, fence: int) -> None:
         """That step has settled. What waited for it is free, all of it even where one part raises an error."""
         ready = self.fences.close(fence)
-        if len(ready) == 1:
-            self._release(ready[0].pages, ready[0].lease, ready[0].released)
+        if len(ready) < 2:
+            for retired in ready:
+                self._release(retired.pages, retired.lease, retired.released)
             return
         with ExitStack() as last_first:
             for each in self._growth.allocators:

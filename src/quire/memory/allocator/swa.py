@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from quire.errors import InvalidFree, InvalidInput
+from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator.base import (
     BaseTokenToKVPoolAllocator,
     IntArray,
@@ -122,8 +122,12 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         pages = self.full_attn_allocator.alloc_pages(num_pages)
         if self._windows_only:
             self.table.bind(pages, pages)
-        else:
+            return pages
+        try:
             self.take(pages)
+        except OutOfPages:
+            self.full_attn_allocator.free_pages(pages)
+            raise
         return pages
 
     def alloc_extend_swa_tail(
