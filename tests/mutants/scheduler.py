@@ -39,7 +39,7 @@ def preempt_the_first(patch: Patch) -> None:
 def leaders_may_be_waiting(patch: Patch) -> None:
     """Two requests with one prefix wait for each other, and neither is ever admitted."""
 
-    def admit(scheduler: Scheduler, granted: Any) -> bool:
+    def admit(scheduler: Scheduler, next_step: Any) -> bool:
         def leader(request: Any, hit: Any) -> Any:
             for other in scheduler.waiting:
                 if other is not request and other.tokens[0] == request.tokens[0]:
@@ -47,7 +47,7 @@ def leaders_may_be_waiting(patch: Patch) -> None:
             return None
 
         patch.setattr(scheduler._leaders, "of", leader)
-        return real(scheduler, granted)
+        return real(scheduler, next_step)
 
     real = Scheduler._admit
     patch.setattr(Scheduler, "_admit", admit)

@@ -1,1 +1,1 @@
-"""Who runs next: requests, queues, policies, batches."""
+"""The scheduler: requests, queues, policies and the steps that are made of them."""

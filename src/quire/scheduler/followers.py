@@ -1,7 +1,7 @@
 """Leaders: running requests that are computing what waiting ones could reuse, so that these wait for it.
 
-A waiting request looks for a leader when it is considered. Then it remembers whom it follows and how far, and is not
-looked at again before its leader has committed so many pages, or leads no more.
+A waiting request looks for a leader when it is considered. Then it remembers its leader and how far it follows it, and
+is not considered again before the leader has committed so many pages, or leads no more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Leaders:
         return int(np.count_nonzero(self._rows.in_prefill())) if self._cache.share_prefixes else 0
 
     def renew(self) -> None:
-        """Who leads now: who computes a prompt, or has still to leave something where it is, at the end of a page."""
+        """Find the leaders of now: requests that compute a prompt, or that still store a state at the end of a page."""
         self._all, self._computing = [], set()
         if not self._cache.share_prefixes:
             return
@@ -41,19 +41,19 @@ class Leaders:
         self._computing = {rows.kvs[at] for at in computes.nonzero()[0].tolist()}
 
     def join(self, request: Request) -> None:
-        """It has just begun."""
+        """A request has just begun."""
         if self._cache.share_prefixes and request.kv is not None:
             self._all.append(request)
             self._computing.add(request.kv)
 
     def is_waited_for(self, following: Following) -> bool:
-        """Whether there is nothing new for who follows so."""
+        """Whether its leader has nothing new for a request that follows so."""
         kv = following.leader
         return kv in self._computing and kv.shares and kv.lease.num_pages < following.num_pages
 
     def of(self, request: Request, hit: PrefixHit) -> tuple[Request, Following | None] | None:
         """A running request that is computing more of this one's prefix than is cached, worth waiting for; and what to
-        remember, None where it is to be looked at again in the next step."""
+        remember, None where the request is to be considered again in the next step."""
         size = self._cache.page_size
         missed = slice(hit.num_pages * size, (hit.num_pages + 1) * size)  # the page that a leader has to have at least
         first = request.tokens[missed].tobytes()

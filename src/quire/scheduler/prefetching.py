@@ -1,6 +1,6 @@
-"""Prefetching: what of waiting requests' prompts is fetched from storage, and held for them until they begin.
+"""Prefetching: pages of waiting requests' prompts are fetched from storage, and held until these requests begin.
 
-Those that are next read ahead, and others once they come near.
+The first requests of the queue read ahead, and others when they are considered.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ _NEXT = 32
 
 
 class Prefetching:
-    """What is asked of storage for the waiting requests of one scheduler."""
+    """The prefetches of one scheduler's waiting requests."""
 
     def __init__(self, ahead: ReadAhead) -> None:
         self._ahead = ahead
 
-    def start(self, request: Request, behind: Sequence[Request] = ()) -> None:
-        """Have what is stored of its prompt fetched, once. Where too many do, the last of those `behind` it that holds
-        something does so later."""
+    def start(self, request: Request, later: Sequence[Request] = ()) -> None:
+        """Fetch the stored pages of its prompt, once. If there are too many prefetches, the last one of `later` requests
+        stops, and starts again afterwards."""
         if request.read_ahead or not self._ahead.stores:
             return
-        if behind and not self._ahead.can_prefetch:
-            last = next((other for other in reversed(behind) if other.prefetch or other.prefetched), None)
+        if later and not self._ahead.can_prefetch:
+            last = next((other for other in reversed(later) if other.prefetch or other.prefetched), None)
             if last is not None:
-                self.let_go(last)
+                self.stop(last)
                 last.read_ahead = False
         if self._ahead.can_prefetch:
             request.read_ahead = True
             request.prefetch = self._ahead.prefetch(request.tokens, request.namespace)
 
     def start_next(self, waiting: Sequence[Request]) -> None:
-        """Those that are next read ahead, as far as there is room for that."""
+        """Start prefetches for the first requests, as far as there is room."""
         if not self._ahead.stores:
             return
         for request in waiting[:_NEXT]:
@@ -45,8 +45,8 @@ class Prefetching:
                 self.start(request)
 
     def awaits(self, request: Request) -> bool:
-        """Whether a request goes on waiting for what is fetched for it. Where what has come is the beginning of
-        several prompts, each asks for the rest of its own."""
+        """Whether a request still waits for its prefetch. Where the fetched pages begin several prompts, each request
+        fetches the rest of its own."""
         prefetch = request.prefetch
         if prefetch is None:
             return False
@@ -60,8 +60,8 @@ class Prefetching:
             self.start(request)
         return request.prefetch is not None
 
-    def let_go(self, request: Request) -> None:
-        """Nothing is fetched for it, or held, any more."""
+    def stop(self, request: Request) -> None:
+        """Stop its prefetch, and release the pages that it holds."""
         for prefetch in request.prefetched:
             self._ahead.stop_prefetch(prefetch)
         request.prefetched.clear()

@@ -74,9 +74,9 @@ class Request:
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
         self.read_ahead = False  # whether storage was asked for its prompt
-        self.prefetch: Prefetch | None = None  # what of its prompt comes from storage while it waits
-        self.prefetched: list[Prefetch] = []  # what has come of it, which is held until it begins
-        self.follows: Following | None = None  # whom it waits for, as it was found when it was looked at last
+        self.prefetch: Prefetch | None = None  # of pages of its prompt from storage, while it waits
+        self.prefetched: list[Prefetch] = []  # those that have ended, whose pages are held until it begins
+        self.follows: Following | None = None  # the leader it waits for, when it was considered last
         self.is_new = True  # until it is one of `Step.admitted`
         self.num_cached = -1  # of its first admission; -1 before
         self.num_host = self.num_storage = 0  # of these, from host memory and from storage
@@ -95,12 +95,12 @@ class Request:
         self._tokens, self._lengths = tokens, lengths
 
     def unbind(self) -> None:
-        """It runs no more, and keeps what it has to itself."""
+        """It runs no more, and has copies of its tokens and lengths."""
         self._tokens, self._lengths = self.tokens.copy(), self._lengths.copy()
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first, and who is preempted last: higher priority, then earlier arrival."""
+        """The lowest is admitted first and preempted last: higher priority, then earlier arrival."""
         return (-self.priority, self.arrival)
 
     @property
@@ -149,5 +149,5 @@ class Request:
         return self.num_known - self.num_launched > 1 or self.num_settled < self.num_prompt_tokens
 
     def start_at(self, num_tokens: int) -> None:
-        """So many of its tokens are there already, computed by others, or none any more."""
+        """So many of its first tokens are cached, or 0 after a preemption."""
         self._lengths[LAUNCHED] = self._lengths[SETTLED] = num_tokens

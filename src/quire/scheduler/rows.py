@@ -37,14 +37,14 @@ class RunningRows:
         self._lengths: Lengths = np.zeros((4, num_rows), dtype=np.int64)
         self.known, self.launched, self.settled, self.pending = self._lengths
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
-        self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens behind the known ones that may come true
+        self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens after the known ones that may be accepted
         self.num_drafted = 0  # rows that have any
-        self.serials = serials  # whose the row is; 0: nobody's
+        self.serials = serials  # of each row's request; 0: none
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
         self.kvs: list[RequestKV] = []
         self.order: Rows = np.empty(0, dtype=np.intp)
-        self._all: StepRows | None = None  # None: who runs has changed
+        self._all: StepRows | None = None  # None: other requests run now
 
     def bind(self, request: Request) -> None:
         """A request begins in the row of its `kv`."""
@@ -59,7 +59,7 @@ class RunningRows:
         self._all = None
 
     def unbind(self, request: Request) -> None:
-        """It gives its row up."""
+        """A request leaves its row."""
         assert request.kv is not None
         row = request.kv.row
         request.unbind()
@@ -70,19 +70,19 @@ class RunningRows:
         self._all = None
 
     def together(self) -> StepRows:
-        """All that run, in order."""
+        """All running requests, in order."""
         if self._all is None:
             self._all = self._step_rows(self.running.copy(), self.kvs.copy(), self.order)
         return self._all
 
-    def of(self, requests: Sequence[Request], behind: StepRows | None = None) -> StepRows:
-        """These requests, for steps, and others before them."""
+    def of(self, requests: Sequence[Request], first: StepRows | None = None) -> StepRows:
+        """These requests, for steps, after those of `first`."""
         kvs = [request.kv for request in requests if request.kv is not None]
         rows = np.array([kv.row for kv in kvs], dtype=np.intp)
-        if behind is None:
+        if first is None:
             return self._step_rows(list(requests), kvs, rows)
-        rows = np.concatenate((behind.rows, rows))
-        return self._step_rows([*behind.requests, *requests], [*behind.kvs, *kvs], rows)
+        rows = np.concatenate((first.rows, rows))
+        return self._step_rows([*first.requests, *requests], [*first.kvs, *kvs], rows)
 
     def _step_rows(self, requests: list[Request], kvs: list[RequestKV], rows: Rows) -> StepRows:
         return StepRows(requests, kvs, rows, self.serials[rows], self.terms, self.width)
@@ -107,7 +107,7 @@ class RunningRows:
     # -- drafts
 
     def draft(self, request: Request, tokens: Ids) -> None:
-        """These may be the next tokens of a request: its next step computes them behind the last known one."""
+        """These may be the next tokens of a request: its next step computes them after the last known one."""
         assert request.kv is not None and not request.pending
         row, known = request.kv.row, request.num_tokens
         self.tokens[row, known : known + len(tokens)] = tokens
@@ -123,7 +123,7 @@ class RunningRows:
         return kept
 
     def forget_drafts(self, rows: Rows) -> None:
-        """They have been launched, or nobody wants them any more."""
+        """The drafts of these rows have been launched, or are dropped."""
         if self.num_drafted:
             self.num_drafted -= int(np.count_nonzero(self.drafts[rows]))
             self.drafts[rows] = 0
@@ -131,7 +131,7 @@ class RunningRows:
     # -- steps
 
     def step(self, batch: StepRows, counts: Lengths | None = None) -> Step:
-        """Launch `counts[i]` tokens of each, drafts among them; without counts, the one token that each draws behind.
+        """Launch `counts[i]` tokens of each, drafts among them; without counts, one token of each.
 
         What is launched is counted as such, and what it draws as pending.
         """
@@ -174,7 +174,7 @@ class RunningRows:
         last = starts + counts >= self.known[rows] + pending + drafts
         draw_counts = np.where(last, 1 + drafts, 0)
         drawers = np.repeat(every, draw_counts)
-        behind = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
+        left = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
         return Step(
             batch=batch,
             starts=starts,
@@ -183,7 +183,7 @@ class RunningRows:
             positions=positions,
             draw_counts=draw_counts,
             drawers=drawers,
-            draws=offsets[1:][drawers] - behind,
+            draws=offsets[1:][drawers] - left,
             tokens=self.flat[batch.base[owners] + positions].astype(np.int64),
             future=_NO_PLACES,
         )
@@ -191,7 +191,7 @@ class RunningRows:
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None) -> tuple[Settled, Lengths, list[int]]:
         """A step has finished; it drew `tokens`, of which work i keeps its first `kept[i]`: all, if not given.
 
-        Requests that are done have their `finish_reason` now, and keep nothing behind it. Returns what they got, how
+        Requests that are done have their `finish_reason` now, and keep no token after it. Returns what they got, how
         many tokens of each work have settled (-1 where its row is not the request's any more), and works that are done.
         """
         batch, draw_counts = step.batch, step.draw_counts
@@ -230,7 +230,7 @@ class RunningRows:
         if not all_live:
             settled[~live] = -1
         self._advance(batch, live if not all_live else None, settled, kept, draw_counts, several=several)
-        return _what_came(batch, owners, tokens, noted, kept, several=several), settled, done
+        return _settled(batch, owners, tokens, noted, kept, several=several), settled, done
 
     def _advance(
         self, batch: StepRows, live: Bools | None, settled: Lengths, kept: Lengths, drawn: Lengths, *, several: bool
@@ -268,9 +268,7 @@ def _end(
     return done
 
 
-def _what_came(
-    batch: StepRows, owners: Rows, tokens: Lengths, noted: Bools, kept: Lengths, *, several: bool
-) -> Settled:
+def _settled(batch: StepRows, owners: Rows, tokens: Lengths, noted: Bools, kept: Lengths, *, several: bool) -> Settled:
     if not several:
         whole = len(owners) == len(batch)
         requests = batch.requests if whole else [batch.requests[i] for i in owners.tolist()]

@@ -1,13 +1,13 @@
-"""Scheduler: who runs next, on which pages. Continuous batching with chunked prefill.
+"""Scheduler: which requests run next, on which pages. Continuous batching with chunked prefill.
 
 A step takes running requests first, those that decode before those that prefill, then admits waiting ones while tokens
 and pages last. When pages run out, the running request that comes last in `Request.order` gives its memory back and
 waits again; what it had committed stays cached. The first in that order is never preempted, so something always
 finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
 
-Nobody is admitted to wait: a request gets room for its whole known prompt, or stays in the queue and says why. What of
-its prompt is in storage is fetched while it waits (`quire.scheduler.prefetching`). What is on the host is loaded once
-it is admitted, and it computes as soon as that is on its way.
+A request is admitted only with room for its whole known prompt; otherwise it stays in the queue with a reason. Pages
+of its prompt in storage are fetched while it waits (`quire.scheduler.prefetching`). Pages on the host are loaded once it
+is admitted, and it computes as soon as they are on their way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
 
-class _Granted:
+class _NextStep:
     """Works of the step that is being made, which have room: requests that decode, with their drafts where there are
     any, then others with their counts."""
 
@@ -95,7 +95,7 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._per_step = cache.plan.tokens_per_step
         self._waiting: list[Request] = []  # sorted by Request.order
-        self._asked: Counter[int] = Counter()  # what those who wait begin with
+        self._asked: Counter[int] = Counter()  # waiting requests by `Request.opening`
         self._requests: dict[str, Request] = {}
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
         self._rows = RunningRows(cache.rows.serials, width)
@@ -150,8 +150,8 @@ class Scheduler:
 
     def draft(self, request: Request, tokens: Ids) -> int:
         """These may be the next tokens of a running request that waits for none: its next step computes them too, and
-        `settle` says how many came true. Returns how many of them that are, as far as the plan reserves room and the
-        request may still draw."""
+        `settle` says how many were right. Returns how many it computes, as far as the plan reserves room and the request
+        may still draw."""
         room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
         ready = request.state is RequestState.RUNNING and not request.pending
         ready = ready and request.num_tokens - request.num_launched == 1
@@ -164,7 +164,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
-        granted = _Granted()
+        next_step = _NextStep()
         self._ahead.settle_moves()
         self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
@@ -174,21 +174,21 @@ class Scheduler:
             self._commit_settled()
         running = self._launchable()
         ready = self._rows.ready(running)
-        self._grant_decodes(granted, running, ready)
+        self._grant_decodes(next_step, running, ready)
         for at in (ready > 1).nonzero()[0].tolist():
-            left = self._max_tokens - granted.num_tokens
+            left = self._max_tokens - next_step.num_tokens
             request = running.requests[at]
             if left and request.state is RequestState.RUNNING:
-                self._grant(granted, [request], [self._chunk(request, int(ready[at]), left)])
+                self._grant(next_step, [request], [self._chunk(request, int(ready[at]), left)])
         if looks and preempted == self.num_preemptions:
-            self._quiet_at = self._admission_state() if self._admit(granted) else None
-        return self._step(granted)
+            self._quiet_at = self._admission_state() if self._admit(next_step) else None
+        return self._step(next_step)
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None = None) -> Settled:
         """The step has finished. It drew `tokens`, one for each of `step.draws`, of which work i keeps the first
         `kept[i]`, at least one where it drew any; without `kept` all of them.
 
-        Commits what has settled and ends requests that are done. Returns who got which tokens.
+        Commits what has settled and ends requests that are done. Returns the tokens of each request.
         """
         found, settled, done = self._rows.settle(step, np.asarray(tokens, dtype=np.int64), kept)
         requests, committing = step.requests, self._committing(step, settled)
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _committing(self, step: Step, settled: Lengths) -> Rows:
         """Works that are committed now, in order, of those of which so many tokens have settled: prompts, page by page,
-        and requests that set frames free by it, or that draw behind drafts."""
+        and requests that set frames free by it, or that draw after drafts."""
         admission, rows = self._cache.admission, step.batch.rows
         if step.is_decode and not admission.frees_early:
             return rows[:0]
@@ -216,7 +216,7 @@ class Scheduler:
             if step.is_decode:
                 return freeing
         whole = filled & (step.counts > 1)
-        whole |= (step.draw_counts > 1) & (settled >= 0)  # what a request carries has to hear which drafts came true
+        whole |= (step.draw_counts > 1) & (settled >= 0)  # its states need to know which drafts were right
         if admission.frees_early:
             whole[freeing] = True
         return whole.nonzero()[0]
@@ -249,7 +249,7 @@ class Scheduler:
         there = [at for at, request in enumerate(running.requests) if request not in absent]
         return running.part(np.array(there, dtype=np.intp))
 
-    def _grant_decodes(self, granted: _Granted, running: StepRows, ready: Lengths) -> None:
+    def _grant_decodes(self, next_step: _NextStep, running: StepRows, ready: Lengths) -> None:
         """Allocate for requests that go on by one token each, and their drafts. Mostly they are those of the step
         before, and none of them is looked at."""
         places = (ready == 1).nonzero()[0][: self._max_tokens]
@@ -270,16 +270,16 @@ class Scheduler:
                 self._cache.reserve(decodes, self._rows.launched[decodes.rows] + self._per_step)
         except OutOfPages:
             self._rows.forget_drafts(decodes.rows)
-            self._grant(granted, decodes.requests, decodes.ones.tolist())
+            self._grant(next_step, decodes.requests, decodes.ones.tolist())
         else:
-            granted.add_decodes(decodes, drafts)
+            next_step.add_decodes(decodes, drafts)
 
     def _chunk(self, request: Request, ready: int, limit: int) -> int:
         """How many tokens of a prompt to compute now."""
         assert request.kv is not None
         return self._cache.admission.at_once(request.kv, min(ready, limit))
 
-    def _grant(self, granted: _Granted, requests: list[Request], counts: list[int]) -> None:
+    def _grant(self, next_step: _NextStep, requests: list[Request], counts: list[int]) -> None:
         """Allocate for these, in one operation, and put them into the step. Where they do not fit, preempt until the
         rest does; while a step is in flight, take the first ones that fit."""
         while requests:
@@ -295,9 +295,9 @@ class Scheduler:
             if victim in requests:
                 at = requests.index(victim)
                 requests, counts = requests[:at] + requests[at + 1 :], counts[:at] + counts[at + 1 :]
-            granted.drop(victim)
+            next_step.drop(victim)
             self._preempt(victim)
-        granted.add(requests, counts)
+        next_step.add(requests, counts)
 
     def _allocate_first(self, requests: Sequence[Request], counts: Sequence[int]) -> int:
         """Allocate for as many of the first ones as fit, where not all do. Returns how many. O(log) attempts."""
@@ -319,22 +319,22 @@ class Scheduler:
         else:
             self._cache.reserve(kvs, [r.num_launched + n for r, n in zip(requests, counts, strict=True)])
 
-    def _step(self, granted: _Granted) -> Step:
-        """The step that was granted, launched."""
-        decodes = granted.decodes
-        counts = granted.counts()
+    def _step(self, next_step: _NextStep) -> Step:
+        """Make and launch the step."""
+        decodes = next_step.decodes
+        counts = next_step.counts()
         if decodes is not None and counts is None:
             step = self._rows.step(decodes)
         else:
-            of = self._rows.of(granted.others, decodes) if granted.others or decodes is None else decodes
+            of = self._rows.of(next_step.others, decodes) if next_step.others or decodes is None else decodes
             step = self._rows.step(of, counts)
-        step.admitted = [request for request in granted.begun if request.is_new and request.kv is not None]
+        step.admitted = [request for request in next_step.begun if request.is_new and request.kv is not None]
         for request in step.admitted:
             request.is_new = False
         return step
 
     def _victim(self) -> Request:
-        """Who is preempted first."""
+        """The request that is preempted first."""
         return self._rows.running[-1]
 
     def _preempt(self, request: Request) -> None:
@@ -364,7 +364,7 @@ class Scheduler:
         computing = self._leaders.num_computing()
         return (self._cache.num_changes, self._arrivals, len(self._waiting), self.num_running, computing)
 
-    def _admit(self, granted: _Granted) -> bool:
+    def _admit(self, next_step: _NextStep) -> bool:
         """Admit waiting requests, in the policy's order. True where nothing would come of looking again before
         `_admission_state` changes."""
         hits: dict[str, PrefixHit] = {}
@@ -398,21 +398,21 @@ class Scheduler:
                 deferred += 1
                 continue
             hit = match(request)
-            # Also where nothing is left of the step: a leader hears of who waits for it.
+            # Also where the step has no tokens left: a leader marks the place that a follower waits for.
             leader = self._leaders.of(request, hit)
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader[0].request_id} is computing"
                 request.follows = leader[1]
                 deferred, quiet = deferred + 1, quiet and leader[1] is not None
                 continue
-            left = self._max_tokens - granted.num_tokens
+            left = self._max_tokens - next_step.num_tokens
             if not left:
                 return False
             self._lacks_room = not self._fits(request, hit)
             if self._lacks_room:
                 return quiet
             try:
-                self._begin(granted, request, hit, left)
+                self._begin(next_step, request, hit, left)
             except OutOfPages as error:
                 request.wait_reason, self._lacks_room = error.message, True
                 return quiet
@@ -423,7 +423,7 @@ class Scheduler:
         """Whether it waits for a leader of which there is nothing new."""
         return request.follows is not None and self._leaders.is_waited_for(request.follows)
 
-    def _begin(self, granted: _Granted, request: Request, hit: PrefixHit, limit: int) -> None:
+    def _begin(self, next_step: _NextStep, request: Request, hit: PrefixHit, limit: int) -> None:
         kv = request.kv = self._cache.begin(
             request.tokens,
             request.namespace,
@@ -439,17 +439,17 @@ class Scheduler:
             request.num_cached = kv.num_cached
             request.num_host, request.num_storage = kv.num_host, kv.num_storage
             request.explanation = kv.explanation
-        granted.begun.append(request)
-        self._prefetching.let_go(request)
+        next_step.begun.append(request)
+        self._prefetching.stop(request)
         request.state, request.follows = RequestState.RUNNING, None
         self._wait_no_more(request)
         if kv.is_ready:
-            self._grant(granted, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
+            self._grant(next_step, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
     def _commit_settled(self) -> None:
-        """What running requests have computed is there for the waiting ones. What nobody asks for, since nobody waits
-        whose prompt begins with the same page, is committed in one piece later and not page by page. Those who have
-        waited for room may get it from pages that turn out to be cached twice."""
+        """Commit what running requests have computed, for the waiting ones. Where no waiting prompt begins with the same
+        page, it is committed at once later and not page by page. A request that lacks room may get it from pages that
+        turn out to be cached twice."""
         if not self._cache.share_prefixes:
             return
         rows, order = self._rows, self._rows.order
@@ -475,7 +475,7 @@ class Scheduler:
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
         spare = pages_for(plan.tokens_per_step, size)
         request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
-        # Who runs will end; what waiting requests hold for themselves could keep the first of them out for ever.
+        # Running requests end. Pages that waiting requests hold could keep the first of them out for ever.
         while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
             request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         return not request.wait_reason
@@ -489,7 +489,7 @@ class Scheduler:
             self._cache.finish(kv, request.tokens[:settled])
         else:
             self._wait_no_more(request)
-        self._prefetching.let_go(request)
+        self._prefetching.stop(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
 

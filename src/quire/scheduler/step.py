@@ -2,14 +2,14 @@
 `Scheduler.settle` takes it back with the tokens that were drawn.
 
 A step has *works*, each of another request, those that go on by one token each first. Work i computes `counts[i]`
-tokens from position `starts[i]` on; all works lie one behind the other in the flat batch:
+tokens from position `starts[i]` on; all works lie one after the other in the flat batch:
 
     work          0   1   2 - - - - - -   3 - - -
     flat          .   .   . . . . . . .   . . . .
     offsets       0   1   2               9        13
     draws         ^   ^               ^      ^ ^ ^        flat places after which a token is drawn
 
-A work draws nothing (a prompt that goes on), one token, or several: behind its last known token it may compute drafts,
+A work draws nothing (a prompt that goes on), one token, or several: after its last known token it may compute drafts,
 and then it draws after that token and after each draft. How many of these are kept is known when the step has settled.
 """
 
@@ -52,7 +52,7 @@ TERMS = np.dtype(
         ("logprobs", np.bool_),
     ]
 )
-"""What of a request does not change while it runs."""
+"""Fields of a request that do not change while it runs."""
 
 Terms = npt.NDArray[Any]
 _SEEDS = 2**64
@@ -87,7 +87,7 @@ def terms_of(request: Request) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where a step draws: of each draw the terms of its request, and the index among the request's outputs.
+    """The draws of a step: for each the terms of its request, and the index among the request's outputs.
 
     `terms` is the same object in two steps in which the same requests draw one token each.
     """
@@ -138,7 +138,7 @@ class StepRows(RunningBatch):
 
     @property
     def terms(self) -> Terms:
-        """Of each its entry of `TERMS`: as it is when this is first asked, while they run."""
+        """The entry of `TERMS` of each request, read once."""
         if self._terms is None:
             self._terms = self._table.take(self.rows)  # a tenth of what indexing costs
         return self._terms
@@ -166,8 +166,8 @@ class Step:
 
     `tokens` are the input ids; `future` are the flat places of those that a step in flight still draws. `draw_counts`
     says how many tokens each work draws, `drawers` the work of each draw. `parents`, where drafts are a tree, is for
-    each flat place the one before it; None: each follows the one before. With `is_decode` every work is the token
-    behind all that its request has room for but itself, as after `KVCache.extend(batch, 1)`. `admitted` are the
+    each flat place the one before it; None: each follows the one before. With `is_decode` every work is the last
+    token that its request has room for, as after `KVCache.extend(batch, 1)`. `admitted` are the
     requests that were admitted in it for the first time.
     """
 
@@ -190,7 +190,7 @@ class Step:
 
     @property
     def requests(self) -> list[Request]:
-        """Of each work its request."""
+        """The request of each work."""
         return self.batch.requests
 
     @property
@@ -228,7 +228,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
-    """What a step has brought: `tokens`, those that were kept, one request's behind the other's.
+    """The result of a step: `tokens`, those that were kept, request by request.
 
     `counts[i]` of them, at least one, are those of `requests[i]`; `noted` says for which of these it was the first
     time, or the last.
