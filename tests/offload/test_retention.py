@@ -160,7 +160,7 @@ def test_asking_again_keeps_it_longer_and_never_shorter() -> None:
     assert cache.kept.expire() == 0 and len(cache.kept) == 1
     cache.now = 15
     assert cache.kept.expire() == 1 and not len(cache.kept)
-    assert cache.kept._expiries.first_key(None) is None
+    assert cache.kept._next_expiry == math.inf
 
 
 def test_asking_a_thousand_times_takes_no_room() -> None:

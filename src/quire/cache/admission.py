@@ -110,16 +110,12 @@ class Admission:
     def why_not(
         self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0
     ) -> str:
-        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does.
-
-        Reserves what the running `rows` take until each has `reached[i]` pages, and `reserve` pages more for each.
-        """
+        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does. Reserves what the
+        running `rows` take until each has `reached[i]` pages, and `reserve` pages more for each."""
         for name, left, own, spare in self._claims(hit, num_pages, rows, reached, reserve):
             if own + spare > left:
-                return (
-                    f"needs {own} pages of '{name}' and {spare} in reserve; {max(0, left)} are available, {len(rows)} "
-                    "running requests hold the rest"
-                )
+                available = f"{max(0, left)} are available, {len(rows)} running requests hold the rest"
+                return f"needs {own} pages of '{name}' and {spare} in reserve; {available}"
         return ""
 
     def _claims(

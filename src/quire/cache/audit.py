@@ -31,10 +31,10 @@ def audit(parts: CacheParts, before: Snapshot | None = None) -> Snapshot:
 
 
 def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
-    pages = before is None or now.out is not before.out  # whether each has changed
-    rows = before is None or now.requests is not before.requests
-    tree = before is None or now.tree is not before.tree
-    waits = before is None or now.waits is not before.waits
+    def changed(name: str) -> bool:
+        return before is None or getattr(now, name) is not getattr(before, name)
+
+    pages, rows, tree, waits = map(changed, ("out", "requests", "tree", "waits"))
     if pages or rows or tree or waits:
         yield from _page_owners(now)
     if rows or tree:

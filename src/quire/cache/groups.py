@@ -239,11 +239,9 @@ class PagedGroup(GroupBase):
 
 
 def resume_point(groups: Sequence[GroupBase], pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> tuple[int, str]:
-    """The most of `pages` after which a request can begin, and the name of a group that allows no more, or "".
-
-    `groups` are those that are read in part: in the others a cached page has its frame. `hosts`, one for each group of
-    the cache, add frames on the host. O(pages read) where a request can begin after all pages.
-    """
+    """The most of `pages` after which a request can begin, and the name of a group that allows no more, or "". `groups`
+    are those that are read in part: in the others a cached page has its frame. `hosts`, one for each group of the
+    cache, add frames on the host. O(pages read) where a request can begin after all pages."""
     if all(resident(group, group.needed_pages(pages), hosts).all() for group in groups):
         return len(pages), ""
     masks = [group.reach.resumable(resident(group, pages, hosts)) for group in groups]

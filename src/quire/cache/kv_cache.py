@@ -140,10 +140,8 @@ class KVCache:
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
-        """How much of a prompt can be reused: whole pages up to where every group can resume.
-
-        At most all tokens but one: the output of the last one has to be computed.
-        """
+        """How much of a prompt can be reused: whole pages up to where every group can resume, without the last token,
+        whose output has to be computed."""
         found, size = self.tree.match(namespace, tokens), self.page_size
         choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
         num_pages = choice.num_pages
@@ -316,8 +314,7 @@ class KVCache:
         self._retire(private, kv.lease, released)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
-        """Evict up to `num_pages` cached pages without holds, with the pages after them below the device. Returns how
-        many."""
+        """Evict up to `num_pages` pages without holds, and pages after them below the device. Returns how many."""
         victims = self.tree.evict(num_pages, cause)
         self.counters.evicted(len(victims))
         self._free(victims)
@@ -332,14 +329,14 @@ class KVCache:
         ready = self.fences.close(fence)
         if len(ready) < 2:
             for retired in ready:
-                self._release(retired.pages, retired.lease, retired.released)
+                self._release(retired)
             return
         with ExitStack() as last_first:
             for each in self._growth.allocators:
                 each.free_group_begin()
                 last_first.callback(each.free_group_end)
             for retired in reversed(ready):
-                last_first.callback(self._release, retired.pages, retired.lease, retired.released)
+                last_first.callback(self._release, retired)
 
     def launch(self, group: int, kvs: Batch, ends: Lengths, draws: Lengths | None = None) -> Pieces | None:
         """What a step does with the states of its requests in a group, up to `ends[i]` tokens; None where the group has
@@ -372,18 +369,18 @@ class KVCache:
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, released: Sequence[GroupRelease] = ()) -> None:
         """Release these as soon as no launched step can touch them."""
-        if not len(pages) and lease is None and not released:
-            return
-        if not self.fences.num_open or self.fences.retire(Retired(pages, lease, tuple(released))):
-            self._release(pages, lease, released)
+        if len(pages) or lease is not None or released:
+            retired = Retired(pages, lease, tuple(released))
+            if self.fences.retire(retired):
+                self._release(retired)
 
-    def _release(self, pages: Ids, lease: Lease | None, released: Sequence[GroupRelease]) -> None:
+    def _release(self, retired: Retired) -> None:
         self.num_changes += 1
-        for part in released:
+        for part in retired.released:
             self.groups[part.group].release(part)
-        if lease is not None:
-            self.tree.release(lease)
-        self._free(pages)
+        if retired.lease is not None:
+            self.tree.release(retired.lease)
+        self._free(retired.pages)
         self._sweep()
 
     def _sweep(self) -> None:

@@ -93,7 +93,5 @@ class RequestKV:
 
     def mark_ends(self, num_cached: int, num_matched: int, end: int) -> None:
         """Mark the prompt's `end` and the end of its match, in pages, where these lie beyond `num_cached`."""
-        if end > num_cached:
-            self.marks[end] = Rank.MARKED
-        if min(num_matched, end) > num_cached:
-            self.marks[min(num_matched, end)] = Rank.USED
+        ends = {end: Rank.MARKED, min(num_matched, end): Rank.USED}
+        self.marks |= {place: rank for place, rank in ends.items() if place > num_cached}

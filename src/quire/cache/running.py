@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +21,14 @@ Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
+@dataclass(slots=True, eq=False)
 class RunningBatch:
     """Running requests, each once, until one of them ends (`RunningTables.batch`). Verbs of a step take it without a
     loop over requests. `serials` tell whether a row still has the same request."""
 
-    __slots__ = ("kvs", "rows", "serials")
-
-    def __init__(self, kvs: Sequence[RequestKV], rows: Rows, serials: Lengths) -> None:
-        self.kvs = kvs
-        self.rows = rows
-        self.serials = serials
+    kvs: Sequence[RequestKV]
+    rows: Rows
+    serials: Lengths
 
     def __len__(self) -> int:
         return len(self.rows)

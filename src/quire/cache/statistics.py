@@ -71,7 +71,7 @@ def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     """A group's frames by owner. `retired` waits for steps in flight."""
     released = [part for item in retired for part in item.released if part.group == group.index]
     pages = [item.pages for item in retired] + [part.dropped for part in released]
-    waiting = np.unique(np.concatenate(pages)) if pages else NO_PAGES
+    waiting = np.unique(np.concatenate([NO_PAGES, *pages]))
     moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in released)
     return FrameCounts(
         total=group.num_frames,

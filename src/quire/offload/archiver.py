@@ -193,8 +193,7 @@ class Archiver:
         self._due_at = -math.inf
 
     def go_on(self, *, urgent: bool = False) -> None:
-        """Submit archives of pending paths. `urgent`: the caller is about to evict host frames, so as many as the lane
-        takes."""
+        """Submit archives of pending paths. `urgent`, before host frames are evicted: as many as the lane takes."""
         while self._may_submit if urgent else self.is_due:
             batch = self._gather()
             if not batch.nodes:
@@ -246,10 +245,9 @@ class Archiver:
             num_bytes += self._settings.num_bytes(map(len, lacking))
             if is_rest or num_bytes >= _BATCH_BYTES:
                 break
-        batch.parts = [
-            GroupPages(group, pages, NO_PAGES, NO_PAGES, self._hosts[group].table.frame[pages])
-            for group, pages in _joined(archived)
-        ]
+        for group, pages in _joined(archived):
+            frames = self._hosts[group].table.frame[pages]
+            batch.parts.append(GroupPages(group, pages, NO_PAGES, NO_PAGES, frames))
         batch.touched = _joined(touched)
         return batch
 

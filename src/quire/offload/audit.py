@@ -56,9 +56,8 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     out = host.allocator.ids.is_out(slice(None)).nonzero()[0].tolist()
     name = f"host group '{host.name}'"
     if used != out:
-        yield f"{name}: {len(out)} frames are out, {len(resident)} are pages', {len(moving)} moves', " + (
-            f"{len(host.quarantined)} set aside"
-        )
+        owners = f"{len(resident)} are pages', {len(moving)} moves', {len(host.quarantined)} set aside"
+        yield f"{name}: {len(out)} frames are out, {owners}"
     if host.num_free + len(out) != host.num_frames:
         yield f"{name}: {host.num_free} free + {len(out)} out != {host.num_frames} frames"
     cached = set(snapshot.tree.cached)

@@ -1,11 +1,8 @@
 """Offload policies of a cache: `KVCache(plan, offload=Offloads(tiers, retain_share=0.25))`. Flushes of all its tiers.
 
-A flush deletes the cached pages of a namespace, or all of them. No prompt matches them afterwards:
-
-on the device, on the host     pages are free at once, or when the running requests that hold them end
-in the store                   records are deleted after pending writes (`quire.offload.deletion`)
-in transfers                   pages are dropped when they arrive
-in running requests            pages that they still compute are never shared
+No prompt matches flushed pages. On device and host they are free at once, or when the running requests that hold them
+end. In the store, records are deleted after pending writes. Pages under way are dropped when they arrive, and pages
+that running requests still compute are never shared.
 """
 
 from __future__ import annotations
@@ -51,17 +48,14 @@ class Offloading(Offload):
         self.retention: Retention = retention
 
     def flush(self, namespace: Namespace | None) -> Flushed:
-        """Delete the cached pages and retentions of a namespace, or of all (None), in every tier. The store deletes
-        later: see `flushed`."""
+        """Delete the cached pages and retentions of a namespace, or of all (None). The store deletes later."""
         if self.tiers is not None:
             self.tiers.delete_stored(namespace)
         return self._delete(namespace)
 
     def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
         """The result `done` with the state in the store. None: the caller `waits`, and the state may change soon.
-
-        Raises StoreError when the store has not hidden the records: other engines still find them.
-        """
+        Raises StoreError when the store has not hidden the records: other engines still find them."""
         if self.tiers is None or not self.tiers.settings.stores:
             return done
         state, is_tried = self.tiers.deletion.flushed(namespace)
@@ -76,16 +70,13 @@ class Offloading(Offload):
         return replace(done, storage=state)
 
     def change_model(self, model_identity: bytes) -> Flushed:
-        """Delete all cached pages, and name new ones after another model, or other weights of the same model.
-
-        Call it after the weights change and before a step is launched. The store keeps records of the old weights for
-        engines that still have them; this cache does not look them up any more.
-        """
+        """Delete all cached pages, and name new ones after another model, or other weights of the same model. Call it
+        after the weights change and before a step is launched. The store keeps records of the old weights for engines
+        that still have them; this cache does not look them up any more."""
         done, fingerprints = self._delete(None), [group.layout.fingerprint() for group in self._parts.plan.groups]
         self._parts.tree.names.rename(layout_identity(model_identity, fingerprints))
-        return replace(
-            done, storage=Stored.KEPT if self.tiers is not None and self.tiers.settings.stores else Stored.NONE
-        )
+        stores = self.tiers is not None and self.tiers.settings.stores
+        return replace(done, storage=Stored.KEPT if stores else Stored.NONE)
 
     def _delete(self, namespace: Namespace | None) -> Flushed:
         parts, tree = self._parts, self._parts.tree

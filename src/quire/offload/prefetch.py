@@ -100,8 +100,7 @@ class RequestedPrefix:
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def branches(self) -> bool:
-        """Whether prompts that branch from this one may find more: groups that are read whole have the first unknown
-        page stored, and there are other groups."""
+        """Whether prompts that branch from this one may find more: only groups that are read in part lack pages."""
         whole = [stored for group, stored in zip(self._groups, self._stored, strict=True) if group.reach.whole]
         return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
 
@@ -216,8 +215,7 @@ class Prefetch:
         self.parts.holds.change(self.hold, held)
 
     def next_piece(self) -> Piece | None:
-        """The next piece, with host frames taken for it. None: there is nothing to fetch, no room, or enough is under
-        way."""
+        """The next piece, with host frames. None: there is nothing to fetch, no room, or enough is under way."""
         is_enough = sum(move.num_bytes for move in self.moves) >= self.at_once
         if self.last >= self.wanted or self.stopped or self.lost or is_enough:
             return None

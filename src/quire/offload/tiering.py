@@ -80,8 +80,7 @@ class Tiering:
             moving.cancelled |= namespace in (None, moving.hold.path.node.namespace)
 
     def delete_stored(self, namespace: Namespace | None) -> None:
-        """Have the store delete a namespace, or all records of this model (None), after pending archives. Until then no
-        lookup asks for them."""
+        """Have the store delete a namespace, or all of this model (None), after pending archives. None is looked up."""
         if namespace is None:
             self.archiver.store_is_empty()
         if self.settings.stores:
@@ -139,11 +138,8 @@ class Tiering:
             return None
         lease = self._tree.pin(node)
         fits = [at[: self.host_room(host, len(at))] for host, at in zip(self.hosts, wanted, strict=True)]
-        cuts = [
-            at[len(fit)]
-            for at, fit, host in zip(wanted, fits, self.hosts, strict=True)
-            if host.whole and len(fit) < len(at)
-        ]
+        both = [(at, len(fit)) for at, fit, host in zip(wanted, fits, self.hosts, strict=True) if host.whole]
+        cuts = [at[num_fit] for at, num_fit in both if num_fit < len(at)]
         end = min(cuts, default=len(pages))  # all groups that are read whole save the same pages
         parts = []
         for group, host, fit in zip(self._groups, self.hosts, fits, strict=True):
@@ -209,8 +205,7 @@ class Tiering:
         self.table.remove_pages(Tier.HOST, pages)
 
     def write_back(self, node: Node) -> int:
-        """Before eviction from the device: save the pages of an unleased node, and return how many of its first pages
-        have copies now."""
+        """Before eviction: save the pages of an unleased node, and return how many first ones have copies now."""
         if self._tree.num_copies(node) < node.num_pages:
             pages = pages_to(node)
             self._save_now(node, pages, node.depth)
@@ -290,8 +285,8 @@ class Tiering:
         return bool(self._delete_damaged() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
-        """Process ended transfers; `fetched` is called with those of the prefetcher. Returns how many there were,
-        plus the number of damaged paths deleted."""
+        """Process ended transfers; `fetched` takes those of the prefetcher. Returns their number, with that of deleted
+        paths."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:

@@ -21,8 +21,8 @@ class Prefetching:
         self._ahead = ahead
 
     def start(self, request: Request, later: Sequence[Request] = ()) -> None:
-        """Fetch the stored pages of its prompt, once. If there are too many prefetches, the last one of `later` requests
-        stops, and starts again afterwards."""
+        """Fetch the stored pages of its prompt, once. If there are too many prefetches, that of the last of `later`
+        requests stops, and starts again afterwards."""
         if request.read_ahead or not self._ahead.stores:
             return
         if later and not self._ahead.can_prefetch:

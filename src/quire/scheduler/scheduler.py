@@ -6,8 +6,8 @@ waits again; what it had committed stays cached. The first in that order is neve
 finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
 
 A request is admitted only with room for its whole known prompt; otherwise it stays in the queue with a reason. Pages
-of its prompt in storage are fetched while it waits (`quire.scheduler.prefetching`). Pages on the host are loaded once it
-is admitted, and it computes as soon as they are on their way.
+of its prompt in storage are fetched while it waits (`quire.scheduler.prefetching`). Pages on the host are loaded once
+it is admitted, and it computes as soon as they are on their way.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Scheduler:
 
     def draft(self, request: Request, tokens: Ids) -> int:
         """These may be the next tokens of a running request that waits for none: its next step computes them too, and
-        `settle` says how many were right. Returns how many it computes, as far as the plan reserves room and the request
-        may still draw."""
+        `settle` says how many were right. Returns how many it computes, as far as the plan reserves room and the
+        request may still draw."""
         room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
         ready = request.state is RequestState.RUNNING and not request.pending
         ready = ready and request.num_tokens - request.num_launched == 1
@@ -447,9 +447,9 @@ class Scheduler:
             self._grant(next_step, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
     def _commit_settled(self) -> None:
-        """Commit what running requests have computed, for the waiting ones. Where no waiting prompt begins with the same
-        page, it is committed at once later and not page by page. A request that lacks room may get it from pages that
-        turn out to be cached twice."""
+        """Commit what running requests have computed, for the waiting ones. Where no waiting prompt begins with the
+        same page, it is committed at once later and not page by page. A request that lacks room may get it from pages
+        that turn out to be cached twice."""
         if not self._cache.share_prefixes:
             return
         rows, order = self._rows, self._rows.order
