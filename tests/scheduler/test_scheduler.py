@@ -160,7 +160,7 @@ def test_a_request_around_the_limit_runs_alone_or_is_refused(page_size: int, off
             request = (str(prompt), [prompt] * prompt, total - prompt)
             if offset > 0:
                 kind = ContextTooLong if total > context else RequestTooLarge
-                with pytest.raises(kind, match=rf"{prompt} prompt tokens and {total - prompt} output tokens"):
+                with pytest.raises(kind, match=rf"{prompt} prompt tokens? and {total - prompt} output tokens?"):
                     engine.add(*request)
             else:
                 added = engine.add(*request)
