@@ -117,8 +117,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     def alloc_pages(self, num_pages: int) -> Ids:
         """Pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
-        self.full_attn_allocator.ids.check_room(num_pages)
-        self.swa_attn_allocator.ids.check_room(num_pages)
+        self._check_room(num_pages)
         pages = self.full_attn_allocator.alloc_pages(num_pages)
         if self._windows_only:
             self.table.bind(pages, pages)
@@ -211,6 +210,10 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
     def _mapped(self, column: Ids) -> Ids:
         return np.flatnonzero(column).astype(np.int32)
+
+    def _check_room(self, num_pages: int) -> None:
+        self.full_attn_allocator.ids.check_room(num_pages)
+        self.swa_attn_allocator.ids.check_room(num_pages)
 
     def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:
         self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
