@@ -1,9 +1,9 @@
-"""Quire: the KV-cache memory system of an LLM serving engine, with a real engine on top.
+"""Quire: the KV-cache memory system of an LLM serving engine, with a working engine on top.
 
     from quire import LLM, SamplingParams           an engine in this process
-    from quire import KVCache, make_plan            its memory, for an engine of your own, without torch
+    from quire import KVCache, make_plan            the cache for an engine of your own, without torch
 
-The names in `dir(quire)` are the stable ones. They load on first use: `import quire` loads nothing.
+The names in `dir(quire)` are stable. They load on first use: `import quire` loads nothing else.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Every error Quire raises on purpose.
+"""Every error that Quire raises on purpose.
 
-An operating error says what failed, what was needed and what there was (in the user's unit), who holds the rest, a
-change that would work, and a code to search for. It refuses one thing and changes nothing else. A broken invariant of
-our own is an `AssertionError`, never one of these.
+An error says what failed, what was needed and available in the user's unit, what holds the rest, and a change that would
+work, with a code to search for. It is raised before anything has changed. A broken invariant of Quire's own is an
+`AssertionError`, never one of these.
 """
 
 from __future__ import annotations
 
 
 class QuireError(Exception):
-    """Base of all operating errors.
+    """Base of all errors of Quire.
 
-    `code` is stable and searchable; `status` is the HTTP status a server answers with; `exit_code` is what the command
-    line exits with (2: does not fit or bad input, 3: refused combination, 4: integrity).
+    `code` is stable; `status` is the HTTP status of a server's answer; `exit_code` is that of the command line (2: does
+    not fit or bad input, 3: refused combination, 4: integrity).
     """
 
     code = "QUIRE-00"
@@ -54,8 +54,8 @@ class PlanError(QuireError, ValueError):
 class OutOfPages(QuireError, MemoryError):
     """An allocation that does not fit now. Nothing was changed.
 
-    `wanted`, `free` and `evictable` are pages of `group`; evicting everything evictable would leave
-    `free + evictable` pages, so `wanted - free - evictable` is what running requests would have to give back.
+    `wanted`, `free` and `evictable` are pages of `group`. Even if all evictable pages were evicted, running requests would
+    have to free `wanted - free - evictable` more.
     """
 
     code = "QUIRE-PAGES-01"
@@ -74,35 +74,35 @@ class OutOfPages(QuireError, MemoryError):
 
 
 class InvalidFree(QuireError, ValueError):
-    """Ids given back that were not out: a double free, the padding id, or an id outside the pool. Nothing changed."""
+    """A free of ids that are not allocated: a double free, the padding id, or an id outside the pool. Nothing changed."""
 
     code = "QUIRE-PAGES-02"
     exit_code = 4
 
 
 class MissingFrame(QuireError, RuntimeError):
-    """A page that a step reads has no frame in a group. Without this its reader would be given the padding frame."""
+    """A page that a step reads has no frame in a group. Without this error the step would read the padding frame."""
 
     code = "QUIRE-PAGES-03"
     exit_code = 4
 
 
 class LeaseError(QuireError, RuntimeError):
-    """A lease or request record used after it was given back."""
+    """A lease, hold or request that is used after its release."""
 
     code = "QUIRE-LEASE-01"
     exit_code = 4
 
 
 class LayoutMismatch(QuireError, ValueError):
-    """Bytes written by, or meant for, another layout than the one in use."""
+    """Bytes of another layout than the one in use."""
 
     code = "QUIRE-LAYOUT-01"
     exit_code = 3
 
 
 class UnsupportedModel(QuireError):
-    """An architecture Quire cannot run, by name and with the reason. Raised at load, never later."""
+    """An architecture that Quire cannot run, with the reason. Raised at load, never later."""
 
     code = "QUIRE-MODEL-01"
     status = 400
@@ -116,7 +116,7 @@ class ModelLoadError(QuireError):
 
 
 class ModelCheckFailed(QuireError):
-    """The loaded model does not compute on Quire's pools what it computes plainly. It is not served."""
+    """The loaded model does not give the same logits on Quire's pools as its own forward pass. It is not served."""
 
     code = "QUIRE-MODEL-03"
     exit_code = 4
@@ -136,7 +136,7 @@ class UnknownModel(InvalidInput):
 
 
 class UnknownRequest(InvalidInput):
-    """A question about a request of which nothing is known, or not any more."""
+    """A question about a request that is unknown, or no longer known."""
 
     code = "QUIRE-REQUEST-01"
     status = 404
@@ -157,7 +157,7 @@ class BodyTooLarge(InvalidInput):
 
 
 class StepFailed(QuireError, RuntimeError):
-    """A step of the engine failed, out of device memory for example; its requests end, the engine goes on."""
+    """A step of the engine failed, for example for lack of device memory. Its requests end, and the engine continues."""
 
     code = "QUIRE-ENGINE-02"
 
@@ -170,7 +170,7 @@ class EngineDead(QuireError, RuntimeError):
 
 
 class AuditFailure(QuireError):
-    """A conservation law of the cache does not hold; the message names the law, the group and the pages."""
+    """A law of the cache is broken. The message names the law, the group and the pages."""
 
     code = "QUIRE-AUDIT-01"
     exit_code = 4
@@ -184,20 +184,20 @@ class WrongContent(QuireError):
 
 
 class StoreError(QuireError):
-    """A store that cannot be opened or listed, or that took no note of a flush."""
+    """A store that cannot be opened or listed, or that took no tombstone of a flush."""
 
     code = "QUIRE-STORE-01"
     status = 503
 
 
 class HostMemoryError(QuireError):
-    """Host memory that was asked for and is not to be had; raised before the engine is ready, or not at all."""
+    """Requested host memory that the machine does not have. Raised before the engine is ready, never later."""
 
     code = "QUIRE-HOST-01"
     status = 503
 
 
 class MoveFailed(QuireError, RuntimeError):
-    """Bytes that a step was waiting for will not come: their records are damaged, or the copy failed."""
+    """A transfer that a step waits for failed: its records are damaged, or the copy failed."""
 
     code = "QUIRE-MOVE-01"

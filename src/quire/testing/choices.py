@@ -1,4 +1,4 @@
-"""Choices: where random checks get their numbers from: a seed, which is fast, or a property-based tester."""
+"""Choices: random numbers for checks, from a seed (fast) or from a property-based tester."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Choices:
         return low + self.below(high - low + 1)
 
     def one_of(self, items: Sequence[T]) -> T:
-        """One of these, all alike."""
+        """One of these, each with the same probability."""
         return items[self.below(len(items))]
 
     def chance(self, percent: int) -> bool:
-        """True that often."""
+        """True with this probability."""
         return self.below(100) < percent
 
     def some_of(self, items: Sequence[T]) -> list[T]:
-        """At least one of these, in any order; nothing of nothing."""
+        """At least one of these, in random order; nothing if there are none."""
         left = list(items)
         return [left.pop(self.below(len(left))) for _ in range(self.between(1, len(left)))] if left else []

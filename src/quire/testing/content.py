@@ -1,10 +1,9 @@
-"""ContentOracle: what every token slot of a cache holds, as a name for the content instead of bytes.
+"""ContentOracle: the expected content of every token slot of a cache, as names instead of bytes.
 
-A key or value computed for a token depends on the whole prefix before it, so the content of a slot is named by
-(namespace, all tokens up to and including this one). Two contents are equal exactly if their names are. What a request
-carries along is named by the last token that went into it, and is one slot to a frame. Whoever stands in for the device
-calls `write` where it would store something, and `check` where it would read it: a wrong, stale, short or foreign page
-shows at once, without a model.
+The key and value of a token depend on the whole prefix before it. So the name of a content stands for the namespace and
+all tokens up to this one, and two contents are equal exactly if their names are. A state has one slot per frame and the
+name of its last token. A simulated device calls `write` where a device would store, and `check` where it would read. A
+wrong, stale, short or foreign page shows at once, without a model.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ContentOracle:
         self._held[group][slots] = contents
 
     def check(self, group: int, slots: Ids, contents: Contents) -> None:
-        """The device reads these slots and expects these contents. Raises AssertionError where one is another."""
+        """The device reads these slots and expects these contents. Raises AssertionError if one differs."""
         assert len(slots) == len(contents)
         wrong = np.flatnonzero(self._held[group][slots] != contents)
         if len(wrong):
@@ -64,7 +63,7 @@ class ContentOracle:
             )
 
     def check_cached(self) -> None:
-        """What is cached of every page holds what its place in the tree promises. O(cached tokens)."""
+        """Check that every cached frame has the content that its place in the tree requires. O(cached tokens)."""
         size = self._cache.page_size
         for page_ids, contents in self._cached():
             of_pages = contents.reshape(len(page_ids), size)
@@ -75,7 +74,7 @@ class ContentOracle:
                 self.check(group, slots_of_frames(frames, slots), of_pages[there][:, size - slots :].reshape(-1))
 
     def _cached(self) -> Iterator[tuple[Ids, Contents]]:
-        """Each edge of the tree: its pages and what they should hold."""
+        """The pages of each edge of the tree and their expected contents."""
         prefixes: dict[int, tuple[int, ...]] = {}
         for node in self._cache.tree.nodes():
             before = prefixes.get(id(node.parent), ())

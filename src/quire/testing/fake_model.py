@@ -1,9 +1,9 @@
 """FakeModel: a model and its device in one, for schedulers and engines under test. It computes no numbers.
 
 Its next token is a fixed function of the namespace and of all tokens before, so a request's output does not depend on
-what else runs: any difference from `FakeModel.solo` is a fault of the scheduler or the cache. A launched step captures
-page tables and slots as a device would, and touches memory only when it is executed, steps in launch order. So a page
-handed out again too early is seen.
+other requests: any difference from `FakeModel.solo` is a fault of the scheduler or the cache. A launched step captures
+page tables and slots like a device. It touches memory only when it is executed, in the order of launches. So a page that
+is allocated again too early is detected.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FakeModel:
         return step.drawn
 
     def _carry(self, group: int, pieces: Pieces, step: FakeStep, inputs: list[np.ndarray]) -> None:
-        """Each piece reads what its request holds so far, if that is anything, and writes what it holds then."""
+        """Each piece reads the state of its request, if there is one, and writes the next."""
         at = 0
         for position, end, contents in zip(step.step.starts.tolist(), step.step.ends.tolist(), inputs, strict=True):
             while position < end:

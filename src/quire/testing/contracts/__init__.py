@@ -1,4 +1,4 @@
-"""Contracts: what every implementation of a port must do, as classes of tests to subclass. They need pytest."""
+"""Contracts: test classes for implementations of a port, to subclass. They need pytest."""
 
 import pytest
 

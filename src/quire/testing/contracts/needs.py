@@ -1,4 +1,4 @@
-"""needs: tests of a contract that only some of those that keep it have."""
+"""needs: tests of a contract that apply to some implementations only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def needs(*attributes: str) -> Callable[[Test], Test]:
-    """Mark a test of `ContractTests` that only classes have in which all of these attributes are true."""
+    """Mark a test of `ContractTests` that applies only to classes where all these attributes are true."""
 
     def mark(test: Test) -> Test:
         test.__dict__["needs"] = attributes
@@ -19,7 +19,7 @@ def needs(*attributes: str) -> Callable[[Test], Test]:
 
 
 class ContractTests:
-    """Tests to subclass. A subclass has no test that `needs` an attribute which is false there."""
+    """Tests to subclass. A subclass omits tests that need an attribute which is false there."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

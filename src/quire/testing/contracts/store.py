@@ -1,6 +1,6 @@
-"""StoreContract: what every storage backend must do, checked against the backend and, around it, against the medium.
+"""StoreContract: tests that every storage backend must pass. They check the backend and, directly, its medium.
 
-A backend's test subclasses it and says how a store is made, opened again and looked into:
+The test of a backend subclasses it and says how to make, reopen and inspect a store:
 
     class TestDirectory(StoreContract):
         @pytest.fixture(autouse=True)
@@ -10,7 +10,7 @@ A backend's test subclasses it and says how a store is made, opened again and lo
         def open_again(self): return DirectoryStore(self.path, self.capacity)
         def medium(self): return MyMedium(self.path)
 
-and, by class attributes, what the backend can do. Every store that a test opens is closed after it.
+Class attributes say which features the backend has. Every store that a test opens is closed after it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ UNSEEN = (MISS, PENDING)
 
 
 class StoreContract(ContractTests):
-    """The tests. Subclasses implement `make_store`, `open_again` and `medium`, and change the attributes; they have no
-    test of what their backend cannot do."""
+    """Subclasses implement `make_store`, `open_again` and `medium`, and set the attributes. Tests of features that the
+    backend lacks are omitted."""
 
     bounded = True  # never holds more bytes than its capacity: it evicts
     lru = True  # what was not used for longest is evicted first, and of one batch the last
@@ -556,7 +556,7 @@ class StoreContract(ContractTests):
 
     @needs("bounded")
     def test_prepared_records_are_not_evicted(self) -> None:
-        """Room that was promised stays; who comes too late is told RETRY, and nothing is lost."""
+        """Prepared space stays reserved; a later writer gets RETRY, and nothing is lost."""
         store, size = self.new(), self.capacity // 16
         keys = make_keys(40)
         answers = [store.prepare([key], [size - 64])[0] for key in keys]

@@ -1,4 +1,4 @@
-"""StoreModel: a store as a dictionary, to compare a real one with under random operations. It shares no code with any.
+"""StoreModel: a dictionary that random operations compare a real store with. It shares no code with any store.
 
 A store may evict, so the model follows what *may* be there: what was completed and not removed since. What a store
 returns must be that record, whole; where it evicts nothing, all of it must be there.
@@ -17,7 +17,7 @@ OPERATIONS = ("prepare", "prepare", "put", "put", "complete", "get", "get", "exi
 
 
 class StoreModel:
-    """Random operations on one store, each checked against what may be there. Raises AssertionError where it lies."""
+    """Random operations on one store, each checked against the model. Raises AssertionError if the store is wrong."""
 
     def __init__(self, store: Store, *, sizes: Sequence[int], evicts: bool, num_keys: int = 12) -> None:
         self.store = store
@@ -43,7 +43,7 @@ class StoreModel:
         self.happened[operation] += 1
 
     def check(self) -> None:
-        """Everything that may be there is there in full, or, where the store evicts, not at all."""
+        """Check that every record is there in full, or not at all if the store evicts."""
         self._get(list(range(len(self.keys))))
 
     def _or_retry(self, answer: Answer) -> tuple[Answer, ...]:

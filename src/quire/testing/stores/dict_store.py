@@ -1,4 +1,4 @@
-"""DictStore: the smallest store that keeps the port's contract, in a dictionary. Records are gone when it is."""
+"""DictStore: the smallest complete store, in a dictionary. It is not persistent."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class DictStore(Store):
             return [Answer.HIT if key in self.visible else Answer.MISS for key in keys]
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """RETRY where there is no room beside what is prepared. HIT counts as use, of the first key last."""
+        """RETRY if the prepared records leave no space. HIT counts as use, of the first key last."""
         with self._lock:
             self._use(keys)
             return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """RETRY for what was not prepared in this size. Keeps the buffers as they are until `complete`."""
+        """RETRY for a record that was not prepared in this size. Refers to the buffers until `complete`."""
         with self._lock:
             return [self._put(key, record) for key, record in zip(keys, records, strict=True)]
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """Never RETRY. MISS for what was not put."""
+        """Never RETRY. MISS for a record that was not put."""
         with self._lock:
             return [self._complete(key, good) for key, good in zip(keys, ok, strict=True)]
 
@@ -65,7 +65,7 @@ class DictStore(Store):
             return iter([Entry(key, len(record)) for key, record in self.visible.items() if scope in (None, key.scope)])
 
     def close(self) -> None:
-        """Drops everything, and takes nothing any more."""
+        """Remove all records and refuse new ones."""
         with self._lock:
             for held in (self.visible, self.prepared, self.taken):
                 held.clear()

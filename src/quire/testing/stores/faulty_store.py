@@ -1,4 +1,4 @@
-"""FaultyStore: a store that fails, and one that lies. What is above it has to notice."""
+"""FaultyStore: a store that fails and returns wrong bytes. Its user must detect it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from quire.tiers.store import Answer, Store, StoreKey
 
 
 class Fault(Enum):
-    """What can go wrong. The first five are lies, which only the digest of a record shows."""
+    """A kind of fault. The first five return wrong bytes, which only the digest of a record shows."""
 
     TORN = "torn"
     """`put` takes a record whose end never reaches the medium: zeros from some place on."""
     TRUNCATED = "truncated"
     """`get` fills the beginning of the buffer, leaves the rest as it was, and says HIT."""
     EXCHANGED = "exchanged"
-    """`get` fills the buffer with another record of the same size, whole and sound, and says HIT."""
+    """`get` fills the buffer with another, intact record of the same size, and says HIT."""
     FLIPPED = "flipped"
-    """One bit of a record that was read is another one."""
+    """One bit of a record that was read is flipped."""
     STALE = "stale"
     """`get` says HIT and has filled in nothing."""
     PUT_FAILS = "put fails"
@@ -130,7 +130,7 @@ class FaultyStore(WrappedStore):
                 record[self._choices.below(size)] ^= 1 << self._choices.below(8)
 
     def _torn(self, whole: bytes) -> bytes:
-        """Cut before the last byte that is not zero, so that it is another record."""
+        """Cut before the last nonzero byte, so that the record differs."""
         with self._lock:
             cut = self._choices.below(len(whole.rstrip(b"\0")))
         return whole[:cut] + bytes(len(whole) - cut)

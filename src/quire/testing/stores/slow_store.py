@@ -1,4 +1,4 @@
-"""SlowStore: every call takes a while, as a network or a busy disk would."""
+"""SlowStore: a store with a delay in every call, like a network or a busy disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.tiers.store import Answer, Store, StoreKey
 
 
 class SlowStore(WrappedStore):
-    """Waits before each verb: a time between `seconds[0]` and `seconds[1]`, and for records their bytes at `bandwidth`
+    """Waits before each call between `seconds[0]` and `seconds[1]`, and for records also their bytes at `bandwidth`, in
     bytes a second. The times follow from `seed`; `sleep` is called with them."""
 
     def __init__(

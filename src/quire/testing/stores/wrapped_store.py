@@ -1,4 +1,4 @@
-"""WrappedStore: passes every call on. The others change some."""
+"""WrappedStore: forwards every call to another store. Subclasses change some calls."""
 
 from __future__ import annotations
 
