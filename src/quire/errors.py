@@ -1,7 +1,7 @@
 """Every error that Quire raises on purpose.
 
-An error says what failed, what was needed and available in the user's unit, what holds the rest, and a change that would
-work, with a code to search for. It is raised before anything has changed. A broken invariant of Quire's own is an
+An error says what failed, what was needed and available in the user's unit, what holds the rest, and a change that
+would work, with a code to search for. It is raised before anything has changed. A broken invariant of Quire's own is an
 `AssertionError`, never one of these.
 """
 
@@ -54,8 +54,8 @@ class PlanError(QuireError, ValueError):
 class OutOfPages(QuireError, MemoryError):
     """An allocation that does not fit now. Nothing was changed.
 
-    `wanted`, `free` and `evictable` are pages of `group`. Even if all evictable pages were evicted, running requests would
-    have to free `wanted - free - evictable` more.
+    `wanted`, `free` and `evictable` are pages of `group`. After evicting all evictable pages, running requests would
+    still have to free `wanted - free - evictable` more.
     """
 
     code = "QUIRE-PAGES-01"
@@ -74,7 +74,7 @@ class OutOfPages(QuireError, MemoryError):
 
 
 class InvalidFree(QuireError, ValueError):
-    """A free of ids that are not allocated: a double free, the padding id, or an id outside the pool. Nothing changed."""
+    """A free of ids that are not allocated: twice, of the padding id, or outside the pool. Nothing was changed."""
 
     code = "QUIRE-PAGES-02"
     exit_code = 4
