@@ -157,7 +157,7 @@ class BodyTooLarge(InvalidInput):
 
 
 class StepFailed(QuireError, RuntimeError):
-    """A step of the engine failed, for example for lack of device memory. Its requests end, and the engine continues."""
+    """A step of the engine failed, for lack of device memory, say. Its requests end, and the engine continues."""
 
     code = "QUIRE-ENGINE-02"
 

@@ -14,7 +14,7 @@ class Medium(Protocol):
         """The bytes of a visible record, None where there is none."""
 
     def write(self, key: StoreKey, record: bytes) -> None:
-        """Replace the bytes of a visible record by others of its length or shorter, as a damaged or truncated medium."""
+        """Replace a visible record by bytes of its length or shorter: a damaged or truncated medium."""
 
     def delete(self, key: StoreKey) -> None:
         """Delete the bytes of a visible record."""
