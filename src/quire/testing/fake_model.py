@@ -2,7 +2,7 @@
 
 Its next token is a fixed function of the namespace and of all tokens before, so a request's output does not depend on
 other requests: any difference from `FakeModel.solo` is a fault of the scheduler or the cache. A launched step captures
-page tables and slots like a device. It touches memory only when it is executed, in the order of launches. So a page that
+page tables and slots like a device. It touches memory only when it is executed, in launch order. So a page that
 is allocated again too early is detected.
 """
 

@@ -19,8 +19,8 @@ def small_plan(
 ) -> MemoryPlan:
     """A plan of exactly `num_pages` pages. A frame takes one byte per token and group.
 
-    `context` 0 means the tokens of all pages. Groups are full unless `reaches` has one for each, and have a frame for every
-    page unless `frames` says how many.
+    `context` 0 means the tokens of all pages. Groups are full unless `reaches` has one for each, and have a frame for
+    every page unless `frames` says how many.
     """
     layout = PageLayout(page_size, (Field(name="k", shape=(1,), dtype=DType.UINT8, layers=(0,)),))
     reaches = reaches or (ReachSpec(),) * len(groups)
