@@ -9,6 +9,7 @@ import numpy as np
 from quire.prefix import hashing, match, page_names, radix_cache
 from quire.prefix.match import Insertion
 from quire.prefix.node import Levels, common_pages
+from quire.prefix.page_names import PageNames
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace, PagesRemoved
 from tests.mutants import field
@@ -152,9 +153,13 @@ def evict_takes_one_too_many(patch: Patch) -> None:
 @mutant("cache", field.EVENTS)
 def removals_are_not_told(patch: Patch) -> None:
     """Routers are never told that a page is gone."""
-    patch.setattr(
-        page_names, "PagesRemoved", lambda namespace, hashes, *tier: PagesRemoved(namespace, hashes.cut(0)[0])
-    )
+    real = PageNames.tell
+
+    def tell(names: PageNames, event: Any, *edge: Any) -> None:
+        if event is not PagesRemoved:
+            real(names, event, *edge)
+
+    patch.setattr(PageNames, "tell", tell)
 
 
 @mutant("cache", field.EVENTS)
