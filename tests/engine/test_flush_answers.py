@@ -104,6 +104,23 @@ def test_nobody_waits_for_another_ones_flush() -> None:
     ]
 
 
+def test_an_answer_that_cannot_be_encoded_ends_only_itself() -> None:
+    core = Core(lambda namespace, waits: object())  # type: ignore[arg-type, return-value]
+    first, second = run(core, asks(1, process.Core.flush, None), asks(2, process.Core.statistics))
+    assert first.error is not None and "object" in first.error.message
+    assert second == answers(2, {})
+
+
+def test_a_broken_invariant_ends_the_engine_also_where_arguments_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def decode(self, _: object) -> Any:
+            raise AssertionError("a broken invariant")
+
+    monkeypatch.setitem(process.VERBS, "flush", process.VERBS["flush"]._replace(arguments=Broken()))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="a broken invariant"):
+        run(Core(lambda namespace, waits: GONE), asks(1, process.Core.flush, None))
+
+
 def test_an_engine_that_ends_says_what_has_become_of_it() -> None:
     core = Core(lambda namespace, waits: None if waits else GONE)
     assert run(core, asks(1, process.Core.flush, ALICE)) == [answers(1, GONE)]

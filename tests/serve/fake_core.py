@@ -11,7 +11,7 @@ import numpy as np
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, StepOutputs, TokenOutput
 from quire.engine.process import Progress
-from quire.errors import ContextTooLong, PlanError
+from quire.errors import ContextTooLong, InvalidFree, PlanError
 from quire.spec.ids import Ids
 
 CONTEXT = 256
@@ -70,6 +70,8 @@ class EchoCore:
         prompt = request.tokens().tolist()
         if b"crash" in bytes(prompt):
             raise RuntimeError("a crash in step")
+        if b"free twice" in bytes(prompt):
+            raise InvalidFree("a page is freed twice.")
         drawn.append(prompt[len(drawn) % len(prompt)])
         limit = request.params.max_tokens or CONTEXT - len(prompt)
         ended = len(drawn) >= limit

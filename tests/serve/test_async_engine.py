@@ -15,7 +15,7 @@ import pytest
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
 from quire.engine.process import Core
-from quire.engine.wire import ENCODER, WireError
+from quire.engine.wire import ENCODER, EXIT_DEFECT, WireError
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
@@ -101,11 +101,11 @@ def test_what_cannot_be_sent_leaves_nothing_open() -> None:
         async with running() as engine:
             with pytest.raises(InvalidInput, match="cannot be sent"):
                 await engine.submit("abc", SamplingParams(), priority=2**64)
-            with pytest.raises(InvalidInput, match="lone surrogates"):
+            with pytest.raises(InvalidInput, match="salt must be text without lone surrogates"):
                 await engine.submit("abc", SamplingParams(), salt="\ud800")
-            with pytest.raises(InvalidInput, match="lone surrogates"):
+            with pytest.raises(InvalidInput, match="prompt must be text without lone surrogates"):
                 await engine.submit("\ud800", SamplingParams())
-            with pytest.raises(InvalidInput, match="lone surrogates"):
+            with pytest.raises(InvalidInput, match="stop must be text without lone surrogates"):
                 await engine.submit("abc", SamplingParams(stop=["\ud800"]))
             assert not engine._streams
             started = time.monotonic()
@@ -146,6 +146,19 @@ def test_a_broken_law_in_add_ends_the_engine() -> None:
             with pytest.raises(EngineDead, match="a law does not hold"):
                 await engine.submit("broken law", SamplingParams())
             assert not engine.health().healthy
+
+    asyncio.run(body())
+
+
+def test_an_error_of_the_loop_is_a_defect_whatever_its_class() -> None:
+    """Exit codes of refusals are for starts that were refused."""
+
+    async def body() -> None:
+        async with running() as engine:
+            with pytest.raises(QuireError, match="a page is freed twice"):
+                await text_of(engine, "free twice")
+            engine._process.process.join(5)
+            assert engine._process.process.exitcode == EXIT_DEFECT
 
     asyncio.run(body())
 

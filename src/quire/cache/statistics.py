@@ -15,12 +15,14 @@ from quire.observe.explain import Explanation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameCounts:
-    """Frames of one (group, tier) by owner, and counters since the start. The owners sum to `total`."""
+    """Frames of one (group, tier) by owner, and counters since the start. The owners sum to `total`;
+    `evictable` frames are some of the `cached` ones."""
 
     total: int
     free: int
     private: int
     cached: int
+    evictable: int  # of the cached ones
     moving: int  # given up while a launched step could touch them; free once it has settled
     quarantined: int
     dropped: int = 0  # frames of cached pages that stayed
@@ -78,6 +80,7 @@ def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
         free=group.num_free,
         private=group.num_frames - group.num_free - group.num_cached - moving,
         cached=group.num_cached,
+        evictable=group.num_evictable,
         moving=moving,
         quarantined=0,
         dropped=group.dropped_frames,

@@ -67,13 +67,25 @@ def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
     try:
         return msgspec.Raw(ENCODER.encode(arguments))
     except UnicodeEncodeError as error:
-        raise _not_utf8(error) from None
+        names = (_field_with(argument, error.object) for argument in arguments)
+        raise _not_utf8(next(filter(None, names), "text"), error) from None
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise InvalidInput(f"the request cannot be sent to the engine: {error}.", fix="check its fields.") from error
 
 
-def _not_utf8(error: UnicodeEncodeError) -> InvalidInput:
-    return InvalidInput(f"text must be without lone surrogates, got {error.object[:60]!r}.")
+def _field_with(value: object, text: str) -> str | None:
+    """The name of the field with this text, of a struct or of one in it."""
+    for name in getattr(value, "__struct_fields__", ()):
+        found = getattr(value, name)
+        if found == text or (isinstance(found, list) and text in found):
+            return str(name)
+        if inner := _field_with(found, text):
+            return inner
+    return None
+
+
+def _not_utf8(name: str, error: UnicodeEncodeError) -> InvalidInput:
+    return InvalidInput(f"{name} must be text without lone surrogates, got {error.object[:60]!r}.")
 
 
 @dataclass(slots=True)
@@ -439,7 +451,7 @@ class AsyncEngine:
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise _not_utf8(error) from None
+                raise _not_utf8("prompt", error) from None
             if len(prompt) >= _LONG_TEXT:
                 return await asyncio.to_thread(self.tokenizer.encode, prompt)
             return self.tokenizer.encode(prompt)

@@ -1,7 +1,7 @@
 """An `EngineCore` in a process of its own, so that HTTP and tokenising never stall a step.
 
     parent                                 child
-    EngineProcess.start  --spawn-->        build the core      --Ready | Failed-->
+    EngineProcess.start  --spawn-->        build the core      --Ready | Died-->
     send(Ask | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Reply | Beat ...-->
 
 The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request, or one that
@@ -272,7 +272,7 @@ def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore, log_level
         socket.set_hwm(0)
         socket.connect(address)
     link = _Link(commands, reports, wiring.secret)
-    exit_code = 0
+    exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
         link.report(
@@ -282,10 +282,11 @@ def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore, log_level
                 statistics=core.statistics(),
             )
         )
+        is_ready = True
         StepLoop(core, link).run()
     except Exception as error:
         link.report(Died(error=WireError.of(error)))
-        exit_code = error.exit_code if isinstance(error, QuireError) else EXIT_DEFECT
+        exit_code = error.exit_code if isinstance(error, QuireError) and not is_ready else EXIT_DEFECT
     commands.close(linger=0)
     reports.close(linger=2_000)
     context.term()
@@ -393,6 +394,8 @@ class StepLoop:
     def _call(self, ask: Ask) -> Any:
         try:
             arguments = VERBS[ask.verb].arguments.decode(ask.arguments)
+        except AssertionError:
+            raise
         except Exception as error:
             if isinstance(error.__cause__, QuireError):  # raised by a constructor
                 raise error.__cause__ from None
@@ -409,17 +412,17 @@ class StepLoop:
         self._later.pop(number, None)
         try:
             value = found()
+            reply = None if isinstance(value, Later) else Reply(number, msgspec.Raw(ENCODER.encode(value)))
         except AssertionError:  # a broken invariant ends the engine: what it would answer from now on is not known
             raise
         except Exception as error:
             if not isinstance(error, QuireError):
                 logger.exception("question %d could not be answered", number)
-            self._link.report(Reply(number, error=WireError.of(error)))
-            return
-        if isinstance(value, Later):
+            reply = Reply(number, error=WireError.of(error))
+        if reply is None:
             self._later[number] = value
         else:
-            self._link.report(Reply(number, msgspec.Raw(ENCODER.encode(value))))
+            self._link.report(reply)
 
 
 def _poll(later: Later[Any], *, waits: bool) -> Any:

@@ -93,12 +93,11 @@ class EngineCollector(Collector):
             yield family
 
     def _usage(self, statistics: Mapping[str, Any]) -> GaugeMetricFamily:
-        pages = next(iter(statistics["frames"].values()))
-        held = pages["total"] - pages["free"] - statistics["evictable_pages"]
+        groups = statistics["frames"].values()
         return GaugeMetricFamily(
             "quire_kv_cache_usage_ratio",
-            "Pages that requests hold, of all, from 0 to 1: pages that could be evicted count as free.",
-            value=max(0.0, held / pages["total"]),
+            "Frames in use, of all, from 0 to 1, of the fullest group: frames that could be evicted count as free.",
+            value=max(1 - (frames["free"] + frames["evictable"]) / frames["total"] for frames in groups),
         )
 
     def _causes(self, causes: Mapping[str, int]) -> CounterMetricFamily:
